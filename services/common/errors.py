@@ -1,0 +1,119 @@
+"""Typed errors: one taxonomy from the engine to the HTTP client.
+
+Domain code raises `SluiceError`; `grpc_errors` carries it over the wire and the gateway renders it for HTTP.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class ErrorKind(IntEnum):
+    """The numbers of `sluice.v1.ErrorKind`."""
+
+    INTERNAL_UNKNOWN = 0
+    INVALID_ARGUMENT = 1
+    NOT_FOUND = 2
+    TOO_LARGE = 3
+    OVERLOADED = 4
+    UNAVAILABLE = 5
+    FAILED_PRECONDITION = 6
+    DEADLINE_EXCEEDED = 7
+    CANCELLED = 8
+    INTERNAL = 9
+    UNAUTHENTICATED = 10
+    CANNOT_CONNECT = 20
+    CONNECTION_TIMEOUT = 21
+    DISCONNECTED = 22
+    ENGINE_SHUTDOWN = 23
+    STREAM_INCOMPLETE = 24
+    RESPONSE_TIMEOUT = 25
+
+
+_HTTP_STATUS = {
+    ErrorKind.INVALID_ARGUMENT: 400,
+    ErrorKind.NOT_FOUND: 404,
+    ErrorKind.TOO_LARGE: 413,
+    ErrorKind.OVERLOADED: 429,
+    ErrorKind.UNAVAILABLE: 503,
+    ErrorKind.FAILED_PRECONDITION: 400,
+    ErrorKind.DEADLINE_EXCEEDED: 504,
+    ErrorKind.CANCELLED: 499,
+    ErrorKind.UNAUTHENTICATED: 401,
+    ErrorKind.CANNOT_CONNECT: 502,
+    ErrorKind.CONNECTION_TIMEOUT: 502,
+    ErrorKind.DISCONNECTED: 502,
+    ErrorKind.ENGINE_SHUTDOWN: 502,
+    ErrorKind.STREAM_INCOMPLETE: 502,
+    ErrorKind.RESPONSE_TIMEOUT: 504,
+}
+
+_RETRYABLE = {
+    ErrorKind.UNAVAILABLE,
+    ErrorKind.CANNOT_CONNECT,
+    ErrorKind.CONNECTION_TIMEOUT,
+    ErrorKind.DISCONNECTED,
+    ErrorKind.ENGINE_SHUTDOWN,
+    ErrorKind.STREAM_INCOMPLETE,
+}
+
+
+class SluiceError(Exception):
+    """Something went wrong that a caller should hear about, in one sentence.
+
+    Args:
+        kind: decides the gRPC status, the HTTP status and whether a retry makes sense.
+        message: one sentence in plain words; says what to do where there is something to do.
+        param: the field of the caller's request at fault, such as ``messages[0].role``; empty for none.
+        code: stable machine-readable code, such as ``model_not_found``; empty for none.
+        retry_after_ms: how long to wait before a retry, milliseconds; 0 when unknown.
+        retryable: another replica may succeed right away; by default derived from the kind.
+    """
+
+    def __init__(
+        self,
+        kind: ErrorKind,
+        message: str,
+        *,
+        param: str = "",
+        code: str = "",
+        retry_after_ms: int = 0,
+        retryable: bool | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.message = message
+        self.param = param
+        self.code = code
+        self.retry_after_ms = retry_after_ms
+        self.retryable = kind in _RETRYABLE if retryable is None else retryable
+
+    @property
+    def http_status(self) -> int:
+        """The HTTP status a client of the gateway sees."""
+        return _HTTP_STATUS.get(self.kind, 500)
+
+
+def invalid(message: str, *, param: str = "", code: str = "") -> SluiceError:
+    """The request can never work."""
+    return SluiceError(ErrorKind.INVALID_ARGUMENT, message, param=param, code=code)
+
+
+def not_found(message: str, *, param: str = "", code: str = "") -> SluiceError:
+    """A named thing is not known here."""
+    return SluiceError(ErrorKind.NOT_FOUND, message, param=param, code=code)
+
+
+def unavailable(message: str, *, code: str = "", retry_after_ms: int = 1000) -> SluiceError:
+    """Nobody can serve this now; a retry later may work."""
+    return SluiceError(ErrorKind.UNAVAILABLE, message, code=code, retry_after_ms=retry_after_ms)
+
+
+def overloaded(message: str, *, retry_after_ms: int = 1000) -> SluiceError:
+    """Shed to protect what is running."""
+    return SluiceError(ErrorKind.OVERLOADED, message, code="overloaded", retry_after_ms=retry_after_ms)
+
+
+def internal(message: str) -> SluiceError:
+    """A defect of ours; the message must not carry internals."""
+    return SluiceError(ErrorKind.INTERNAL, message)

@@ -1,0 +1,131 @@
+"""Typed errors on gRPC: `SluiceError` ↔ status code plus `ErrorDetail` in the trailing metadata."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import NoReturn, TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from services.common.errors import ErrorKind, SluiceError
+from sluice.v1 import common_pb2
+
+DETAIL_KEY = "sluice-error-bin"
+
+log = logging.getLogger(__name__)
+
+_STATUS = {
+    ErrorKind.INVALID_ARGUMENT: grpc.StatusCode.INVALID_ARGUMENT,
+    ErrorKind.NOT_FOUND: grpc.StatusCode.NOT_FOUND,
+    ErrorKind.TOO_LARGE: grpc.StatusCode.INVALID_ARGUMENT,
+    ErrorKind.OVERLOADED: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    ErrorKind.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
+    ErrorKind.FAILED_PRECONDITION: grpc.StatusCode.FAILED_PRECONDITION,
+    ErrorKind.DEADLINE_EXCEEDED: grpc.StatusCode.DEADLINE_EXCEEDED,
+    ErrorKind.CANCELLED: grpc.StatusCode.CANCELLED,
+    ErrorKind.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
+    ErrorKind.CANNOT_CONNECT: grpc.StatusCode.UNAVAILABLE,
+    ErrorKind.CONNECTION_TIMEOUT: grpc.StatusCode.UNAVAILABLE,
+    ErrorKind.DISCONNECTED: grpc.StatusCode.UNAVAILABLE,
+    ErrorKind.ENGINE_SHUTDOWN: grpc.StatusCode.UNAVAILABLE,
+    ErrorKind.STREAM_INCOMPLETE: grpc.StatusCode.UNAVAILABLE,
+    ErrorKind.RESPONSE_TIMEOUT: grpc.StatusCode.DEADLINE_EXCEEDED,
+}
+
+_KIND_OF_STATUS = {
+    grpc.StatusCode.INVALID_ARGUMENT: ErrorKind.INVALID_ARGUMENT,
+    grpc.StatusCode.NOT_FOUND: ErrorKind.NOT_FOUND,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: ErrorKind.OVERLOADED,
+    grpc.StatusCode.UNAVAILABLE: ErrorKind.UNAVAILABLE,
+    grpc.StatusCode.FAILED_PRECONDITION: ErrorKind.FAILED_PRECONDITION,
+    grpc.StatusCode.DEADLINE_EXCEEDED: ErrorKind.DEADLINE_EXCEEDED,
+    grpc.StatusCode.CANCELLED: ErrorKind.CANCELLED,
+    grpc.StatusCode.UNAUTHENTICATED: ErrorKind.UNAUTHENTICATED,
+}
+
+
+def to_detail(error: SluiceError) -> common_pb2.ErrorDetail:
+    """The wire form of an error."""
+    return common_pb2.ErrorDetail(
+        kind=common_pb2.ErrorKind.ValueType(int(error.kind)),
+        message=error.message,
+        param=error.param,
+        code=error.code,
+        retry_after_ms=error.retry_after_ms,
+        retryable=error.retryable,
+    )
+
+
+def from_detail(detail: common_pb2.ErrorDetail) -> SluiceError:
+    """The error behind a wire form; a kind this version does not know becomes internal."""
+    try:
+        kind = ErrorKind(detail.kind)
+    except ValueError:
+        kind = ErrorKind.INTERNAL
+    return SluiceError(
+        kind,
+        detail.message,
+        param=detail.param,
+        code=detail.code,
+        retry_after_ms=detail.retry_after_ms,
+        retryable=detail.retryable,
+    )
+
+
+def from_rpc_error(error: grpc.aio.AioRpcError, peer: str) -> SluiceError:
+    """What a failed call means for its caller.
+
+    Args:
+        error: as raised by a grpc.aio call.
+        peer: what was called, in words for the message, such as ``preprocess``.
+    """
+    for key, value in error.trailing_metadata() or ():
+        if key == DETAIL_KEY and isinstance(value, bytes):
+            try:
+                return from_detail(common_pb2.ErrorDetail.FromString(value))
+            except DecodeError:
+                break
+    kind = _KIND_OF_STATUS.get(error.code(), ErrorKind.INTERNAL)
+    if kind is ErrorKind.OVERLOADED:  # grpc's own use of the code: a message over the size limit
+        return SluiceError(ErrorKind.TOO_LARGE, f"A message to or from {peer} is over the size limit.")
+    if kind is ErrorKind.UNAVAILABLE:
+        return SluiceError(
+            kind, f"The {peer} service cannot be reached.", code="service_unavailable", retry_after_ms=1000
+        )
+    if kind is ErrorKind.DEADLINE_EXCEEDED:
+        return SluiceError(kind, f"The {peer} service did not answer in time.", code="stage_timeout")
+    return SluiceError(kind, f"The {peer} service failed ({error.code().name.lower()}).")
+
+
+async def abort(context: grpc.aio.ServicerContext, error: SluiceError) -> NoReturn:  # type: ignore[type-arg]
+    """Ends an RPC with a typed error."""
+    await context.abort(
+        _STATUS.get(error.kind, grpc.StatusCode.INTERNAL),
+        error.message,
+        ((DETAIL_KEY, to_detail(error).SerializeToString()),),
+    )
+    raise AssertionError("context.abort always raises")
+
+
+Q = TypeVar("Q")
+A = TypeVar("A")
+
+
+async def answer(
+    context: grpc.aio.ServicerContext,  # type: ignore[type-arg]
+    handler: Callable[[Q], Awaitable[A]],
+    request: Q,
+) -> A:
+    """Runs a unary handler; typed errors become typed statuses, anything else a logged INTERNAL without its text."""
+    try:
+        return await handler(request)
+    except SluiceError as error:
+        await abort(context, error)
+    except (asyncio.CancelledError, grpc.aio.AbortError):
+        raise
+    except Exception:
+        log.exception("unexpected failure in %s", getattr(handler, "__qualname__", handler))
+        await abort(context, SluiceError(ErrorKind.INTERNAL, "Unexpected failure; the service's log has the details."))

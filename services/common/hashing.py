@@ -1,0 +1,72 @@
+"""Block hashes: the names of KV-cache blocks that all services agree on.
+
+Scheme "sluice-xxh3-v1": the local hash of a full block is xxh3-64 with seed 1337 over its little-endian uint32 token
+ids; the hash of the first block is its local hash, and of each next one xxh3-64 over parent ‖ local (little-endian
+uint64 each). A LoRA name and a cache salt shift the seed, so their blocks never match others. A partial block has none.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from struct import Struct
+
+from xxhash import xxh3_64_intdigest
+
+from services.common.packing import pack_u32
+
+HASH_SCHEME = "sluice-xxh3-v1"
+BASE_SEED = 1337
+_U64 = (1 << 64) - 1
+_PAIR = Struct("<QQ").pack
+
+
+def seed_for(lora: str = "", cache_salt: str = "") -> int:
+    """The seed of a key space; empty strings are no adapter and no salt."""
+    seed = BASE_SEED
+    if lora:
+        seed += xxh3_64_intdigest(lora.encode(), 0)
+    if cache_salt:
+        seed += xxh3_64_intdigest(cache_salt.encode(), 1)
+    return seed & _U64
+
+
+def local_hash(block: bytes, seed: int = BASE_SEED) -> int:
+    """Hash of one full block's packed u32 ids by itself."""
+    return xxh3_64_intdigest(block, seed)
+
+
+def chain(parent: int | None, local: int, seed: int = BASE_SEED) -> int:
+    """Hash of a block in its place: after `parent`, or first when that is None."""
+    return local if parent is None else xxh3_64_intdigest(_PAIR(parent, local), seed)
+
+
+def block_hashes(
+    token_ids: Sequence[int] | bytes, block_size: int, lora: str = "", cache_salt: str = "", parent: int | None = None
+) -> array[int]:
+    """Chained hashes of all full blocks of a token sequence.
+
+    Args:
+        token_ids: the ids, or the same ids as packed u32.
+        block_size: tokens a block, at least 1.
+        lora: adapter name; empty for the base model.
+        cache_salt: tenant salt; empty for none.
+        parent: hash of the block before the first token; None at the start of a sequence.
+
+    Returns:
+        array("Q") with len(token_ids) // block_size hashes.
+    """
+    if block_size < 1:
+        raise ValueError("block_size must be at least 1")
+    seed = seed_for(lora, cache_salt)
+    packed = token_ids if isinstance(token_ids, bytes) else pack_u32(token_ids)
+    stride = block_size * 4
+    view = memoryview(packed)
+    hashes = array("Q")
+    append = hashes.append
+    digest, pair = xxh3_64_intdigest, _PAIR
+    for start in range(0, len(packed) - stride + 1, stride):
+        local = digest(view[start : start + stride], seed)
+        parent = local if parent is None else digest(pair(parent, local), seed)
+        append(parent)
+    return hashes

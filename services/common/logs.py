@@ -1,0 +1,67 @@
+"""Structured logs: a sentence plus key=value fields, as text for people or JSON lines for machines.
+
+Fields come from `extra={...}`; the id of the request being served is added to every line by itself. Prompts and
+secrets do not belong in either.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from typing import Any
+
+request_id: ContextVar[str] = ContextVar("sluice_request_id", default="")
+
+_STANDARD = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    fields = {key: value for key, value in vars(record).items() if key not in _STANDARD}
+    if current := request_id.get():
+        fields.setdefault("request_id", current)
+    return fields
+
+
+class TextFormatter(logging.Formatter):
+    """`12:00:00.123 INFO  services.router  worker is up  worker=w1`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        clock = datetime.fromtimestamp(record.created).strftime("%H:%M:%S.%f")[:-3]
+        fields = "".join(f"  {key}={value}" for key, value in _fields(record).items())
+        line = f"{clock} {record.levelname:<7} {record.name}  {record.getMessage()}{fields}"
+        return line + "\n" + self.formatException(record.exc_info) if record.exc_info else line
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: time, level, logger, message, then the fields."""
+
+    def __init__(self, service: str) -> None:
+        super().__init__()
+        self._service = service
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "service": self._service,
+            "logger": record.name,
+            "message": record.getMessage(),
+            **_fields(record),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str, ensure_ascii=False)
+
+
+def configure(service: str, level: str, log_format: str) -> None:
+    """Sets up logging for the process: everything goes to standard error."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter(service) if log_format == "json" else TextFormatter())
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+    for noisy in ("httpx", "httpcore", "huggingface_hub", "filelock", "asyncio", "uvicorn.access", "mistral_common"):
+        logging.getLogger(noisy).setLevel(max(logging.WARNING, root.level))

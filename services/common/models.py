@@ -1,0 +1,152 @@
+"""Models: what a name stands for, and where its tokenizer's files are."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.resources
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from services.common.errors import ErrorKind, SluiceError, invalid
+
+BUNDLED = "mistral-common:"
+DEFAULT_SOURCE = f"{BUNDLED}tekken_240911"
+DEFAULT_NAME = "tekken"
+PROCESSORS = ("hf", "mistral")
+
+# Everything that decides token ids; weights are never fetched by the tokenizer side.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    "config.json",
+    "tekken.json",
+    "tokenizer.model",
+    "tokenizer.model.v*",
+)
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A served model: its name, where its files are, and which tokenizer implementation reads them.
+
+    `processor` is empty until chosen by what the files hold.
+    """
+
+    name: str
+    source: str
+    processor: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> ModelSpec:
+        """Reads `SOURCE`, `NAME=SOURCE` or `NAME=SOURCE@PROCESSOR`; ValueError says what is wrong.
+
+        SOURCE is a folder, a hub id, or `mistral-common:NAME` for a tokenizer that package ships.
+        """
+        name, found, source = text.partition("=")
+        if not found:
+            name, source = "", text
+        source, _, processor = source.partition("@")
+        if not source:
+            raise ValueError(f"model {text!r} has no source; write NAME=SOURCE")
+        if processor and processor not in PROCESSORS and ":" not in processor:
+            raise ValueError(f"processor {processor!r} is unknown; choose from {', '.join(PROCESSORS)}")
+        return cls(name or default_name(source), source, processor)
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.source}" + (f"@{self.processor}" if self.processor else "")
+
+
+def default_name(source: str) -> str:
+    """The served name of a source: the folder's name, the hub id, `tekken` for the bundled default."""
+    if source == DEFAULT_SOURCE:
+        return DEFAULT_NAME
+    if source.startswith(BUNDLED):
+        return source.removeprefix(BUNDLED)
+    return Path(source).resolve().name if Path(source).is_dir() else source
+
+
+def resolve(source: str) -> Path:
+    """The local folder or tokenizer file behind a source; may download from the hub, so call it off the event loop.
+
+    Raises:
+        SluiceError: NOT_FOUND with what was looked for.
+    """
+    if source.startswith(BUNDLED):
+        return _bundled(source.removeprefix(BUNDLED))
+    path = Path(source).expanduser()
+    if path.exists():
+        return path.resolve()
+    if source.startswith((".", "/", "~")):
+        raise SluiceError(ErrorKind.NOT_FOUND, f"Model folder {source} does not exist.", param="model")
+    return _download(source)
+
+
+def _bundled(name: str) -> Path:
+    folder = Path(str(importlib.resources.files("mistral_common"))) / "data"
+    for path in (folder / name, folder / f"{name}.json"):
+        if path.is_file():
+            return path
+    names = ", ".join(sorted(path.stem for path in folder.glob("tekken*.json")))
+    raise SluiceError(
+        ErrorKind.NOT_FOUND, f"mistral-common ships no tokenizer {name!r}; it has {names}.", param="model"
+    )
+
+
+def _download(hub_id: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=list(TOKENIZER_FILES)))
+    except Exception as error:  # the hub's client raises many unrelated types
+        raise SluiceError(
+            ErrorKind.NOT_FOUND,
+            f"Model {hub_id} is neither a folder nor available from the hub ({type(error).__name__}).",
+            param="model",
+        ) from error
+
+
+def detect_processor(path: Path) -> str:
+    """Which implementation reads these files: `mistral` or `hf`; SluiceError(INVALID_ARGUMENT) when neither does."""
+    if path.is_file():
+        return "hf" if path.name == "tokenizer.json" else "mistral"
+    if (path / "tokenizer.json").is_file():
+        return "hf"
+    if (path / "tekken.json").is_file() or any(path.glob("tokenizer.model.v*")):
+        return "mistral"
+    raise invalid(f"{path} holds no tokenizer: neither tokenizer.json nor tekken.json is there.", param="model")
+
+
+def tokenizer_files(path: Path) -> list[Path]:
+    """The files that decide token ids, by name."""
+    if path.is_file():
+        return [path]
+    return sorted({file for pattern in TOKENIZER_FILES for file in path.glob(pattern) if file.is_file()})
+
+
+def fingerprint(path: Path) -> str:
+    """sha-256, hex, over names and contents of the tokenizer's files."""
+    digest = hashlib.sha256()
+    for file in tokenizer_files(path):
+        digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def read_json(path: Path, name: str) -> dict[str, Any]:
+    """A JSON file of a model folder; empty when it is not there, SluiceError(INVALID_ARGUMENT) when it is broken."""
+    file = path / name if path.is_dir() else path.parent / name
+    if path.is_file() or not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise invalid(f"{name} of the model cannot be read: {error}.", param="model") from error
+    if not isinstance(content, dict):
+        raise invalid(f"{name} of the model is no JSON object.", param="model")
+    return content

@@ -1,0 +1,71 @@
+"""Runs one service process: uvloop, signals, logs, telemetry, and an exit code that means something."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+
+import uvloop
+
+from services.common import logs, telemetry
+from services.common.errors import SluiceError
+from services.common.settings import ServiceSettings
+
+log = logging.getLogger(__name__)
+
+
+class Stop(asyncio.Event):
+    """Set when the process should drain and end; `fail` makes the exit code 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failed = False
+
+    def fail(self, name: str, error: BaseException) -> None:
+        """A background task died: fits `TaskOwner(on_death=...)`."""
+        self.failed = True
+        self.set()
+
+
+def run(name: str, settings: ServiceSettings, serve: Callable[[Stop], Awaitable[None]]) -> None:
+    """Runs `serve` until it returns; SIGTERM and SIGINT set the event it was given, a second one ends at once.
+
+    A SluiceError is one line on standard error and exit code 1. Does not return.
+    """
+    logs.configure(name, settings.log_level, settings.log_format)
+    try:
+        telemetry.configure(name, settings)
+        failed = uvloop.run(_main(serve))
+    except SluiceError as error:
+        log.error("%s", error.message)
+        failed = True
+    except OSError as error:
+        log.error("cannot start: %s", error.strerror or error)
+        failed = True
+    telemetry.shutdown()
+    sys.stderr.flush()
+    os._exit(1 if failed else 0)  # threads of libraries must not delay the end
+
+
+async def _main(serve: Callable[[Stop], Awaitable[None]]) -> bool:
+    stop = Stop()
+    loop = asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            os._exit(130)
+        log.info("stopping")
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    # What start-up made lives as long as the process: keep the collector from walking it again and again.
+    gc.collect()
+    gc.freeze()
+    await serve(stop)
+    return stop.failed

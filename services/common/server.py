@@ -1,0 +1,84 @@
+"""A gRPC server with what every service offers: health, reflection, keepalive, TLS, limits and a graceful drain."""
+
+from __future__ import annotations
+
+import logging
+
+import grpc
+from google.protobuf.descriptor import FileDescriptor
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health_aio
+from grpc_reflection.v1alpha import reflection
+
+from services.common.channels import KEEPALIVE_TIMEOUT_MS
+from services.common.errors import ErrorKind, SluiceError
+from services.common.settings import GrpcServiceSettings
+from services.common.tls import server_credentials
+
+log = logging.getLogger(__name__)
+
+
+class GrpcServer:
+    """One listening gRPC server.
+
+    Register servicers on `server`, then `start`. Health answers NOT_SERVING until `set_serving(True)` and again from
+    the first moment of `drain`.
+    """
+
+    def __init__(self, settings: GrpcServiceSettings, descriptor: FileDescriptor) -> None:
+        self._settings = settings
+        self._services = [service.full_name for service in descriptor.services_by_name.values()]
+        limit = settings.max_message_mb << 20
+        options: list[tuple[str, int]] = [
+            ("grpc.max_receive_message_length", limit),
+            ("grpc.max_send_message_length", limit),
+            ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+            ("grpc.http2.max_ping_strikes", 0),
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.keepalive_time_ms", 20_000),
+            ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+            ("grpc.so_reuseport", 0),  # a taken port is an error, not a silent share
+        ]
+        if settings.max_connection_age_s:
+            options.append(("grpc.max_connection_age_ms", int(settings.max_connection_age_s * 1000)))
+        self.server = grpc.aio.server(options=options)
+        self._health = health_aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
+        if settings.reflection:
+            names = (
+                *self._services,
+                health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
+                reflection.SERVICE_NAME,
+            )
+            reflection.enable_server_reflection(names, self.server)
+        self.port = 0
+
+    async def start(self) -> None:
+        """Listens; SluiceError when the address cannot be bound or TLS files are wrong."""
+        await self.set_serving(False)
+        credentials = server_credentials(self._settings)
+        listen = self._settings.listen
+        try:
+            self.port = (
+                self.server.add_insecure_port(listen)
+                if credentials is None
+                else self.server.add_secure_port(listen, credentials)
+            )
+        except RuntimeError as error:
+            raise SluiceError(
+                ErrorKind.FAILED_PRECONDITION,
+                f"Cannot listen on {listen}: the port is taken or the address is not one of this machine.",
+            ) from error
+        await self.server.start()
+        log.info("gRPC server listens", extra={"address": listen, "tls": credentials is not None})
+
+    async def set_serving(self, serving: bool) -> None:
+        """Says in health whether requests are welcome."""
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in ("", *self._services):
+            await self._health.set(name, status)
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuses new calls, lets running ones finish for `grace_s` seconds, then cancels them."""
+        await self.set_serving(False)
+        await self.server.stop(grace_s)

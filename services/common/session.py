@@ -1,0 +1,118 @@
+"""Sessions: one long-lived bidirectional stream that carries many requests (design, rule 2).
+
+Whatever is ready travels together and nothing waits to fill a batch: while one message is being written, the next one
+collects in the owner's buffers. `drain` turns those buffers into one message, or None when they are empty.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, Generic, TypeVar, cast
+
+import grpc
+
+from services.common.errors import ErrorKind, SluiceError
+from services.common.grpc_errors import from_rpc_error
+
+In = TypeVar("In")
+Out = TypeVar("Out")
+
+
+class BatchWriter(Generic[Out]):
+    """Writes batches until cancelled; `wake` says that there is something to write."""
+
+    def __init__(self, drain: Callable[[], Out | None], write: Callable[[Out], Awaitable[Any]]) -> None:
+        self._drain = drain
+        self._write = write
+        self._ready = asyncio.Event()
+        self.wake = self._ready.set
+
+    async def run(self) -> None:
+        """Runs until cancelled or until the write fails."""
+        while True:
+            await self._ready.wait()
+            self._ready.clear()
+            while (message := self._drain()) is not None:
+                await self._write(message)
+
+
+async def serve_session(
+    context: grpc.aio.ServicerContext[In, Out],
+    writer: BatchWriter[Out],
+    on_message: Callable[[In], None],
+) -> None:
+    """The server's side: reads until the caller is done or gone, writes what the writer drains.
+
+    The caller cleans up its state after this returns or raises, whichever way the session ended.
+    """
+    handler = asyncio.current_task()
+    assert handler is not None
+    writing = _writing(writer, handler.cancel)
+    try:
+        while (message := await context.read()) is not grpc.aio.EOF:
+            on_message(message)
+    except asyncio.CancelledError:
+        if writing.done() and not writing.cancelled():
+            writing.result()  # the writer's failure is the reason, not the cancellation it caused
+        raise
+    finally:
+        writing.cancel()
+        await asyncio.gather(writing, return_exceptions=True)
+
+
+def _writing(writer: BatchWriter[Any], on_death: Callable[[], Any]) -> asyncio.Task[None]:
+    """Starts a writer whose failure ends the reader as well."""
+    task = asyncio.get_running_loop().create_task(writer.run())
+    task.add_done_callback(lambda done: None if done.cancelled() else on_death())
+    return task
+
+
+class ClientSession(Generic[Out, In]):
+    """The caller's side of one session to one peer; used once: after it is lost, its owner makes another.
+
+    Args:
+        peer: what is called, in words for error messages.
+        open_call: opens the stream; called by `run`.
+        drain: next message to send, or None.
+        on_message: takes each message received; must not block.
+    """
+
+    def __init__(
+        self,
+        peer: str,
+        open_call: Callable[[], grpc.aio.StreamStreamCall[Out, In]],
+        drain: Callable[[], Out | None],
+        on_message: Callable[[In], None],
+    ) -> None:
+        self.peer = peer
+        self._open_call = open_call
+        self._on_message = on_message
+        self._call: grpc.aio.StreamStreamCall[Out, In] | None = None
+        self._writer = BatchWriter(drain, self._write)
+        self.wake = self._writer.wake
+
+    async def _write(self, message: Out) -> None:
+        assert self._call is not None
+        await self._call.write(message)
+
+    async def run(self) -> SluiceError:
+        """Carries the session until it ends; returns why, as a typed retryable error. Cancel it to close."""
+        call = self._call = self._open_call()
+        writing = _writing(self._writer, call.cancel)
+        try:
+            while (message := await call.read()) is not grpc.aio.EOF:
+                self._on_message(cast(In, message))
+            code = await call.code()
+            if code is grpc.StatusCode.OK:
+                return SluiceError(ErrorKind.DISCONNECTED, f"The {self.peer} closed the session.")
+            return SluiceError(ErrorKind.DISCONNECTED, f"The connection to the {self.peer} was lost.")
+        except grpc.aio.AioRpcError as error:
+            cause = from_rpc_error(error, self.peer)
+            if cause.kind is ErrorKind.UNAVAILABLE:
+                return SluiceError(ErrorKind.DISCONNECTED, f"The connection to the {self.peer} was lost.")
+            return cause
+        finally:
+            writing.cancel()
+            await asyncio.gather(writing, return_exceptions=True)
+            call.cancel()

@@ -1,0 +1,97 @@
+"""Settings: one declaration per setting gives a flag, an environment variable, a secret file and a line in --help."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn, Self
+
+from pydantic import BeforeValidator, Field, ValidationError
+from pydantic_settings import BaseSettings, CliSettingsSource, NoDecode, SettingsConfigDict, SettingsError
+
+SECRETS_DIR = Path("/run/secrets")
+
+
+def _split(value: Any) -> Any:
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list):
+        return value
+    return [part.strip() for text in texts for part in str(text).split(",") if part.strip()]
+
+
+CommaList = Annotated[list[str], NoDecode, BeforeValidator(_split)]
+"""Several values: the flag repeated, or one comma-separated text as flag or environment variable."""
+
+
+def settings_config(service: str) -> SettingsConfigDict:
+    """The `model_config` of a service: environment variables are SLUICE_<SERVICE>_<NAME>."""
+    return SettingsConfigDict(
+        env_prefix=f"SLUICE_{service.upper()}_",
+        secrets_dir=SECRETS_DIR if SECRETS_DIR.is_dir() else None,
+        cli_prog_name=f"python -m services.{service}",
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_hide_none_type=True,
+        cli_exit_on_error=False,
+        cli_avoid_json=True,
+        extra="ignore",
+        frozen=True,
+        hide_input_in_errors=True,
+    )
+
+
+class TlsSettings(BaseSettings):
+    """Trust between services. Files are PEM; all unset means plain text, which is meant for loopback."""
+
+    tls_cert: Path | None = Field(None, description="certificate chain this service shows (PEM file)")
+    tls_key: Path | None = Field(None, description="private key of tls-cert (PEM file)")
+    tls_ca: Path | None = Field(None, description="authorities this service trusts (PEM file)")
+    tls_require_client_cert: bool = Field(False, description="refuse callers without a certificate of tls-ca (mTLS)")
+
+
+class ServiceSettings(TlsSettings):
+    """Settings every service has."""
+
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe log line written")
+    log_format: Literal["text", "json"] = Field("text", description="log lines for people or for machines")
+    metrics_listen: str = Field("", description="host:port of the Prometheus endpoint; empty: no metrics")
+    otlp_endpoint: str = Field(
+        "", description="OTLP/gRPC collector for traces, such as http://localhost:4317; empty: off"
+    )
+    trace_sample: float = Field(1.0, ge=0, le=1, description="share of traces that are recorded when none came in")
+    drain_s: float = Field(10.0, ge=0, description="seconds that running requests get to finish after SIGTERM")
+
+    @classmethod
+    def load(cls, argv: list[str] | None = None) -> Self:
+        """Reads flags, then environment, then secret files; exits with 2 and one sentence when something is wrong."""
+        try:
+            source: CliSettingsSource[Self] = CliSettingsSource(
+                cls, cli_parse_args=sys.argv[1:] if argv is None else argv
+            )
+            return cls(_cli_settings_source=source)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            name = "-".join(str(part) for part in first["loc"]).replace("_", "-")
+            _refuse(cls, f"--{name}: {first['msg']}" if name else first["msg"])
+        except SettingsError as error:
+            _refuse(cls, str(error))
+
+
+class GrpcServiceSettings(ServiceSettings):
+    """Settings of the services that serve gRPC."""
+
+    listen: str = Field("127.0.0.1:50051", description="host:port of the gRPC server")
+    max_message_mb: int = Field(16, ge=1, le=1024, description="largest gRPC message, MiB")
+    max_connection_age_s: float = Field(
+        0,
+        ge=0,
+        description="close connections after this many seconds so that "
+        "proxies rebalance; running streams finish; 0: never",
+    )
+    reflection: bool = Field(True, description="let tools such as grpcurl list the services")
+
+
+def _refuse(cls: type[BaseSettings], message: str) -> NoReturn:
+    program = cls.model_config.get("cli_prog_name") or cls.__name__
+    print(f"{program}: {message}", file=sys.stderr)
+    raise SystemExit(2)

@@ -1,0 +1,54 @@
+"""Background tasks with an owner: none dies unseen, none outlives the service."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+
+class TaskOwner:
+    """Holds tasks that should run until closed.
+
+    A task that raises is logged and reported to `on_death`, which usually stops the process: a service that lost one
+    of its loops must not look healthy.
+    """
+
+    def __init__(self, on_death: Callable[[str, BaseException], None] | None = None) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._on_death = on_death
+        self._closing = False
+
+    def spawn(self, coro: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
+        """Starts a task; it may end by returning at any time."""
+        task = asyncio.get_running_loop().create_task(coro, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is None or self._closing:
+            return
+        log.error("background task %s died", task.get_name(), exc_info=error)
+        if self._on_death is not None:
+            self._on_death(task.get_name(), error)
+
+    @property
+    def alive(self) -> int:
+        """How many tasks run."""
+        return len(self._tasks)
+
+    async def close(self) -> None:
+        """Cancels what still runs and waits for it."""
+        self._closing = True
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
