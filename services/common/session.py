@@ -96,6 +96,11 @@ class ClientSession(Generic[Out, In]):
         assert self._call is not None
         await self._call.write(message)
 
+    def close(self) -> None:
+        """Ends the session from this side; `run` then returns."""
+        if self._call is not None:
+            self._call.cancel()
+
     async def run(self) -> SluiceError:
         """Carries the session until it ends; returns why, as a typed retryable error. Cancel it to close."""
         call = self._call = self._open_call()
@@ -112,6 +117,14 @@ class ClientSession(Generic[Out, In]):
             if cause.kind is ErrorKind.UNAVAILABLE:
                 return SluiceError(ErrorKind.DISCONNECTED, f"The connection to the {self.peer} was lost.")
             return cause
+        except asyncio.CancelledError:
+            handler = asyncio.current_task()
+            if handler is not None and handler.cancelling():
+                raise
+            # Not this task but the call was cancelled: by `close`, or because the writer failed.
+            if writing.done() and not writing.cancelled():
+                writing.result()
+            return SluiceError(ErrorKind.DISCONNECTED, f"The session with the {self.peer} was given up.")
         finally:
             writing.cancel()
             await asyncio.gather(writing, return_exceptions=True)

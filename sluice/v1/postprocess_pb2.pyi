@@ -162,7 +162,9 @@ Global___OpenStream: _TypeAlias = OpenStream  # noqa: Y015
 
 @_typing.final
 class TokenColumns(_message.Message):
-    """The token columns of a worker's TokenBatch, passed on untouched."""
+    """The token columns of a worker's TokenBatch, passed on untouched. Rows are applied in order; a slot may appear more
+    than once. Rows of unknown slots are ignored: they are tokens that were under way when the stream ended.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -271,6 +273,7 @@ class StreamEvent(_message.Message):
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     DEGRADED_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     finish_reason: _common_pb2.FinishReason.ValueType
     """Set: the stream is over, nothing comes after it. STOP with stop_string or stop_token_id says that postprocess
@@ -288,6 +291,10 @@ class StreamEvent(_message.Message):
     """reasoning text"""
     degraded: _builtins.str
     """why a fallback was taken; empty: none"""
+    text: _builtins.str
+    """Content text of streams with a parser, where the order of text, reasoning and tool calls matters: the events of a
+    slot are in order, and such a stream never uses the text column.
+    """
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCallDelta]: ...
     @_builtins.property
@@ -307,10 +314,11 @@ class StreamEvent(_message.Message):
         tool_calls: _abc.Iterable[Global___ToolCallDelta] | None = ...,
         error: _common_pb2.ErrorDetail | None = ...,
         degraded: _builtins.str = ...,
+        text: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "error", b"error", "stop_token_id", b"stop_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "degraded", b"degraded", "error", b"error", "finish_reason", b"finish_reason", "reasoning", b"reasoning", "reasoning_tokens", b"reasoning_tokens", "slot", b"slot", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "tokens_seen", b"tokens_seen", "tool_calls", b"tool_calls"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "degraded", b"degraded", "error", b"error", "finish_reason", b"finish_reason", "reasoning", b"reasoning", "reasoning_tokens", b"reasoning_tokens", "slot", b"slot", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "text", b"text", "tokens_seen", b"tokens_seen", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stop_token_id: _TypeAlias = _typing.Literal["stop_token_id"]  # noqa: Y015
     _WhichOneofArgType__stop_token_id: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id"]  # noqa: Y015

@@ -219,7 +219,8 @@ Global___SessionStart: _TypeAlias = SessionStart  # noqa: Y015
 @_typing.final
 class TokenBatch(_message.Message):
     """Everything that became ready together, as columns: row i is slots[i] with the next counts[i] ids of token_ids.
-    A slot appears at most once. Extras speak about the same batch and come after its tokens.
+    Rows are in order; a slot appears more than once when several engine steps travel together. Extras speak about the
+    same batch and come after its tokens.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

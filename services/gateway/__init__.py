@@ -1,0 +1,1 @@
+"""Gateway: speaks HTTP to clients and conducts the pipeline behind it."""

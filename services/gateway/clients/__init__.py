@@ -1,0 +1,1 @@
+"""The services behind the gateway. Only these files know gRPC messages."""

@@ -1,0 +1,136 @@
+"""The workers alive, as the router tells them, and which models they serve."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import grpc
+
+from services.common.errors import SluiceError, not_found, unavailable
+from services.common.replicas import ReplicaSet
+from sluice.v1 import router_pb2, router_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+REWATCH_S = 0.5
+KNOWN_MODELS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerEntry:
+    """A worker that takes requests."""
+
+    worker_id: str
+    address: str
+    epoch: int
+    model: str
+    block_size: int
+    context_length: int
+    vocab_size: int
+    capabilities: frozenset[str]
+    created_unix_s: int
+
+
+class Catalogue:
+    """Follows one router replica's worker list; keeps the last known one while no router answers.
+
+    Args:
+        on_up: called with each worker that appears or changes.
+        on_down: called with the id of each worker that is gone.
+    """
+
+    def __init__(
+        self,
+        routers: ReplicaSet[router_pb2_grpc.RouterAsyncStub],
+        on_up: Callable[[WorkerEntry], None],
+        on_down: Callable[[str], None],
+    ) -> None:
+        self._routers = routers
+        self._on_up = on_up
+        self._on_down = on_down
+        self.workers: dict[str, WorkerEntry] = {}
+        self._known_models: dict[str, None] = {}
+        self.synced = False
+
+    @property
+    def models(self) -> dict[str, WorkerEntry]:
+        """One worker of each model that can be served now, by model name."""
+        return dict(sorted((entry.model, entry) for entry in self.workers.values()))
+
+    def model(self, name: str) -> WorkerEntry:
+        """A worker of this model.
+
+        Raises:
+            SluiceError: NOT_FOUND for a model nobody ever served, UNAVAILABLE when its workers are gone.
+        """
+        for entry in self.workers.values():
+            if entry.model == name:
+                return entry
+        if name in self._known_models or not self.synced:
+            raise unavailable(f"No worker serves model {name!r} now; try again soon.", code="no_workers")
+        if not self.workers and not self._known_models:
+            raise unavailable("No worker has registered yet; try again soon.", code="no_workers")
+        known = ", ".join(sorted({entry.model for entry in self.workers.values()} | set(self._known_models)))
+        raise not_found(f"The model {name!r} does not exist; there is: {known}.", param="model", code="model_not_found")
+
+    def of_model(self, name: str) -> list[WorkerEntry]:
+        """Every worker of a model."""
+        return [entry for entry in self.workers.values() if entry.model == name]
+
+    async def run(self) -> None:
+        """Follows until cancelled."""
+        while True:
+            try:
+                await self._follow()
+            except grpc.aio.AioRpcError as error:
+                log.info("the router's worker list broke off", extra={"status": error.code().name})
+            except SluiceError:
+                pass  # no router is up: `degraded` answers and /ready tell
+            await asyncio.sleep(REWATCH_S)
+
+    async def _follow(self) -> None:
+        stub = self._routers.pick().stub
+        said: set[str] = set()
+        synced = False
+        async for change in stub.WatchWorkers(router_pb2.WatchWorkersRequest()):
+            if change.kind == router_pb2.WorkerChange.KIND_UP:
+                said.add(change.worker.worker_id)
+                self._up(_entry(change.worker))
+            elif change.kind == router_pb2.WorkerChange.KIND_DOWN:
+                self._down(change.worker.worker_id)
+            elif change.kind == router_pb2.WorkerChange.KIND_SYNCED and not synced:
+                synced = self.synced = True
+                for worker_id in self.workers.keys() - said:
+                    self._down(worker_id)
+
+    def _up(self, entry: WorkerEntry) -> None:
+        if self.workers.get(entry.worker_id) == entry:
+            return
+        self.workers[entry.worker_id] = entry
+        if len(self._known_models) < KNOWN_MODELS:
+            self._known_models[entry.model] = None
+        log.info("worker is up", extra={"worker": entry.worker_id, "address": entry.address, "model": entry.model})
+        self._on_up(entry)
+
+    def _down(self, worker_id: str) -> None:
+        if self.workers.pop(worker_id, None) is not None:
+            log.info("worker is down", extra={"worker": worker_id})
+            self._on_down(worker_id)
+
+
+def _entry(worker: router_pb2.WorkerInfo) -> WorkerEntry:
+    card = worker.card
+    return WorkerEntry(
+        worker_id=worker.worker_id,
+        address=worker.address,
+        epoch=worker.epoch,
+        model=card.model,
+        block_size=card.block_size,
+        context_length=card.context_length,
+        vocab_size=card.vocab_size,
+        capabilities=frozenset(card.capabilities),
+        created_unix_s=card.created_unix_s,
+    )

@@ -1,0 +1,114 @@
+"""A link keeps one session to one process open, and opens another one when it is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import grpc
+
+from services.common.errors import ErrorKind, SluiceError
+from services.common.session import ClientSession
+
+log = logging.getLogger(__name__)
+
+BACKOFF_S = (0.1, 2.0)
+
+In = TypeVar("In")
+Out = TypeVar("Out")
+
+
+class Link(ABC, Generic[Out, In]):
+    """One peer, one session at a time.
+
+    Args:
+        peer: what is at the other end, in words for messages, such as ``worker worker-0``.
+        channel: to the peer.
+        connect_timeout_s: longest wait for the connection before an attempt counts as failed.
+        on_lost: called when a session ended; every stream it carried is gone with it.
+    """
+
+    def __init__(
+        self,
+        peer: str,
+        channel: grpc.aio.Channel,
+        connect_timeout_s: float,
+        on_lost: Callable[[SluiceError], None],
+    ) -> None:
+        self.peer = peer
+        self.live = 0  # streams this link carries now; kept by the switchboard
+        self.retired = False  # takes no new streams; closed after the last one
+        self._channel = channel
+        self._connect_timeout_s = connect_timeout_s
+        self._on_lost = on_lost
+        self._connected = asyncio.Event()
+        self._session: ClientSession[Out, In] | None = None
+
+    @property
+    def connected(self) -> bool:
+        """Whether a stream started now has a session to travel on."""
+        return self._connected.is_set()
+
+    async def ready(self) -> None:
+        """Waits for the connection; SluiceError(CANNOT_CONNECT) when it does not come in time."""
+        if self._connected.is_set():
+            return
+        try:
+            await asyncio.wait_for(self._connected.wait(), self._connect_timeout_s)
+        except TimeoutError:
+            raise SluiceError(ErrorKind.CANNOT_CONNECT, f"The {self.peer} cannot be reached.") from None
+
+    async def run(self) -> None:
+        """Keeps a session open until cancelled."""
+        backoff = BACKOFF_S[0]
+        while True:
+            error = await self._carry_one_session()
+            if error is not None:
+                log.warning("%s", error.message)
+                backoff = BACKOFF_S[0]
+                self._on_lost(error)
+            await asyncio.sleep(backoff * random.uniform(0.5, 1.5))
+            backoff = min(backoff * 2, BACKOFF_S[1])
+
+    async def _carry_one_session(self) -> SluiceError | None:
+        try:
+            await asyncio.wait_for(self._channel.channel_ready(), self._connect_timeout_s)
+        except TimeoutError:
+            return None
+        self._session = ClientSession(self.peer, self._open_call, self._drain, self._on_message)
+        self._connected.set()
+        try:
+            return await self._session.run()
+        finally:
+            self._connected.clear()
+            self._session = None
+            self._reset()
+
+    def _wake(self) -> None:
+        if self._session is not None:
+            self._session.wake()
+
+    def break_off(self) -> None:
+        """Ends the session from this side, as if the peer had gone."""
+        if self._session is not None:
+            self._session.close()
+
+    @abstractmethod
+    def _open_call(self) -> grpc.aio.StreamStreamCall[Out, In]:
+        """Opens the RPC."""
+
+    @abstractmethod
+    def _drain(self) -> Out | None:
+        """Next message to send."""
+
+    @abstractmethod
+    def _on_message(self, message: In) -> None:
+        """A message came in."""
+
+    @abstractmethod
+    def _reset(self) -> None:
+        """Forgets what was waiting to be sent on a session that is gone."""

@@ -1,0 +1,166 @@
+"""The session to one postprocess replica: tokens go out, text comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import grpc
+
+from services.common.errors import SluiceError
+from services.common.grpc_errors import from_detail
+from services.common.packing import pack_u32, unpack_u32
+from services.common.replicas import Replica
+from services.gateway.clients.link import Link
+from services.gateway.generation import Finish, FinishReason, GenerationRequest, Tokenized
+from sluice.v1 import common_pb2, postprocess_pb2, postprocess_pb2_grpc
+
+MAX_WAITING_BYTES = 16 << 20
+TOKEN_BYTES_PER_MESSAGE = 2 << 20
+
+
+class TextEvents(Protocol):
+    """What postprocess tells the switchboard."""
+
+    def on_text(self, slot: int, piece: str) -> None:
+        """The next text of a stream."""
+
+    def on_finished(self, slot: int, finish: Finish) -> None:
+        """A stream is over."""
+
+    def on_failed(self, slot: int, error: SluiceError) -> None:
+        """A stream could not be turned into text."""
+
+
+class PostLink(Link[postprocess_pb2.PostSessionRequest, postprocess_pb2.TextBatch]):
+    """The session to one postprocess replica."""
+
+    def __init__(
+        self,
+        replica: Replica[postprocess_pb2_grpc.PostprocessAsyncStub],
+        connect_timeout_s: float,
+        events: TextEvents,
+        on_lost: Callable[[PostLink, SluiceError], None],
+    ) -> None:
+        super().__init__(
+            f"postprocess at {replica.address}", replica.channel, connect_timeout_s, lambda error: on_lost(self, error)
+        )
+        self.address = replica.address
+        self._stub = replica.stub
+        self._events = events
+        self._opens: list[postprocess_pb2.OpenStream] = []
+        self._columns: list[tuple[bytes, bytes, bytes]] = []
+        self._column_bytes = 0
+        self._ends: list[postprocess_pb2.EndStream] = []
+        self._closes: list[int] = []
+
+    def open(
+        self,
+        slot: int,
+        request_id: str,
+        request: GenerationRequest,
+        prompt: Tokenized,
+        trace: common_pb2.TraceContext | None,
+    ) -> None:
+        """Opens a stream; its text comes to the events under `slot`."""
+        stop = request.stop
+        options = postprocess_pb2.StreamOptions(
+            model=request.model,
+            skip_special_tokens=request.skip_special_tokens,
+            stop=stop.strings,
+            include_stop_string=stop.include_stop_string,
+            stop_token_ids=pack_u32(stop.token_ids) + (b"" if stop.ignore_eos else prompt.stop_token_ids),
+            eos_token_ids=prompt.eos_token_ids,
+            min_tokens=stop.min_tokens,
+            prompt_tail=prompt.prompt_tail,
+            ignore_eos=stop.ignore_eos,
+        )
+        self._opens.append(postprocess_pb2.OpenStream(slot=slot, request_id=request_id, options=options, trace=trace))
+        self._wake()
+
+    def feed(self, slots: bytes, counts: bytes, token_ids: bytes) -> None:
+        """Passes token columns on, untouched; a replica that does not take them for long is given up."""
+        self._columns.append((slots, counts, token_ids))
+        self._column_bytes += len(token_ids)
+        if self._column_bytes > MAX_WAITING_BYTES:
+            self.break_off()
+        self._wake()
+
+    def end(self, slot: int, reason: FinishReason, stop_token_id: int | None) -> None:
+        """Says that the engine is done; a finish event answers."""
+        self._ends.append(
+            postprocess_pb2.EndStream(
+                slot=slot, finish_reason=common_pb2.FinishReason.ValueType(int(reason)), stop_token_id=stop_token_id
+            )
+        )
+        self._wake()
+
+    def close_stream(self, slot: int) -> None:
+        """Forgets a stream without an answer."""
+        self._closes.append(slot)
+        self._wake()
+
+    def _open_call(self) -> grpc.aio.StreamStreamCall[postprocess_pb2.PostSessionRequest, postprocess_pb2.TextBatch]:
+        return self._stub.Session()
+
+    def _drain(self) -> postprocess_pb2.PostSessionRequest | None:
+        if not (self._opens or self._columns or self._ends or self._closes):
+            return None
+        opens, self._opens = self._opens, []
+        columns = self._take_columns()
+        message = postprocess_pb2.PostSessionRequest(opens=opens)
+        if columns:
+            slots, counts, token_ids = columns[0] if len(columns) == 1 else map(b"".join, zip(*columns, strict=True))
+            message.tokens.slots = slots
+            message.tokens.counts = counts
+            message.tokens.token_ids = token_ids
+        if not self._columns:  # an end must not overtake tokens
+            message.ends.extend(self._ends)
+            message.closes = pack_u32(self._closes)
+            self._ends.clear()
+            self._closes.clear()
+        return message
+
+    def _take_columns(self) -> list[tuple[bytes, bytes, bytes]]:
+        if self._column_bytes <= TOKEN_BYTES_PER_MESSAGE:
+            columns, self._columns, self._column_bytes = self._columns, [], 0
+            return columns
+        taken, size = 0, 0
+        while taken < len(self._columns) and size < TOKEN_BYTES_PER_MESSAGE:
+            size += len(self._columns[taken][2])
+            taken += 1
+        columns, self._columns = self._columns[:taken], self._columns[taken:]
+        self._column_bytes -= size
+        return columns
+
+    def _on_message(self, message: postprocess_pb2.TextBatch) -> None:
+        on_text = self._events.on_text
+        text, start = message.text, 0
+        for slot, length in zip(unpack_u32(message.slots), unpack_u32(message.text_lengths), strict=True):
+            on_text(slot, text[start : start + length])
+            start += length
+        for event in message.events:
+            self._on_event(event)
+
+    def _on_event(self, event: postprocess_pb2.StreamEvent) -> None:
+        if event.text:
+            self._events.on_text(event.slot, event.text)
+        if event.finish_reason == common_pb2.FINISH_REASON_ERROR:
+            self._events.on_failed(event.slot, from_detail(event.error))
+        elif event.finish_reason:
+            self._events.on_finished(
+                event.slot,
+                Finish(
+                    reason=FinishReason(event.finish_reason),
+                    stop_string=event.stop_string,
+                    stop_token_id=event.stop_token_id if event.HasField("stop_token_id") else None,
+                    completion_tokens=event.tokens_seen,
+                ),
+            )
+
+    def _reset(self) -> None:
+        self._opens.clear()
+        self._columns.clear()
+        self._column_bytes = 0
+        self._ends.clear()
+        self._closes.clear()

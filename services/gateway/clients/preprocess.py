@@ -1,0 +1,64 @@
+"""Preprocess: prompts in, token ids out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import grpc
+
+from services.common.replicas import ReplicaSet
+from services.gateway.generation import ChatPrompt, Prompt, TextPrompt, Tokenized
+from sluice.v1 import preprocess_pb2, preprocess_pb2_grpc
+
+
+class PreprocessClient:
+    """Calls whichever preprocess replica has the least to do."""
+
+    def __init__(
+        self, targets: Sequence[str], credentials: grpc.ChannelCredentials | None, tokenize_timeout_s: float
+    ) -> None:
+        self.replicas: ReplicaSet[preprocess_pb2_grpc.PreprocessAsyncStub] = ReplicaSet(
+            "preprocess", targets, preprocess_pb2_grpc.PreprocessStub, credentials
+        )
+        self._timeout_s = tokenize_timeout_s
+
+    async def tokenize(self, model: str, prompt: Prompt, block_size: int, lora: str, cache_salt: str) -> Tokenized:
+        """Token ids and block hashes of a prompt; SluiceError as preprocess says."""
+        request = preprocess_pb2.TokenizeRequest(model=model, block_size=block_size, lora=lora, cache_salt=cache_salt)
+        if isinstance(prompt, ChatPrompt):
+            request.chat.CopyFrom(_chat_input(prompt))
+        elif isinstance(prompt, TextPrompt):
+            request.text.text = prompt.text
+            if prompt.add_special_tokens is not None:
+                request.text.add_special_tokens = prompt.add_special_tokens
+        else:
+            request.tokens.token_ids = prompt.token_ids
+        answer = await self.replicas.call(lambda stub: stub.Tokenize, request, self._timeout_s)
+        return Tokenized(
+            token_ids=answer.token_ids,
+            block_hashes=answer.block_hashes,
+            hash_scheme=answer.hash_scheme,
+            stop_token_ids=answer.stop_token_ids,
+            eos_token_ids=answer.eos_token_ids,
+            context_length=answer.context_length,
+            prompt_tail=answer.prompt_tail,
+        )
+
+    async def detokenize(self, model: str, token_ids: bytes) -> str:
+        """Text of packed token ids."""
+        request = preprocess_pb2.DetokenizeRequest(model=model, token_ids=token_ids, skip_special_tokens=True)
+        answer = await self.replicas.call(lambda stub: stub.Detokenize, request, self._timeout_s)
+        return answer.text
+
+
+def _chat_input(prompt: ChatPrompt) -> preprocess_pb2.ChatInput:
+    return preprocess_pb2.ChatInput(
+        messages_json=prompt.messages_json,
+        tools_json=prompt.tools_json,
+        template_kwargs_json=prompt.template_kwargs_json,
+        chat_template=prompt.chat_template,
+        add_generation_prompt=prompt.add_generation_prompt,
+        continue_final_message=prompt.continue_final_message,
+        documents_json=prompt.documents_json,
+        tool_choice_json=prompt.tool_choice_json,
+    )

@@ -1,0 +1,135 @@
+"""Router: where a prompt goes, and what it is told about the request afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+
+import grpc
+
+from services.common.errors import SluiceError
+from services.common.replicas import ReplicaSet
+from services.gateway.generation import Route, Tokenized
+from sluice.v1 import router_pb2, router_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+REPORT_BACKLOG = 100_000
+REPORT_RETRY_S = 1.0
+
+
+class RouterClient:
+    """Asks whichever router replica has the least to do.
+
+    Progress reports (prefill done, request over) are batched: while one report is under way the next one collects.
+    """
+
+    def __init__(
+        self, targets: Sequence[str], credentials: grpc.ChannelCredentials | None, route_timeout_s: float
+    ) -> None:
+        self.replicas: ReplicaSet[router_pb2_grpc.RouterAsyncStub] = ReplicaSet(
+            "router", targets, router_pb2_grpc.RouterStub, credentials
+        )
+        self._timeout_s = route_timeout_s
+        self._computed: list[str] = []
+        self._over: list[str] = []
+        self._news = asyncio.Event()
+        self._told_all = asyncio.Event()
+        self._told_all.set()
+
+    async def route(
+        self,
+        request_id: str,
+        model: str,
+        prompt: Tokenized,
+        block_size: int,
+        *,
+        expected_output_tokens: int = 0,
+        lora: str = "",
+        cache_salt: str = "",
+        priority: int = 0,
+        candidates: Sequence[str] | None = None,
+    ) -> Route:
+        """Chooses a worker and books the request on it; SluiceError as the router says.
+
+        Args:
+            candidates: worker ids to choose from; None for all of the model.
+        """
+        reference = router_pb2.PromptRef(prompt_tokens=prompt.length)
+        if prompt.hash_scheme and block_size:
+            reference.block_hashes = prompt.block_hashes
+            reference.hash_scheme = prompt.hash_scheme
+            reference.block_size = block_size
+        else:
+            reference.token_ids = prompt.token_ids
+        answer = await self.replicas.call(
+            lambda stub: stub.RouteQuery,
+            router_pb2.RouteQueryRequest(
+                mode=router_pb2.RouteQueryRequest.MODE_SELECT_AND_RESERVE,
+                request_id=request_id,
+                model=model,
+                prompt=reference,
+                lora=lora,
+                cache_salt=cache_salt,
+                priority=priority,
+                expected_output_tokens=expected_output_tokens,
+                candidates=None if candidates is None else router_pb2.CandidateSet(worker_ids=candidates),
+            ),
+            self._timeout_s,
+        )
+        return Route(
+            worker_id=answer.decode.worker_id,
+            rank=answer.decode.data_parallel_rank,
+            reservation_id=answer.reservation_id,
+            degraded=answer.degraded,
+        )
+
+    def prefill_complete(self, reservation_id: str) -> None:
+        """Tells, soon, that a request's prompt is computed."""
+        self._computed.append(reservation_id)
+        self._told_all.clear()
+        self._news.set()
+
+    def free(self, reservation_id: str) -> None:
+        """Tells, soon, that a request is over."""
+        self._over.append(reservation_id)
+        self._told_all.clear()
+        self._news.set()
+
+    async def run_reports(self) -> None:
+        """Sends the reports until cancelled."""
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            self._computed = await self._report(
+                self._computed, lambda ids: router_pb2.MarkPrefillCompleteRequest(reservation_ids=ids)
+            )
+            self._over = await self._report(self._over, lambda ids: router_pb2.FreeRequestRequest(reservation_ids=ids))
+            if not self._computed and not self._over:
+                self._told_all.set()
+
+    async def flush_reports(self, timeout_s: float) -> None:
+        """Waits until everything told so far has been sent, at most `timeout_s` seconds."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._told_all.wait(), timeout_s)
+
+    async def _report(self, ids: list[str], message: Callable[[list[str]], object]) -> list[str]:
+        """Sends one batch; what is left to send afterwards, which includes what came in meanwhile."""
+        if not ids:
+            return ids
+        batch = ids[:]
+        request = message(batch)
+        try:
+            if isinstance(request, router_pb2.FreeRequestRequest):
+                await self.replicas.call(lambda stub: stub.FreeRequest, request, self._timeout_s)
+            else:
+                await self.replicas.call(lambda stub: stub.MarkPrefillComplete, request, self._timeout_s)
+        except SluiceError as error:
+            log.warning("a report to the router was not delivered: %s", error.message, extra={"requests": len(batch)})
+            if error.retryable and len(ids) < REPORT_BACKLOG:
+                await asyncio.sleep(REPORT_RETRY_S)
+                self._news.set()
+                return ids
+        return ids[len(batch) :]

@@ -1,0 +1,149 @@
+"""The session to one worker: generations start, tokens come back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import grpc
+
+from services.common.errors import SluiceError
+from services.common.grpc_errors import from_detail
+from services.common.packing import pack_u32
+from services.gateway.clients.link import Link
+from services.gateway.generation import FinishReason, GenerationRequest, Sampling, StopRules, Tokenized
+from sluice.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+
+START_BYTES_PER_MESSAGE = 4 << 20
+
+
+class WorkerEvents(Protocol):
+    """What a worker tells the switchboard."""
+
+    def on_tokens(self, slots: bytes, counts: bytes, token_ids: bytes) -> None:
+        """Token columns of many streams, packed u32 each."""
+
+    def on_started(self, slot: int, cached_tokens: int) -> None:
+        """The prompt is computed."""
+
+    def on_ended(self, slot: int, reason: FinishReason, stop_token_id: int | None, completion_tokens: int) -> None:
+        """The engine is done with a stream."""
+
+    def on_failed(self, slot: int, error: SluiceError) -> None:
+        """The engine could not finish a stream."""
+
+
+class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
+    """The session to one worker."""
+
+    def __init__(
+        self,
+        worker_id: str,
+        address: str,
+        channel: grpc.aio.Channel,
+        connect_timeout_s: float,
+        events: WorkerEvents,
+        on_lost: Callable[[WorkerLink, SluiceError], None],
+    ) -> None:
+        super().__init__(f"worker {worker_id}", channel, connect_timeout_s, lambda error: on_lost(self, error))
+        self.worker_id = worker_id
+        self.address = address
+        self._stub: worker_pb2_grpc.WorkerAsyncStub = worker_pb2_grpc.WorkerStub(channel)
+        self._events = events
+        self._starts: list[worker_pb2.SessionStart] = []
+        self._cancels: list[int] = []
+
+    def start(
+        self,
+        slot: int,
+        request_id: str,
+        request: GenerationRequest,
+        prompt: Tokenized,
+        seed: int | None,
+        max_tokens: int,
+        rank: int,
+        trace: common_pb2.TraceContext | None,
+    ) -> None:
+        """Starts a generation; its tokens come to the events under `slot`."""
+        self._starts.append(
+            worker_pb2.SessionStart(
+                slot=slot,
+                request=worker_pb2.GenerateRequest(
+                    request_id=request_id,
+                    model=request.model,
+                    tokens=worker_pb2.TokenPrompt(token_ids=prompt.token_ids),
+                    sampling=_sampling(request.sampling, seed),
+                    stop=_stop(request.stop, prompt, max_tokens),
+                    lora=request.lora,
+                    cache_salt=request.cache_salt,
+                    priority=request.priority,
+                    data_parallel_rank=rank or None,
+                    trace=trace,
+                ),
+            )
+        )
+        self._wake()
+
+    def cancel(self, slot: int) -> None:
+        """Ends a generation; what it still says is ignored."""
+        self._cancels.append(slot)
+        self._wake()
+
+    def _open_call(self) -> grpc.aio.StreamStreamCall[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]:
+        return self._stub.Session()
+
+    def _drain(self) -> worker_pb2.WorkerSessionRequest | None:
+        if not self._starts and not self._cancels:
+            return None
+        taken, size = 0, 0
+        while taken < len(self._starts) and size < START_BYTES_PER_MESSAGE:
+            size += len(self._starts[taken].request.tokens.token_ids)
+            taken += 1
+        starts, self._starts = self._starts[:taken], self._starts[taken:]
+        # A cancel must not overtake the start it belongs to.
+        cancels: list[int] = []
+        if not self._starts:
+            cancels, self._cancels = self._cancels, []
+        return worker_pb2.WorkerSessionRequest(starts=starts, cancels=pack_u32(cancels))
+
+    def _on_message(self, message: worker_pb2.TokenBatch) -> None:
+        events = self._events
+        if message.slots:
+            events.on_tokens(message.slots, message.counts, message.token_ids)
+        for extra in message.extras:
+            if extra.HasField("cached_tokens"):
+                events.on_started(extra.slot, extra.cached_tokens)
+            if extra.finish_reason == common_pb2.FINISH_REASON_ERROR:
+                events.on_failed(extra.slot, from_detail(extra.error))
+            elif extra.finish_reason:
+                stop_token_id = extra.stop_token_id if extra.HasField("stop_token_id") else None
+                reason = FinishReason(extra.finish_reason)
+                events.on_ended(extra.slot, reason, stop_token_id, extra.usage.completion_tokens)
+
+    def _reset(self) -> None:
+        self._starts.clear()
+        self._cancels.clear()
+
+
+def _sampling(sampling: Sampling, seed: int | None) -> common_pb2.SamplingOptions:
+    return common_pb2.SamplingOptions(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        frequency_penalty=sampling.frequency_penalty,
+        presence_penalty=sampling.presence_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        seed=seed,
+        logit_bias=sampling.logit_bias,
+    )
+
+
+def _stop(stop: StopRules, prompt: Tokenized, max_tokens: int) -> common_pb2.StopOptions:
+    return common_pb2.StopOptions(
+        max_tokens=max_tokens,
+        min_tokens=stop.min_tokens,
+        stop_token_ids=pack_u32(stop.token_ids) + (b"" if stop.ignore_eos else prompt.stop_token_ids),
+        ignore_eos=stop.ignore_eos,
+        eos_token_ids=prompt.eos_token_ids,
+    )

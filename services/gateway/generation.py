@@ -1,0 +1,146 @@
+"""The gateway's own words for a generation; no HTTP, no gRPC."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Protocol
+
+from services.common.errors import SluiceError
+
+
+class FinishReason(IntEnum):
+    """The numbers of `sluice.v1.FinishReason`."""
+
+    STOP = 1
+    LENGTH = 2
+    TOOL_CALLS = 3
+    CANCELLED = 4
+    ERROR = 5
+    HANDOFF = 6
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation, as the JSON the client sent."""
+
+    messages_json: bytes
+    tools_json: bytes = b""
+    tool_choice_json: bytes = b""
+    template_kwargs_json: bytes = b""
+    chat_template: str = ""
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    documents_json: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    """Plain text."""
+
+    text: str
+    add_special_tokens: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """Token ids, packed u32."""
+
+    token_ids: bytes
+
+
+Prompt = ChatPrompt | TextPrompt | TokenPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are chosen; None leaves it to the engine."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    logit_bias: dict[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class StopRules:
+    """When a generation ends; `max_tokens` None is what fits into the context."""
+
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    strings: tuple[str, ...] = ()
+    token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop_string: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One prompt and how to continue it, `choices` times."""
+
+    request_id: str
+    model: str
+    prompt: Prompt
+    choices: int
+    sampling: Sampling
+    stop: StopRules
+    skip_special_tokens: bool = True
+    priority: int = 0
+    lora: str = ""
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenized:
+    """What preprocess made of a prompt; ids and hashes are packed."""
+
+    token_ids: bytes
+    block_hashes: bytes
+    hash_scheme: str
+    stop_token_ids: bytes
+    eos_token_ids: bytes
+    context_length: int
+    prompt_tail: bytes
+
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.token_ids) // 4
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Where a generation goes; `reservation_id` is empty when nothing is booked."""
+
+    worker_id: str
+    rank: int = 0
+    reservation_id: str = ""
+    degraded: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """How one choice ended."""
+
+    reason: FinishReason
+    stop_string: str = ""
+    stop_token_id: int | None = None
+    completion_tokens: int = 0
+
+
+class Sink(Protocol):
+    """Takes what one choice says; called on the event loop, must not block.
+
+    `finish` or `fail` is called exactly once, and nothing after it.
+    """
+
+    def text(self, piece: str) -> None: ...
+
+    def finish(self, finish: Finish) -> None: ...
+
+    def fail(self, error: SluiceError) -> None: ...

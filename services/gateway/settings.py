@@ -1,0 +1,32 @@
+"""Settings of the gateway."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from services.common.settings import CommaList, ServiceSettings, settings_config
+
+
+class GatewaySettings(ServiceSettings):
+    """Settings of the gateway. Every flag is also an environment variable: --log-level is SLUICE_GATEWAY_LOG_LEVEL."""
+
+    model_config = settings_config("gateway")
+
+    listen: str = Field("127.0.0.1:8000", description="host:port of the HTTP server; port 0 picks a free one")
+    preprocess: CommaList = Field(["127.0.0.1:50051"], description="host:port of preprocess; names mean all addresses")
+    router: CommaList = Field(["127.0.0.1:50052"], description="host:port of router; names mean all addresses")
+    postprocess: CommaList = Field(
+        ["127.0.0.1:50053"], description="host:port of postprocess; names mean all addresses"
+    )
+
+    max_body_mb: float = Field(10, gt=0, le=1024, description="largest request body, MiB")
+    max_choices: int = Field(16, ge=1, le=128, description="largest n, and most prompts of one completions request")
+    max_streams: int = Field(4096, ge=1, description="generations under way at once; more are refused with 429")
+    max_unsent_kb: int = Field(1024, ge=16, description="text held for one slow client before it is cut, KiB")
+
+    body_timeout_s: float = Field(30, gt=0, description="longest wait for a request body")
+    tokenize_timeout_s: float = Field(15, gt=0, description="longest wait for preprocess")
+    route_timeout_s: float = Field(5, gt=0, description="longest wait for the router")
+    connect_timeout_s: float = Field(3, gt=0, description="longest wait for a connection to a worker")
+    stall_timeout_s: float = Field(120, gt=0, description="longest silence of a generation before it is given up")
+    keep_alive_s: int = Field(75, ge=1, description="idle HTTP connections are closed after this long")

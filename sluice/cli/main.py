@@ -1,0 +1,121 @@
+"""The `sluice` command."""
+
+from __future__ import annotations
+
+import sys
+from importlib import metadata
+from typing import Annotated, Literal, NoReturn, Protocol, cast
+
+import typer
+from rich.console import Console
+
+from services.common import models
+from sluice.cli import ports, up
+from sluice.cli.plan import BadFlag, Options, check, plan
+from sluice.cli.progress import View
+
+app = typer.Typer(
+    name="sluice",
+    help="Serve large language models as a suite of small gRPC services.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+# Typer carries its own copy of click in some versions: this is the base of its errors in all of them.
+_CommandLineError = typer.BadParameter.__mro__[2]
+
+
+class _Speaks(Protocol):
+    def format_message(self) -> str: ...
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    typer.echo(metadata.version("sluice"))
+
+
+@app.command("up")
+def up_command(
+    host: Annotated[str, typer.Option(help="address the gateway listens on; the gRPC services stay on loopback")] = (
+        Options.host
+    ),
+    port: Annotated[int, typer.Option(help="HTTP port of the gateway; 0: any free one")] = Options.port,
+    base_grpc_port: Annotated[
+        int,
+        typer.Option(
+            help="preprocess listens here, router on the next port, postprocess on the one after it, workers from +10, "
+            "more routers from +4, more preprocess from +1000, more postprocess from +2000; 0: any free ports"
+        ),
+    ] = Options.base_grpc_port,
+    workers: Annotated[int, typer.Option(help="number of workers")] = Options.workers,
+    engine: Annotated[str, typer.Option(help="engine of the workers")] = Options.engine,
+    model: Annotated[
+        str, typer.Option(help="hub id, folder, or mistral-common:NAME for a tokenizer that package ships")
+    ] = Options.model,
+    model_name: Annotated[str, typer.Option(help="name under which clients ask for the model")] = Options.model_name,
+    processor: Annotated[
+        Literal["", "hf", "mistral"], typer.Option(help="tokenizer implementation; empty: by the model's files")
+    ] = "",
+    redis: Annotated[
+        str,
+        typer.Option(
+            envvar="SLUICE_ROUTER_REDIS_URL", help="where routers keep their state, such as redis://localhost:6379/0"
+        ),
+    ] = Options.redis,
+    routers: Annotated[int, typer.Option(help="number of routers; more than one needs --redis")] = Options.routers,
+    preprocess: Annotated[int, typer.Option(help="number of preprocess services")] = Options.preprocess,
+    postprocess: Annotated[int, typer.Option(help="number of postprocess services")] = Options.postprocess,
+    speedup: Annotated[float | None, typer.Option(help="how much faster than real the mock engine's clock runs")] = (
+        Options.speedup
+    ),
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"] | None, typer.Option(help="least severe log line of all services")
+    ] = None,
+) -> None:
+    """Start the whole suite as local processes; Ctrl-C stops it.
+
+    Other settings of a service are environment variables, such as SLUICE_GATEWAY_LOG_FORMAT=json.
+    """
+    options = Options(
+        host=host,
+        port=port,
+        base_grpc_port=base_grpc_port,
+        workers=workers,
+        engine=engine,
+        model=model,
+        model_name=model_name,
+        processor=processor,
+        redis=redis,
+        routers=routers,
+        preprocess=preprocess,
+        postprocess=postprocess,
+        speedup=speedup,
+        log_level=log_level,
+    )
+    name = check(options).name
+    processes = plan(options, ports.FreePorts().take)
+    raise typer.Exit(up.run(processes, View(processes, Console(stderr=True, highlight=False)), name))
+
+
+def main() -> NoReturn:
+    """Entry point: a mistake on the command line is one sentence on standard error and exit code 2."""
+    try:
+        code = app(standalone_mode=False)
+    except _CommandLineError as error:
+        _refuse(cast(_Speaks, error).format_message())
+    except BadFlag as error:
+        _refuse(str(error))
+    sys.exit(code)
+
+
+def _refuse(message: str) -> NoReturn:
+    sentence = " ".join(message.split())
+    print(f"sluice: {sentence if sentence.endswith('.') else sentence + '.'}", file=sys.stderr)
+    sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

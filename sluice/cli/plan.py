@@ -1,0 +1,224 @@
+"""What `sluice up` starts: from its flags to a list of processes with their command lines."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from services.common import models
+from services.common.errors import SluiceError
+
+LOOPBACK = "127.0.0.1"
+DRAIN_S = 3.0
+
+_ROUTERS_AT = (1, 4, 5, 6, 7, 8, 9)
+_WORKERS_AT = 10
+_MORE_PREPROCESS_AT = 1000
+_MORE_POSTPROCESS_AT = 2000
+_MOST = {"workers": 990, "routers": len(_ROUTERS_AT), "preprocess": 1000, "postprocess": 1000}
+_REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
+
+
+class BadFlag(Exception):
+    """A flag cannot be what it is; the text is one sentence that names it."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """The flags of `sluice up`, as `main` documents them. `log_level` None leaves each service its own."""
+
+    host: str = LOOPBACK
+    port: int = 8000
+    base_grpc_port: int = 50051
+    workers: int = 2
+    engine: str = "mock"
+    model: str = models.DEFAULT_SOURCE
+    model_name: str = ""
+    processor: str = ""
+    redis: str = field(default="", repr=False)
+    routers: int = 1
+    preprocess: int = 1
+    postprocess: int = 1
+    speedup: float | None = None
+    log_level: str | None = None
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process of the suite.
+
+    `port` is where it listens on `host`; `health` is how it says that it is ready; `env` is added to the environment
+    and holds what must not be seen in a list of processes.
+    """
+
+    name: str
+    module: str
+    arguments: tuple[str, ...]
+    host: str
+    port: int
+    health: Literal["grpc", "http"] = "grpc"
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    @property
+    def address(self) -> str:
+        """host:port, brackets around an IPv6 address."""
+        return join(self.host, self.port)
+
+    @property
+    def kind(self) -> str:
+        """The service it runs, such as ``router``."""
+        return self.module.rpartition(".")[2]
+
+
+def join(host: str, port: int) -> str:
+    """host:port, brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def check(options: Options) -> models.ModelSpec:
+    """Refuses what can never work and reads the model flags.
+
+    Raises:
+        BadFlag: the first thing wrong.
+    """
+    for name, most in _MOST.items():
+        if not 1 <= getattr(options, name) <= most:
+            raise BadFlag(f"--{name} must be between 1 and {most}.")
+    if options.routers > 1 and not options.redis:
+        raise BadFlag("--routers above 1 needs --redis, where they share their state.")
+    if options.redis and not options.redis.startswith(_REDIS_SCHEMES):
+        raise BadFlag(f"--redis must start with {', '.join(_REDIS_SCHEMES)}.")
+    if not 0 <= options.port <= 65535:
+        raise BadFlag("--port must be between 0 and 65535.")
+    highest = max(_offsets(options).values())
+    if options.base_grpc_port < 0 or options.base_grpc_port + highest > 65535:
+        raise BadFlag(f"--base-grpc-port must be between 0 and {65535 - highest} for this number of processes.")
+    if options.speedup is not None and not (math.isfinite(options.speedup) and options.speedup > 0):
+        raise BadFlag("--speedup must be a number above 0.")
+    return _model(options)
+
+
+def plan(options: Options, free_port: Callable[[], int]) -> list[Process]:
+    """The processes in the order in which they start.
+
+    Args:
+        options: the flags; port 0 and base port 0 stand for free ports.
+        free_port: gives a free port, another one at each call.
+
+    Raises:
+        BadFlag: as `check`.
+    """
+    model = check(options)
+    base = options.base_grpc_port
+    ports = {name: base + offset if base else free_port() for name, offset in _offsets(options).items()}
+    secrets = {"SLUICE_ROUTER_REDIS_URL": options.redis} if options.redis else {}
+
+    def grpc_services(module: str, *arguments: str, env: Mapping[str, str] | None = None) -> list[Process]:
+        return [
+            Process(
+                name,
+                f"services.{module}",
+                ("--listen", join(LOOPBACK, ports[name]), *arguments, *_common(options)),
+                LOOPBACK,
+                ports[name],
+                env=env or {},
+            )
+            for name in _names(module, options)
+        ]
+
+    def addresses(module: str) -> str:
+        return ",".join(join(LOOPBACK, ports[name]) for name in _names(module, options))
+
+    speedup = () if options.speedup is None else ("--speedup", str(options.speedup))
+    workers = [
+        Process(
+            name,
+            "services.worker",
+            (
+                *("--listen", join(LOOPBACK, ports[name])),
+                *("--worker-id", name),
+                *("--model", str(model)),
+                *("--routers", addresses("router")),
+                *("--engine", options.engine),
+                *speedup,
+                *_common(options),
+            ),
+            LOOPBACK,
+            ports[name],
+        )
+        for name in _names("worker", options)
+    ]
+    port = options.port or free_port()
+    gateway = Process(
+        "gateway",
+        "services.gateway",
+        (
+            *("--listen", join(options.host, port)),
+            *("--preprocess", addresses("preprocess")),
+            *("--router", addresses("router")),
+            *("--postprocess", addresses("postprocess")),
+            *_common(options),
+        ),
+        options.host,
+        port,
+        "http",
+    )
+    return [
+        *grpc_services("preprocess", "--models", str(model)),
+        *grpc_services("router", env=secrets),
+        *grpc_services("postprocess", "--models", str(model)),
+        *workers,
+        gateway,
+    ]
+
+
+def _common(options: Options) -> tuple[str, ...]:
+    level = ("--log-level", options.log_level) if options.log_level else ()
+    return ("--drain-s", str(DRAIN_S), *level)
+
+
+def _names(module: str, options: Options) -> list[str]:
+    if module == "worker":
+        return [f"worker-{index}" for index in range(options.workers)]
+    count: int = {"preprocess": options.preprocess, "router": options.routers, "postprocess": options.postprocess}[
+        module
+    ]
+    return [module] if count == 1 else [f"{module}-{index}" for index in range(count)]
+
+
+def _offsets(options: Options) -> dict[str, int]:
+    """Distance of each gRPC service's port from the base port."""
+    at = {
+        "preprocess": [0, *range(_MORE_PREPROCESS_AT, _MORE_PREPROCESS_AT + options.preprocess)],
+        "router": list(_ROUTERS_AT),
+        "postprocess": [2, *range(_MORE_POSTPROCESS_AT, _MORE_POSTPROCESS_AT + options.postprocess)],
+        "worker": list(range(_WORKERS_AT, _WORKERS_AT + options.workers)),
+    }
+    return {
+        name: offset
+        for module, offsets in at.items()
+        for name, offset in zip(_names(module, options), offsets, strict=False)
+    }
+
+
+def _model(options: Options) -> models.ModelSpec:
+    source = options.model
+    if source.startswith("~"):
+        source = str(models.Path(source).expanduser())
+    text = f"{options.model_name or models.default_name(source)}={source}"
+    if options.processor:
+        text += f"@{options.processor}"
+    try:
+        model = models.ModelSpec.parse(text)
+        if (model.source, model.processor) != (source, options.processor):
+            raise BadFlag("--model and --model-name cannot hold '@' or '='.")
+        if source.startswith((models.BUNDLED, ".", "/")) or models.Path(source).exists():
+            path = models.resolve(source)
+            models.detect_processor(path)
+    except ValueError as error:
+        raise BadFlag(f"--model or --processor: {error}.") from error
+    except SluiceError as error:
+        raise BadFlag(f"--model: {error.message}") from error
+    return model

@@ -1,0 +1,74 @@
+"""Asks processes whether they are ready: gRPC health for the services, GET /ready for the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from services.common.channels import open_channel
+from sluice.cli.plan import Process, join
+
+ASK_EVERY_S = 0.1
+ANSWER_WITHIN_S = 2.0
+STARTING = "starting"
+
+_WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+_MOST_BYTES = 64 << 10
+_MOST_REASON = 160
+
+
+def reachable(host: str) -> str:
+    """The host under which this machine reaches a server that listens on `host`."""
+    return _WILDCARDS.get(host, host)
+
+
+class Probe:
+    """Asks one process; close it afterwards."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self._host = reachable(process.host)
+        self._channel = open_channel(join(self._host, process.port)) if process.health == "grpc" else None
+
+    async def ask(self) -> str:
+        """Empty when the process is ready, otherwise why it is not, in a few words."""
+        return await self._ask_http() if self._channel is None else await self._ask_grpc(self._channel)
+
+    async def close(self) -> None:
+        """Closes the connection."""
+        if self._channel is not None:
+            await self._channel.close()
+
+    async def _ask_grpc(self, channel: grpc.aio.Channel) -> str:
+        health = health_pb2_grpc.HealthStub(channel)
+        try:
+            answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=ANSWER_WITHIN_S)
+        except grpc.aio.AioRpcError as error:
+            return STARTING if error.code() is grpc.StatusCode.UNAVAILABLE else f"health says {error.code().name}"
+        serving = answer.status == health_pb2.HealthCheckResponse.SERVING
+        return "" if serving else "not ready yet"
+
+    async def _ask_http(self) -> str:
+        try:
+            async with asyncio.timeout(ANSWER_WITHIN_S):
+                status, body = await self._get("/ready")
+        except TimeoutError:
+            return "no answer"
+        except (OSError, ValueError):
+            return STARTING
+        return "" if status == 200 else f"not ready yet: {body[:_MOST_REASON]}" if body else "not ready yet"
+
+    async def _get(self, path: str) -> tuple[int, str]:
+        reader, writer = await asyncio.open_connection(self._host, self._process.port)
+        try:
+            host = join(self._host, self._process.port)
+            writer.write(f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+            answer = bytearray()
+            while len(answer) < _MOST_BYTES and (part := await reader.read(_MOST_BYTES)):
+                answer += part
+        finally:
+            writer.close()
+        head, _, body = bytes(answer).partition(b"\r\n\r\n")
+        return int(head.split(b" ", 2)[1]) if b" " in head else 0, body.decode(errors="replace").strip()
