@@ -1,0 +1,45 @@
+# What people and CI run. `make` lists the targets.
+ARGS ?=
+export PYTHON
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run test check format protos lock test-compose bench clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+setup: ## create or refresh .venv with everything for development; PYTHON=python3.12 chooses the interpreter
+	@scripts/setup.sh dev
+
+run: ## start the suite on this machine; ARGS="--workers 4 --port 8080" passes flags, ARGS=--help lists them
+	@scripts/setup.sh all
+	@.venv/bin/sluice up $(ARGS)
+
+test: check ## check, then every test that needs no Docker; ARGS="-k router" passes flags to pytest
+	@scripts/redis.sh
+	@PATH="$(CURDIR)/.venv/bin:$(CURDIR)/.venv/opt/redis/bin:$$PATH" pytest $(ARGS)
+
+check: setup ## lint, formatting and types
+	@.venv/bin/ruff check --quiet .
+	@.venv/bin/ruff format --quiet --check .
+	@.venv/bin/mypy --no-error-summary
+
+format: setup ## format the code and fix what can be fixed
+	@.venv/bin/ruff check --quiet --fix-only .
+	@.venv/bin/ruff format .
+
+protos: setup ## generate sluice/v1 from protos/
+	@scripts/protos.sh
+
+lock: setup ## pin the dependencies again; ARGS=--upgrade takes the newest versions
+	@scripts/lock.sh $(ARGS)
+
+test-compose: setup ## build the images, start deploy/compose and check it under load (needs Docker)
+	@.venv/bin/pytest -m compose tests/compose $(ARGS)
+
+bench: setup ## measure throughput, latency and CPU of each service; ARGS passes flags
+	@.venv/bin/python benchmarks/serve.py $(ARGS)
+
+clean: ## remove what the other targets made
+	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

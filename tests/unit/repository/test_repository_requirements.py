@@ -1,0 +1,55 @@
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[3]
+FILES = sorted((ROOT / "requirements").glob("*.txt"))
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+SERVICES = ["gateway", "preprocess", "router", "postprocess", "worker"]
+
+PIN = re.compile(r"(?P<name>[a-z0-9-]+)==(?P<version>[^ ]+)(?: ; (?P<marker>[^\\]+?))? \\")
+HASH = re.compile(r"    --hash=sha256:[0-9a-f]{64}(?: \\)?")
+
+
+def pins(path: Path) -> set[tuple[str, str]]:
+    """(name, version) of every line that pins; the name is normalised."""
+    return {(match["name"], match["version"]) for match in map(PIN.fullmatch, path.read_text().splitlines()) if match}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_every_line_is_a_pin_or_its_hash_and_names_no_place(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    assert lines
+    assert [line for line in lines if not PIN.fullmatch(line) and not HASH.fullmatch(line)] == []
+    assert not re.search(r"://|file:|--index|--extra-index|--find-links|--trusted-host|@", path.read_text())
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_every_pin_has_a_hash(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    unhashed = [
+        line for line, after in zip(lines, [*lines[1:], ""], strict=True) if PIN.match(line) and not HASH.match(after)
+    ]
+    assert unhashed == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_every_file_pins_the_versions_the_tests_run_with(path: Path) -> None:
+    assert pins(path) <= pins(ROOT / "requirements/dev.txt"), "run `make lock`"
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_a_service_gets_what_it_asks_for(service: str) -> None:
+    asked = [Requirement(text) for text in PROJECT["dependencies"] + PROJECT["optional-dependencies"][service]]
+    pinned = dict(pins(ROOT / f"requirements/{service}.txt"))
+    missing = [str(one) for one in asked if not one.specifier.contains(pinned.get(one.name, "0"), prereleases=True)]
+    assert missing == [], "run `make lock`"
+
+
+def test_the_suite_gets_what_every_service_gets() -> None:
+    everything = pins(ROOT / "requirements/all.txt")
+    for service in SERVICES:
+        assert pins(ROOT / f"requirements/{service}.txt") <= everything, "run `make lock`"
