@@ -5,6 +5,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trustme
@@ -15,7 +16,7 @@ from services.common.settings import GrpcServiceSettings
 from sluice.v1 import router_pb2
 
 
-async def start(serving: bool, **settings: object) -> GrpcServer:
+async def start(serving: bool, **settings: Any) -> GrpcServer:
     server = GrpcServer(GrpcServiceSettings(listen="127.0.0.1:0", **settings), router_pb2.DESCRIPTOR)
     await server.start()
     await server.set_serving(serving)
