@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.resources
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,7 @@ def resolve(source: str) -> Path:
     """
     if source.startswith(BUNDLED):
         return _bundled(source.removeprefix(BUNDLED))
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))  # unlike Path.expanduser, leaves an unknown user's ~ alone
     if path.exists():
         return path.resolve()
     if source.startswith((".", "/", "~")):

@@ -9,7 +9,6 @@ from typing import Annotated, Literal, NoReturn, Protocol, cast
 import typer
 from rich.console import Console
 
-from services.common import models
 from sluice.cli import ports, up
 from sluice.cli.plan import BadFlag, Options, check, plan
 from sluice.cli.progress import View
@@ -17,14 +16,13 @@ from sluice.cli.progress import View
 app = typer.Typer(
     name="sluice",
     help="Serve large language models as a suite of small gRPC services.",
-    no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 
 # Typer carries its own copy of click in some versions: this is the base of its errors in all of them.
-_CommandLineError = typer.BadParameter.__mro__[2]
+_CommandLineError = cast(type[Exception], typer.BadParameter.__mro__[2])
 
 
 class _Speaks(Protocol):
@@ -57,8 +55,8 @@ def up_command(
     ] = Options.model,
     model_name: Annotated[str, typer.Option(help="name under which clients ask for the model")] = Options.model_name,
     processor: Annotated[
-        Literal["", "hf", "mistral"], typer.Option(help="tokenizer implementation; empty: by the model's files")
-    ] = "",
+        str, typer.Option(help="tokenizer implementation, hf or mistral; empty: by the model's files")
+    ] = Options.processor,
     redis: Annotated[
         str,
         typer.Option(
@@ -103,7 +101,7 @@ def up_command(
 def main() -> NoReturn:
     """Entry point: a mistake on the command line is one sentence on standard error and exit code 2."""
     try:
-        code = app(standalone_mode=False)
+        code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
     except _CommandLineError as error:
         _refuse(cast(_Speaks, error).format_message())
     except BadFlag as error:

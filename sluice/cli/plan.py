@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from services.common import models
 from services.common.errors import SluiceError
+from services.worker.engines import engine_names
 
 LOOPBACK = "127.0.0.1"
-DRAIN_S = 3.0
+DRAIN_S = 2.5
 
 _ROUTERS_AT = (1, 4, 5, 6, 7, 8, 9)
 _WORKERS_AT = 10
@@ -95,6 +98,10 @@ def check(options: Options) -> models.ModelSpec:
     highest = max(_offsets(options).values())
     if options.base_grpc_port < 0 or options.base_grpc_port + highest > 65535:
         raise BadFlag(f"--base-grpc-port must be between 0 and {65535 - highest} for this number of processes.")
+    if options.base_grpc_port and options.port - options.base_grpc_port in _offsets(options).values():
+        raise BadFlag(f"--port {options.port} is one of the ports that --base-grpc-port gives to the services.")
+    if ":" not in options.engine and options.engine not in engine_names():
+        raise BadFlag(f"--engine must be one of {', '.join(engine_names())}, or package.module:Class.")
     if options.speedup is not None and not (math.isfinite(options.speedup) and options.speedup > 0):
         raise BadFlag("--speedup must be a number above 0.")
     return _model(options)
@@ -204,9 +211,7 @@ def _offsets(options: Options) -> dict[str, int]:
 
 
 def _model(options: Options) -> models.ModelSpec:
-    source = options.model
-    if source.startswith("~"):
-        source = str(models.Path(source).expanduser())
+    source = os.path.expanduser(options.model)
     text = f"{options.model_name or models.default_name(source)}={source}"
     if options.processor:
         text += f"@{options.processor}"
@@ -214,7 +219,7 @@ def _model(options: Options) -> models.ModelSpec:
         model = models.ModelSpec.parse(text)
         if (model.source, model.processor) != (source, options.processor):
             raise BadFlag("--model and --model-name cannot hold '@' or '='.")
-        if source.startswith((models.BUNDLED, ".", "/")) or models.Path(source).exists():
+        if source.startswith((models.BUNDLED, ".", "/", "~")) or Path(source).exists():
             path = models.resolve(source)
             models.detect_processor(path)
     except ValueError as error:

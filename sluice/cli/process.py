@@ -10,6 +10,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable
+from typing import BinaryIO
 
 from sluice.cli.plan import Process
 
@@ -36,15 +37,20 @@ class Child:
     async def start(self) -> asyncio.Task[int]:
         """Starts it; the task ends with the exit code, negative for a signal, when it and its own children are gone."""
         process = self.process
-        self._running = running = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "sluice.cli.child", str(os.getpid()), process.module, *process.arguments),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", **process.env},
-            start_new_session=True,  # Ctrl-C reaches us alone: a second signal would cut its drain short
-        )
-        return asyncio.create_task(self._until_gone(running), name=process.name)
+        # A pipe of our own: with asyncio's, the end of the process counts only when its children have closed it too.
+        output, theirs = _pipe()
+        try:
+            self._running = running = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", "-m", "sluice.cli.child", str(os.getpid()), process.module, *process.arguments),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=theirs,
+                stderr=theirs,
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **process.env},
+                start_new_session=True,  # Ctrl-C reaches us alone: a second signal would cut its drain short
+            )
+        finally:
+            os.close(theirs)
+        return asyncio.create_task(self._until_gone(running, output), name=process.name)
 
     def terminate(self) -> None:
         """Asks it to finish."""
@@ -57,16 +63,25 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._running.pid, signal.SIGKILL)
 
-    async def _until_gone(self, running: asyncio.subprocess.Process) -> int:
-        assert running.stdout is not None
-        pump = asyncio.create_task(self._pump(running.stdout))
+    async def _until_gone(self, running: asyncio.subprocess.Process, output: BinaryIO) -> int:
+        pump = asyncio.create_task(self._pump(output))
         code = await running.wait()
         self.kill()  # what is left of its group
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(pump, _PUMP_ENDS_WITHIN_S)
         return code
 
-    async def _pump(self, output: asyncio.StreamReader) -> None:
+    async def _pump(self, pipe: BinaryIO) -> None:
+        output = asyncio.StreamReader()
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(output), pipe
+        )
+        try:
+            await self._lines(output)
+        finally:
+            transport.close()
+
+    async def _lines(self, output: asyncio.StreamReader) -> None:
         rest = b""
         while part := await output.read(_READ_BYTES):
             *lines, rest = (rest + part).split(b"\n")
@@ -81,6 +96,11 @@ class Child:
         text = line[:_LONGEST_LINE].decode(errors="replace").rstrip()
         self.complaint = complaint(text) or self.complaint
         self._on_line(text)
+
+
+def _pipe() -> tuple[BinaryIO, int]:
+    read, write = os.pipe()
+    return os.fdopen(read, "rb"), write
 
 
 def complaint(line: str) -> str:

@@ -117,14 +117,19 @@ async def _stop_all(running: dict[asyncio.Task[int], Child], hurry: asyncio.Even
     for child in running.values():
         child.terminate()
     hurried = asyncio.create_task(hurry.wait())
-    gone = asyncio.gather(*running, return_exceptions=True)
-    await asyncio.wait({gone, hurried}, timeout=KILL_AFTER_S, return_when=asyncio.FIRST_COMPLETED)
+    gone = asyncio.create_task(_all_gone(running))
+    await asyncio.wait([gone, hurried], timeout=KILL_AFTER_S, return_when=asyncio.FIRST_COMPLETED)
     hurried.cancel()
     for task, child in running.items():
         if not task.done():
             view.say(f"{child.process.name} does not stop; killing it", "bold red")
             child.kill()
     await asyncio.wait({gone}, timeout=_GONE_WITHIN_S)
+
+
+async def _all_gone(running: dict[asyncio.Task[int], Child]) -> bool:
+    await asyncio.gather(*running, return_exceptions=True)
+    return True
 
 
 def run(processes: Sequence[Process], view: View, model: str) -> int:

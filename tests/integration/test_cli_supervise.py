@@ -1,0 +1,282 @@
+"""The supervisor with real processes that are not our services: everything comes up, and nothing is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+DEADLINE_S = 40.0
+
+# A service in a few lines. Its arguments after the address: `stuck` ignores SIGTERM, `silent` answers no request,
+# `parent` starts a process of its own, `dies` exits with code 7 when asked for /die, `never` is never ready.
+FAKE_HTTP = """
+import http.server, os, signal, subprocess, sys
+address, *traits = sys.argv[1:]
+host, _, port = address.rpartition(":")
+print("ARGS " + " ".join(traits), flush=True)
+if "stuck" in traits:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if "parent" in traits:
+    print("GRANDCHILD", subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid, flush=True)
+if "fails" in traits:
+    print("12:00:00.000 ERROR   fake  cannot start", flush=True)
+    sys.exit(7)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        if self.path == "/die":
+            os._exit(7)
+        if "never" in traits:
+            print("12:00:00.000 WARNING fake  Redis cannot be reached", file=sys.stderr, flush=True)
+        self.send_response(503 if "never" in traits else 200)
+        self.end_headers()
+    def log_message(self, *_):
+        pass
+http.server.ThreadingHTTPServer((host, int(port)), Handler).serve_forever()
+"""
+
+FAKE_GRPC = """
+import asyncio, sys
+from services.common.runner import Stop, run
+from services.common.server import GrpcServer
+from services.common.settings import GrpcServiceSettings
+from sluice.v1 import router_pb2
+settings = GrpcServiceSettings(listen=sys.argv[1])
+async def serve(stop: Stop) -> None:
+    server = GrpcServer(settings, router_pb2.DESCRIPTOR)
+    await server.start()
+    await asyncio.sleep(0.3)
+    await server.set_serving(True)
+    await stop.wait()
+    await server.stop(0)
+run("fake", settings, serve)
+"""
+
+DRIVER = """
+import sys
+from rich.console import Console
+from sluice.cli import up
+from sluice.cli.plan import Process
+from sluice.cli.progress import View
+processes = []
+for word in sys.argv[1:]:
+    name, module, port, *traits = word.split(",")
+    health = "http" if module == "fake_http" else "grpc"
+    processes.append(Process(name, module, (f"127.0.0.1:{port}", *traits), "127.0.0.1", int(port), health))
+sys.exit(up.run(processes, View(processes, Console(stderr=True, highlight=False)), "tekken"))
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Suite:
+    """A `sluice up` over fake services, with everything it printed."""
+
+    def __init__(self, folder: Path, *words: str) -> None:
+        self._out, self._err = folder / "out", folder / "err"
+        with self._out.open("wb") as out, self._err.open("wb") as err:
+            self.process = subprocess.Popen(
+                [sys.executable, str(folder / "driver.py"), *words],
+                stdout=out,
+                stderr=err,
+                env={**os.environ, "PYTHONPATH": str(folder)},
+            )
+        self.tree: set[psutil.Process] = set()
+
+    @property
+    def out(self) -> str:
+        return self._out.read_text()
+
+    @property
+    def err(self) -> str:
+        return self._err.read_text()
+
+    def until(self, what: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not what():
+            self.remember()
+            assert time.monotonic() < deadline, self.err
+            time.sleep(0.05)
+        self.remember()
+
+    def until_ready(self) -> None:
+        self.until(lambda: "curl" in self.out)
+
+    def remember(self) -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self.tree.update(psutil.Process(self.process.pid).children(recursive=True))
+
+    def ends(self, number: signal.Signals | None = None, within_s: float = DEADLINE_S) -> int:
+        self.remember()
+        if number is not None:
+            self.process.send_signal(number)
+        return self.process.wait(within_s)
+
+    def left(self, within_s: float = 0) -> list[psutil.Process]:
+        _, alive = psutil.wait_procs(self.tree, timeout=within_s)
+        return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+    def kill(self) -> None:
+        for process in self.tree:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.process.kill()
+        self.process.wait()
+
+
+Start = Callable[..., Suite]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    (tmp_path / "fake_http.py").write_text(FAKE_HTTP)
+    (tmp_path / "fake_grpc.py").write_text(FAKE_GRPC)
+    (tmp_path / "driver.py").write_text(DRIVER)
+    suites: list[Suite] = []
+
+    def begin(*words: str) -> Suite:
+        suites.append(Suite(tmp_path, *words))
+        return suites[-1]
+
+    yield begin
+    for suite in suites:
+        suite.kill()
+
+
+def test_comes_up_says_so_and_stops_on_ctrl_c(start: Start) -> None:
+    port = free_port()
+    suite = start(f"router,fake_grpc,{free_port()}", f"gateway,fake_http,{port}")
+    suite.until_ready()
+    first, second = suite.out.splitlines()
+    assert first == f"ready http://127.0.0.1:{port}"
+    assert second.startswith(f"curl -N http://127.0.0.1:{port}/v1/chat/completions ")
+    assert '"model": "tekken"' in second
+    assert "router  | " in suite.err
+    assert "gRPC server listens" in suite.err
+    assert "router is ready at" in suite.err
+    assert suite.ends(signal.SIGINT, within_s=5) == 0
+    assert suite.left() == []
+    assert "\x1b[" not in suite.err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_other_polite_signals_stop_it_too(start: Start, number: signal.Signals) -> None:
+    suite = start(f"gateway,fake_http,{free_port()}")
+    suite.until_ready()
+    assert suite.ends(number, within_s=5) == 0
+    assert suite.left() == []
+
+
+def test_who_does_not_stop_is_killed_with_its_own_children(start: Start) -> None:
+    suite = start(f"router,fake_http,{free_port()},stuck,parent", f"gateway,fake_http,{free_port()}")
+    suite.until_ready()
+    assert "GRANDCHILD" in suite.err
+    began = time.monotonic()
+    assert suite.ends(signal.SIGINT) == 0
+    assert time.monotonic() - began < 8
+    assert suite.left(within_s=2) == []
+    assert "router does not stop" in suite.err
+
+
+def test_second_ctrl_c_kills_at_once(start: Start) -> None:
+    suite = start(f"gateway,fake_http,{free_port()},stuck")
+    suite.until_ready()
+    began = time.monotonic()
+    suite.process.send_signal(signal.SIGINT)
+    suite.until(lambda: "stopping" in suite.err)
+    assert suite.ends(signal.SIGINT) == 0
+    assert time.monotonic() - began < 3.5
+    assert suite.left(within_s=2) == []
+
+
+def test_child_that_fails_to_start_is_named(start: Start) -> None:
+    suite = start(f"router,fake_http,{free_port()},fails", f"gateway,fake_http,{free_port()}")
+    assert suite.ends() == 1
+    assert "router exited with code 7" in suite.err
+    assert "cannot start" in suite.err
+    assert suite.out == ""
+    assert suite.left() == []
+
+
+def test_child_that_dies_later_ends_the_suite(start: Start) -> None:
+    port = free_port()
+    suite = start(f"worker-0,fake_http,{port},parent", f"gateway,fake_http,{free_port()}")
+    suite.until_ready()
+    with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+        connection.sendall(b"GET /die HTTP/1.0\r\n\r\n")
+    assert suite.ends() == 1
+    assert "worker-0 exited with code 7" in suite.err
+    assert suite.left(within_s=2) == []
+
+
+def test_child_killed_by_a_signal_is_named(start: Start) -> None:
+    suite = start(f"gateway,fake_http,{free_port()}")
+    suite.until_ready()
+    (child,) = suite.tree
+    child.kill()
+    assert suite.ends() == 1
+    assert "gateway was killed by SIGKILL" in suite.err
+
+
+def test_taken_port_is_named_before_anything_starts(start: Start) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        suite = start(f"router,fake_http,{free_port()}", f"postprocess,fake_http,{port}")
+        assert suite.ends() == 1
+    assert suite.err == f"sluice up: postprocess cannot listen on 127.0.0.1:{port}: the port is taken.\n"
+    assert "ARGS" not in suite.err
+
+
+def test_children_do_not_outlive_a_supervisor_that_was_killed(start: Start) -> None:
+    suite = start(
+        f"router,fake_http,{free_port()}",
+        f"worker-0,fake_http,{free_port()},stuck,parent",
+        f"gateway,fake_http,{free_port()}",
+    )
+    suite.until_ready()
+    assert len(suite.tree) == 4
+    assert suite.ends(signal.SIGKILL) == -signal.SIGKILL
+    assert suite.left(within_s=20) == []
+
+
+def test_says_whom_it_waits_for_and_why(start: Start) -> None:
+    suite = start(f"router,fake_http,{free_port()},never", f"gateway,fake_http,{free_port()}")
+    suite.until(lambda: "waiting for router: Redis cannot be reached" in suite.err)
+    assert suite.process.poll() is None
+    assert suite.out == ""
+    assert suite.ends(signal.SIGINT, within_s=5) == 0
+    assert suite.left() == []
+
+
+def test_child_whose_parent_is_already_gone_never_starts(tmp_path: Path) -> None:
+    ran = tmp_path / "ran"
+    (tmp_path / "late.py").write_text(f"open({str(ran)!r}, 'w').close()")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
+    command = [sys.executable, "-P", "-m", "sluice.cli.child"]
+    assert subprocess.run([*command, gone.stdout.decode().strip(), "late"], env=environment).returncode == 1
+    assert not ran.exists()
+    assert subprocess.run([*command, str(os.getpid()), "late"], env=environment).returncode == 0
+    assert ran.exists()
+
+
+def test_folder_named_like_ours_does_not_hide_ours(tmp_path: Path) -> None:
+    (tmp_path / "services").mkdir()
+    (tmp_path / "services" / "__init__.py").write_text("raise SystemExit(9)")
+    (tmp_path / "mine.py").write_text("import services.common, theirs")
+    (tmp_path / "theirs.py").write_text("")
+    command = [sys.executable, "-P", "-m", "sluice.cli.child", str(os.getpid()), "mine"]
+    assert subprocess.run(command, cwd=tmp_path).returncode == 0

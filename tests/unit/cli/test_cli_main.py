@@ -1,0 +1,74 @@
+"""The command as its user meets it: what is printed, and the exit code."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from sluice.cli import main, up
+from sluice.cli.plan import Process
+from sluice.cli.progress import View
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr("sys.argv", ["sluice", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main.main()
+    return int(ended.value.code or 0)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("up", "--nope"),
+        ("up", "--workers", "-1"),
+        ("up", "--workers", "many"),
+        ("up", "--port", "70000"),
+        ("up", "--engine", "steam"),
+        ("up", "--processor", "word"),
+        ("up", "--log-level", "loud"),
+        ("up", "--model", "./not-there"),
+        ("up", "--routers", "2"),
+        ("up", "surplus"),
+        ("down",),
+    ],
+)
+def test_bad_flags_are_one_sentence_and_exit_code_2(
+    arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("SLUICE_ROUTER_REDIS_URL", raising=False)
+    assert run(monkeypatch, *arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert re.fullmatch(r"sluice: [^\n]+\.\n", printed.err)
+    assert "Traceback" not in printed.err
+
+
+def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "version") == 0
+    assert re.fullmatch(r"\d+\.\d+\.\d+\n", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("arguments", [(), ("--help",), ("up", "--help")])
+def test_help_is_plain_text(
+    arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, *arguments) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("Usage: ")
+    assert "╭" not in printed
+
+
+def test_redis_url_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLUICE_ROUTER_REDIS_URL", "redis://localhost:1/0")
+    started: list[Process] = []
+
+    def start(processes: list[Process], view: View, model: str) -> int:
+        started.extend(processes)
+        return 0
+
+    monkeypatch.setattr(up, "run", start)
+    assert run(monkeypatch, "up", "--routers", "2", "--port", "0", "--base-grpc-port", "0") == 0
+    routers = [process for process in started if process.kind == "router"]
+    assert [dict(router.env) for router in routers] == [{"SLUICE_ROUTER_REDIS_URL": "redis://localhost:1/0"}] * 2

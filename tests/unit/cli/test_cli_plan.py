@@ -1,0 +1,188 @@
+"""From flags to command lines."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sluice.cli.plan import BadFlag, Options, Process, check, plan
+
+
+def no_free_port() -> int:
+    raise AssertionError("no free port was asked for")
+
+
+def value(process: Process, flag: str) -> str:
+    return process.arguments[process.arguments.index(flag) + 1]
+
+
+def by_name(options: Options) -> dict[str, Process]:
+    return {process.name: process for process in plan(options, no_free_port)}
+
+
+def test_default_suite() -> None:
+    suite = by_name(Options())
+    assert {name: process.address for name, process in suite.items()} == {
+        "preprocess": "127.0.0.1:50051",
+        "router": "127.0.0.1:50052",
+        "postprocess": "127.0.0.1:50053",
+        "worker-0": "127.0.0.1:50061",
+        "worker-1": "127.0.0.1:50062",
+        "gateway": "127.0.0.1:8000",
+    }
+    assert suite["gateway"].health == "http"
+    assert {process.health for name, process in suite.items() if name != "gateway"} == {"grpc"}
+    for process in suite.values():
+        assert process.module == f"services.{process.kind}"
+        assert value(process, "--listen") == process.address
+        assert float(value(process, "--drain-s")) < 4
+        assert "--log-level" not in process.arguments
+
+
+def test_gateway_comes_last_so_that_it_finds_the_others() -> None:
+    assert [process.kind for process in plan(Options(), no_free_port)][-1] == "gateway"
+
+
+def test_services_are_told_where_the_others_are() -> None:
+    suite = by_name(Options(base_grpc_port=40000, routers=3, redis="redis://h:1/0", preprocess=2, postprocess=2))
+    routers = "127.0.0.1:40001,127.0.0.1:40004,127.0.0.1:40005"
+    assert value(suite["gateway"], "--router") == routers
+    assert value(suite["gateway"], "--preprocess") == "127.0.0.1:40000,127.0.0.1:41000"
+    assert value(suite["gateway"], "--postprocess") == "127.0.0.1:40002,127.0.0.1:42000"
+    assert value(suite["worker-1"], "--routers") == routers
+    assert value(suite["worker-1"], "--worker-id") == "worker-1"
+    assert suite["router-2"].address == "127.0.0.1:40005"
+
+
+def test_redis_url_is_in_the_environment_of_routers_and_in_no_command_line() -> None:
+    secret = "redis://user:hunter2@host:6379/0"
+    for process in plan(Options(redis=secret), no_free_port):
+        assert not any("hunter2" in argument for argument in process.arguments)
+        assert dict(process.env) == ({"SLUICE_ROUTER_REDIS_URL": secret} if process.kind == "router" else {})
+        assert "hunter2" not in repr(process)
+    assert "hunter2" not in repr(Options(redis=secret))
+
+
+def test_model_reaches_tokenizers_and_workers(tmp_path: Path) -> None:
+    (tmp_path / "tekken.json").write_text("{}")
+    suite = by_name(Options(model=str(tmp_path), model_name="mine", processor="mistral"))
+    spec = f"mine={tmp_path}@mistral"
+    assert value(suite["preprocess"], "--models") == spec
+    assert value(suite["postprocess"], "--models") == spec
+    assert value(suite["worker-0"], "--model") == spec
+    assert not any(str(tmp_path) in argument for argument in suite["gateway"].arguments)
+
+
+def test_model_folder_may_be_in_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "tokenizer.json").write_text("{}")
+    assert check(Options(model="~/m")).source == str(tmp_path / "m")
+    assert check(Options(model="~/m")).name == "m"
+
+
+def test_hub_id_is_not_looked_up() -> None:
+    assert str(check(Options(model="org/name"))) == "org/name=org/name"
+
+
+def test_optional_flags_are_passed_on_when_given() -> None:
+    suite = by_name(Options(speedup=20, log_level="debug", engine="mock"))
+    assert value(suite["worker-0"], "--speedup") == "20"
+    assert value(suite["worker-0"], "--engine") == "mock"
+    assert {value(process, "--log-level") for process in suite.values()} == {"debug"}
+    assert "--speedup" not in by_name(Options())["worker-0"].arguments
+
+
+def test_host_is_the_gateways_alone() -> None:
+    suite = by_name(Options(host="::1", port=9000))
+    assert value(suite["gateway"], "--listen") == "[::1]:9000"
+    assert {process.host for name, process in suite.items() if name != "gateway"} == {"127.0.0.1"}
+
+
+def test_zero_stands_for_free_ports() -> None:
+    free = itertools.count(20000)
+    processes = plan(Options(port=0, base_grpc_port=0), lambda: next(free))
+    assert sorted(process.port for process in processes) == list(range(20000, 20006))
+    gateway = processes[-1]
+    router = next(process for process in processes if process.kind == "router")
+    assert value(gateway, "--router") == router.address
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"workers": -1}, "--workers"),
+        ({"workers": 0}, "--workers"),
+        ({"routers": 8, "redis": "redis://h"}, "--routers"),
+        ({"routers": 2}, "--redis"),
+        ({"redis": "http://h"}, "--redis"),
+        ({"port": 65536}, "--port"),
+        ({"port": -1}, "--port"),
+        ({"base_grpc_port": 65530}, "65524"),
+        ({"base_grpc_port": -1}, "--base-grpc-port"),
+        ({"speedup": 0.0}, "--speedup"),
+        ({"speedup": float("inf")}, "--speedup"),
+        ({"speedup": float("nan")}, "--speedup"),
+        ({"processor": "nope"}, "hf, mistral"),
+        ({"model": "./not-there"}, "./not-there"),
+        ({"model": "mistral-common:not-there"}, "tekken_240911"),
+        ({"model": "~nobody-here/x"}, "does not exist"),
+        ({"model": ""}, "--model"),
+        ({"model": "a@b"}, "--model"),
+        ({"model_name": "a=b"}, "--model-name"),
+    ],
+)
+def test_refusals_are_one_sentence_that_names_the_flag(changes: dict[str, object], says: str) -> None:
+    with pytest.raises(BadFlag) as refused:
+        check(replace(Options(), **changes))  # type: ignore[arg-type]
+    sentence = str(refused.value)
+    assert says in sentence
+    assert "\n" not in sentence
+    assert sentence.endswith(".")
+    assert not sentence.endswith("..")
+
+
+def test_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadFlag, match="holds no tokenizer"):
+        check(Options(model=str(tmp_path)))
+
+
+def test_relative_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    monkeypatch.chdir(tmp_path.parent)
+    assert check(Options(model=f".{os.sep}{tmp_path.name}")).name == tmp_path.name
+
+
+@given(
+    base=st.integers(1, 50000),
+    workers=st.integers(1, 990),
+    routers=st.integers(1, 7),
+    preprocess=st.integers(1, 40),
+    postprocess=st.integers(1, 40),
+)
+def test_no_port_is_used_twice(base: int, workers: int, routers: int, preprocess: int, postprocess: int) -> None:
+    options = Options(
+        port=65535,
+        base_grpc_port=base,
+        workers=workers,
+        routers=routers,
+        redis="redis://h",
+        preprocess=preprocess,
+        postprocess=postprocess,
+    )
+    processes = plan(options, no_free_port)
+    assert len({process.port for process in processes}) == len(processes)
+    assert len({process.name for process in processes}) == len(processes)
+    assert len(processes) == workers + routers + preprocess + postprocess + 1
+    assert {process.name: process.port for process in processes}["worker-0"] == base + 10
+
+
+def test_a_gateway_port_inside_the_suites_own_range_is_refused() -> None:
+    with pytest.raises(BadFlag, match="50052"):
+        check(Options(port=50052))

@@ -1,0 +1,60 @@
+"""What the supervisor reads from its children."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+
+import pytest
+
+from services.common import logs
+from sluice.cli import ports
+from sluice.cli.process import complaint, exit_words
+from sluice.cli.ready import reachable
+
+
+def record(level: int) -> logging.LogRecord:
+    made = logging.LogRecord("services.router", level, __file__, 1, "Redis is away", None, None)
+    made.attempt = 3
+    return made
+
+
+@pytest.mark.parametrize("formatter", [logs.TextFormatter(), logs.JsonFormatter("router")])
+@pytest.mark.parametrize(("level", "found"), [(logging.WARNING, True), (logging.ERROR, True), (logging.INFO, False)])
+def test_complaints_are_recognised_in_our_own_log_formats(
+    formatter: logging.Formatter, level: int, found: bool
+) -> None:
+    assert complaint(formatter.format(record(level))).startswith("Redis is away" if found else "") is True
+    assert bool(complaint(formatter.format(record(level)))) is found
+
+
+@pytest.mark.parametrize("line", ["", "{", '{"level": 3}', "Traceback (most recent call last):", "WARNING: beware"])
+def test_other_lines_are_no_complaints(line: str) -> None:
+    assert complaint(line) == ""
+
+
+def test_exit_words() -> None:
+    assert exit_words(3) == "exited with code 3"
+    assert exit_words(-signal.SIGKILL) == "was killed by SIGKILL"
+    assert exit_words(-250) == "was killed by signal 250"
+
+
+def test_port_problems_are_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert ports.problem("127.0.0.1", port) == "the port is taken"
+    assert ports.problem("127.0.0.1", port) == ""
+    assert ports.problem("192.0.2.1", port) == "the address is not one of this machine"
+    assert ports.problem("not a host", port) == "the host name is not known"
+
+
+def test_free_ports_are_free_and_differ() -> None:
+    free = ports.FreePorts()
+    taken = [free.take() for _ in range(50)]
+    assert len(set(taken)) == 50
+    assert not any(ports.problem("127.0.0.1", port) for port in taken)
+
+
+def test_wildcard_hosts_are_reached_over_loopback() -> None:
+    assert [reachable(host) for host in ("0.0.0.0", "::", "10.0.0.1")] == ["127.0.0.1", "::1", "10.0.0.1"]
