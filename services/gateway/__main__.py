@@ -1,0 +1,82 @@
+"""`python -m services.gateway` starts one gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from services.common import telemetry
+from services.common.runner import Stop, run
+from services.common.tasks import TaskOwner
+from services.common.tls import channel_credentials
+from services.gateway.app import create_app
+from services.gateway.clients.catalogue import Catalogue
+from services.gateway.clients.preprocess import PreprocessClient
+from services.gateway.clients.router import RouterClient
+from services.gateway.fleet import Fleet
+from services.gateway.http.pacing import Pacer
+from services.gateway.http.server import HttpServer
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.openai.endpoints import OpenAIEndpoints
+from services.gateway.pipeline import Pipeline
+from services.gateway.readiness import Readiness
+from services.gateway.settings import GatewaySettings
+from services.gateway.switchboard import Switchboard
+
+log = logging.getLogger(__name__)
+
+LAST_REPORTS_S = 1.0
+
+
+async def serve(settings: GatewaySettings, stop: Stop) -> None:
+    """Serves until stopped."""
+    if not settings.metrics_listen:
+        telemetry.configure_metrics()  # the gateway serves /metrics itself
+    metrics = GatewayMetrics()
+    credentials = channel_credentials(settings)
+    tasks = TaskOwner(on_death=stop.fail)
+
+    preprocess = PreprocessClient(settings.preprocess, credentials, settings.tokenize_timeout_s)
+    router = RouterClient(settings.router, credentials, settings.route_timeout_s)
+    switchboard = Switchboard(settings.max_streams, router.prefill_complete, router.free, metrics)
+    fleet = Fleet(settings.postprocess, credentials, settings.connect_timeout_s, switchboard, tasks)
+    catalogue = Catalogue(router.replicas, fleet.worker_up, fleet.worker_down)
+    pipeline = Pipeline(preprocess, router, catalogue, fleet, switchboard, metrics)
+
+    openai = OpenAIEndpoints(pipeline, settings, Pacer())
+    app = create_app(openai, Readiness(preprocess, router, catalogue, fleet), metrics)
+    server = HttpServer(app, settings.listen, settings.keep_alive_s, settings.drain_s)
+
+    replica_sets = (preprocess.replicas, router.replicas, fleet.postprocess)
+    for replicas in replica_sets:
+        await replicas.start()
+    tasks.spawn(catalogue.run(), "catalogue")
+    tasks.spawn(router.run_reports(), "reports")
+    tasks.spawn(fleet.run_sweeps(), "sweeps")
+    tasks.spawn(_sweep_stalled(switchboard, settings.stall_timeout_s), "stalled")
+    serving = tasks.spawn(server.serve(), "http")
+    log.info("HTTP server listens", extra={"address": server.address})
+
+    await stop.wait()
+    server.stop()
+    await asyncio.gather(serving, return_exceptions=True)
+    await router.flush_reports(LAST_REPORTS_S)
+    await tasks.close()
+    for replicas in replica_sets:
+        await replicas.close()
+
+
+async def _sweep_stalled(switchboard: Switchboard, stall_timeout_s: float) -> None:
+    while True:
+        await asyncio.sleep(stall_timeout_s)
+        switchboard.sweep_stalled()
+
+
+def main() -> None:
+    """Reads the settings and runs."""
+    settings = GatewaySettings.load()
+    run("gateway", settings, lambda stop: serve(settings, stop))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""The links to every worker and every postprocess replica, kept in step with who is there."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+import grpc
+
+from services.common.channels import open_channel
+from services.common.errors import ErrorKind, SluiceError, unavailable
+from services.common.replicas import ReplicaSet
+from services.common.tasks import TaskOwner
+from services.gateway.clients.catalogue import WorkerEntry
+from services.gateway.clients.post_link import PostLink
+from services.gateway.clients.worker_link import WorkerLink
+from services.gateway.switchboard import Switchboard
+from sluice.v1 import postprocess_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+SWEEP_S = 1.0
+
+
+class Fleet:
+    """Opens a link when a worker or replica appears; a link whose peer left is closed after its last stream."""
+
+    def __init__(
+        self,
+        postprocess: Sequence[str],
+        credentials: grpc.ChannelCredentials | None,
+        connect_timeout_s: float,
+        switchboard: Switchboard,
+        tasks: TaskOwner,
+    ) -> None:
+        self._credentials = credentials
+        self._connect_timeout_s = connect_timeout_s
+        self._switchboard = switchboard
+        self._tasks = tasks
+        self._workers: dict[str, WorkerLink] = {}
+        self._running: dict[WorkerLink | PostLink, asyncio.Task[None]] = {}
+        self._channels: dict[WorkerLink, grpc.aio.Channel] = {}
+        self.postprocess: ReplicaSet[postprocess_pb2_grpc.PostprocessAsyncStub] = ReplicaSet(
+            "postprocess", postprocess, postprocess_pb2_grpc.PostprocessStub, credentials, self._on_post_change
+        )
+
+    def worker_up(self, entry: WorkerEntry) -> None:
+        """A worker takes requests."""
+        known = self._workers.get(entry.worker_id)
+        if known is not None and known.address == entry.address:
+            known.retired = False
+            return
+        if known is not None:
+            known.retired = True
+        channel = open_channel(entry.address, self._credentials)
+        link = WorkerLink(
+            entry.worker_id,
+            entry.address,
+            channel,
+            self._connect_timeout_s,
+            self._switchboard,
+            self._switchboard.on_worker_lost,
+        )
+        self._workers[entry.worker_id] = link
+        self._channels[link] = channel
+        self._running[link] = self._tasks.spawn(link.run(), f"link-{entry.worker_id}")
+
+    def worker_down(self, worker_id: str) -> None:
+        """A worker takes no more requests; what it runs may finish."""
+        link = self._workers.pop(worker_id, None)
+        if link is not None:
+            link.retired = True
+
+    @property
+    def connected_workers(self) -> int:
+        """How many workers could be given a request now."""
+        return sum(link.connected for link in self._workers.values())
+
+    def worker(self, worker_id: str) -> WorkerLink:
+        """The link to a worker; SluiceError(CANNOT_CONNECT) when this gateway has not heard of it (yet)."""
+        link = self._workers.get(worker_id)
+        if link is None:
+            raise SluiceError(ErrorKind.CANNOT_CONNECT, f"Worker {worker_id} is not known to this gateway.")
+        return link
+
+    def least_busy(self, worker_ids: Sequence[str]) -> WorkerLink | None:
+        """Of these workers, the connected one that runs fewest of this gateway's streams."""
+        links = [link for worker_id in worker_ids if (link := self._workers.get(worker_id)) and link.connected]
+        return min(links, key=lambda link: link.live, default=None)
+
+    def post(self) -> PostLink:
+        """The postprocess link with the fewest streams; SluiceError(UNAVAILABLE) when none is connected."""
+        links = [link for link in self._switchboard.post_links.values() if link.connected and not link.retired]
+        if not links:
+            raise unavailable("No postprocess replica is ready; try again soon.", code="service_unavailable")
+        return min(links, key=lambda link: link.live)
+
+    async def run_sweeps(self) -> None:
+        """Closes retired links that carry nothing any more, until cancelled."""
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            for link in [link for link in self._running if link.retired and (not link.live or not link.connected)]:
+                self._running.pop(link).cancel()
+                if isinstance(link, WorkerLink):
+                    await self._channels.pop(link).close()
+                elif self._switchboard.post_links.get(link.address) is link:
+                    del self._switchboard.post_links[link.address]
+
+    def _on_post_change(self) -> None:
+        links = self._switchboard.post_links
+        serving = {replica.address: replica for replica in self.postprocess.serving}
+        for address, link in links.items():
+            link.retired = address not in serving
+        for address in serving.keys() - links.keys():
+            link = PostLink(
+                serving[address], self._connect_timeout_s, self._switchboard, self._switchboard.on_post_lost
+            )
+            links[address] = link
+            self._running[link] = self._tasks.spawn(link.run(), f"link-postprocess-{address}")

@@ -1,0 +1,1 @@
+"""HTTP without any API in particular: bodies, errors, event streams."""

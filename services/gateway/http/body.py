@@ -1,0 +1,58 @@
+"""Request bodies: bounded in size and time, and JSON."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import orjson
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+
+from services.common.errors import ErrorKind, SluiceError, invalid
+
+
+async def read_json(request: Request, limit: int, timeout_s: float) -> dict[str, Any]:
+    """The body as a JSON object.
+
+    Args:
+        limit: most bytes.
+        timeout_s: longest wait for all of it.
+
+    Raises:
+        SluiceError: TOO_LARGE, CANCELLED, or INVALID_ARGUMENT for anything that is no JSON object.
+        HTTPException: 408 when it does not arrive in time.
+    """
+    try:
+        body = await asyncio.wait_for(_read(request, limit), timeout_s)
+    except TimeoutError:
+        raise HTTPException(408, f"The request body did not arrive within {timeout_s:g} s.") from None
+    except ClientDisconnect:
+        raise SluiceError(ErrorKind.CANCELLED, "The client went away before the body was complete.") from None
+    try:
+        parsed = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise invalid(f"The request body is not valid JSON: {error.msg} at character {error.pos}.") from None
+    if not isinstance(parsed, dict):
+        raise invalid("The request body must be a JSON object.")
+    return parsed
+
+
+async def _read(request: Request, limit: int) -> bytes:
+    declared = request.headers.get("content-length", "0")
+    if declared.isdigit() and int(declared) > limit:
+        raise _too_large(limit)
+    chunks: list[bytes] = []
+    size = 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > limit:
+            raise _too_large(limit)
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+def _too_large(limit: int) -> SluiceError:
+    return SluiceError(
+        ErrorKind.TOO_LARGE, f"The request body is over the limit of {limit} bytes.", code="request_too_large"
+    )

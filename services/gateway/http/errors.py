@@ -1,0 +1,48 @@
+"""Typed errors as OpenAI error bodies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+from starlette.responses import Response
+
+from services.common.errors import SluiceError
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "invalid_request_error",
+    405: "invalid_request_error",
+    408: "invalid_request_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
+
+
+def error_body(error: SluiceError) -> dict[str, Any]:
+    """`{"error": {"message", "type", "param", "code"}}`."""
+    return _body(error.message, error.http_status, error.param, error.code)
+
+
+def error_response(error: SluiceError) -> Response:
+    """The HTTP answer to an error, with Retry-After where waiting helps."""
+    headers = {}
+    if error.http_status in (429, 503):
+        headers["retry-after"] = str(max(1, (error.retry_after_ms + 999) // 1000))
+    return _response(error_body(error), error.http_status, headers)
+
+
+def plain_error_response(message: str, status: int, param: str = "", code: str = "") -> Response:
+    """The same for failures of HTTP itself, such as an unknown path."""
+    return _response(_body(message, status, param, code), status, {})
+
+
+def _body(message: str, status: int, param: str, code: str) -> dict[str, Any]:
+    kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    return {"error": {"message": message, "type": kind, "param": param or None, "code": code or None}}
+
+
+def _response(body: dict[str, Any], status: int, headers: dict[str, str]) -> Response:
+    return Response(orjson.dumps(body), status, headers, media_type="application/json")

@@ -1,0 +1,137 @@
+"""Server-sent events: one response that several choices write to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from services.common.errors import SluiceError
+from services.gateway.http.direct import DirectSender
+from services.gateway.http.errors import error_response
+from services.gateway.http.pacing import Pacer
+
+
+class EventSource(Protocol):
+    """What fills an event stream."""
+
+    def take(self) -> bytes:
+        """Everything to be written now, as complete events; empty when there is nothing."""
+
+    def cancel(self) -> None:
+        """The client is gone."""
+
+    @property
+    def unsent(self) -> int:
+        """How much waits to be taken, characters."""
+
+    @property
+    def over(self) -> bool:
+        """Nothing comes after what `take` gives next."""
+
+    @property
+    def failure(self) -> SluiceError | None:
+        """Why the source failed before it had anything to say; becomes a plain HTTP error."""
+
+
+class EventStream(Response):
+    """Streams a source to its client.
+
+    The status line waits for the first event, so that what fails before it is an ordinary HTTP error. Text of a slow
+    client collects in its source, up to a bound; then the client is cut.
+
+    Args:
+        max_unsent: most characters that may wait for a client that does not read.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, source: EventSource, pacer: Pacer, max_unsent: int, headers: dict[str, str]) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
+        # Starlette writes a length of 0 for the empty body; a stream has none.
+        self.raw_headers = [pair for pair in self.raw_headers if pair[0] != b"content-length"]
+        self._source = source
+        self._pacer = pacer
+        self._max_unsent = max_unsent
+        self._opened = asyncio.Event()
+        self._done = asyncio.Event()
+        self._sender: DirectSender | None = None
+        self._asked = False
+        self._ended = False
+
+    def notify(self, first: bool = False) -> None:
+        """The source has something to write; the first of it goes out without waiting for a round."""
+        self._opened.set()
+        if self._sender is None:
+            return
+        if first and not self._asked:
+            self._write()
+        elif self._sender.blocked:
+            if self._source.unsent > self._max_unsent:
+                self._end()
+        elif not self._asked:
+            self._asked = True
+            self._pacer.soon(self._round)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        gone = asyncio.get_running_loop().create_task(_wait_for_disconnect(receive))
+        gone.add_done_callback(lambda task: self._end())
+        try:
+            await self._opened.wait()
+            failure = self._source.failure
+            if failure is not None and not self._done.is_set():
+                self._done.set()
+                await error_response(failure)(scope, receive, send)
+                return
+            if not self._done.is_set():
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                self._sender = DirectSender(send, self._write, self._end)
+                self._write()
+                await self._done.wait()
+        finally:
+            gone.cancel()
+            self._source.cancel()
+            if self._sender is not None:
+                await self._sender.close()
+
+    def _end(self) -> None:
+        self._done.set()
+        self._opened.set()
+
+    def _round(self) -> None:
+        self._asked = False
+        self._write()
+
+    def _write(self) -> None:
+        if self._sender is None or self._sender.blocked or self._done.is_set():
+            return
+        if not self._ended:
+            self._ended = self._source.over
+            data = self._source.take()
+            if data or self._ended:
+                self._sender.send({"type": "http.response.body", "body": data, "more_body": not self._ended})
+        if self._ended and not self._sender.blocked:
+            self._done.set()
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def run_unless_gone(receive: Receive, done: asyncio.Event, cancel: Callable[[], None]) -> bool:
+    """Waits for `done`; False, after `cancel`, when the client went away first."""
+    waiting = asyncio.get_running_loop().create_task(done.wait())
+    gone = asyncio.get_running_loop().create_task(_wait_for_disconnect(receive))
+    try:
+        await asyncio.wait((waiting, gone), return_when=asyncio.FIRST_COMPLETED)
+        if done.is_set():
+            return True
+        cancel()
+        return False
+    finally:
+        waiting.cancel()
+        gone.cancel()

@@ -1,0 +1,1 @@
+"""The OpenAI APIs: what their requests say, and how answers are written."""
