@@ -1,0 +1,1 @@
+"""Preprocess: requests in, exactly the token ids the engine itself would have made out."""

@@ -1,0 +1,71 @@
+"""Starts the preprocess service: ``python -m services.preprocess``."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+
+from services.common.runner import Stop, run
+from services.common.server import GrpcServer
+from services.preprocess.limits import Limits
+from services.preprocess.loading import load_tokenizer
+from services.preprocess.pool import ComputePool
+from services.preprocess.registry import ModelRegistry
+from services.preprocess.service import PreprocessService
+from services.preprocess.settings import PreprocessSettings
+from services.preprocess.template_process import TemplateProcesses
+from sluice.v1 import preprocess_pb2, preprocess_pb2_grpc
+
+
+async def serve(settings: PreprocessSettings, stop: Stop) -> None:
+    """Serves until `stop` is set, then drains."""
+    foreign = TemplateProcesses(
+        settings.template_processes,
+        settings.template_limit_s,
+        settings.max_prompt_bytes,
+        settings.template_memory_mb,
+    )
+    limits = Limits(settings.max_prompt_bytes, settings.template_limit_s, foreign)
+    pool = ComputePool(settings.tokenize_threads, settings.max_waiting, settings.inline_kb << 10, settings.work_limit_s)
+    registry = ModelRegistry(settings.specs(), lambda spec: load_tokenizer(spec, limits), settings.load_wait_s)
+    server = GrpcServer(settings, preprocess_pb2.DESCRIPTOR)
+    preprocess_pb2_grpc.add_PreprocessServicer_to_server(
+        PreprocessService(registry, pool, settings.max_prompt_bytes), server.server
+    )
+    await server.start()
+    try:
+        if settings.preload:
+            await _loaded_or_stopped(registry, stop)
+        if not stop.is_set():
+            await server.set_serving(True)
+        await stop.wait()
+    finally:
+        await server.stop(settings.drain_s)
+        await registry.close()
+        pool.close()
+        foreign.close()
+
+
+async def _loaded_or_stopped(registry: ModelRegistry, stop: Stop) -> None:
+    loading = asyncio.create_task(registry.preload())
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if loading.done():
+            loading.result()
+    finally:
+        loading.cancel()
+        stopping.cancel()
+    # Vocabularies live as long as the process: keep the collector from walking them again and again.
+    gc.collect()
+    gc.freeze()
+
+
+def main() -> None:
+    """Reads settings and runs until told to stop."""
+    settings = PreprocessSettings.load()
+    run("preprocess", settings, lambda stop: serve(settings, stop))
+
+
+if __name__ == "__main__":
+    main()

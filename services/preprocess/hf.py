@@ -1,0 +1,248 @@
+"""Tokenizers in Hugging Face's format: tokenizer.json plus a Jinja chat template."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+from tokenizers import Tokenizer
+
+from services.common.errors import SluiceError, invalid
+from services.common.models import fingerprint, read_json
+from services.preprocess import templates
+from services.preprocess.limits import Limits
+from services.preprocess.tokenizer import ChatRequest, Message, TokenizerFacts, TokenizerProtocol
+
+_OPEN_END = "\ue000sluice-open-end\ue001 "
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_CONTEXT_NAMES = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "seq_length",
+    "model_max_length",
+    "max_sequence_length",
+    "max_seq_length",
+    "seq_len",
+)
+_UNSET_LENGTH = 10**9  # transformers writes a huge number for "not known"
+
+
+class HfTokenizer(TokenizerProtocol):
+    """A tokenizer.json with the files beside it.
+
+    Args:
+        path: a model's folder, or its tokenizer.json.
+        limits: of templates; the model's own run in this process, those of clients in one that can be killed.
+    """
+
+    def __init__(self, path: Path, limits: Limits) -> None:
+        self._limits = limits
+        self._tokenizer = Tokenizer.from_file(str(path if path.is_file() else path / "tokenizer.json"))
+        # Files may carry the settings of a training run; a prompt is neither cut nor filled up.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        config = read_json(path, "tokenizer_config.json")
+        model = read_json(path, "config.json")
+        self._special = _special_tokens({**read_json(path, "special_tokens_map.json"), **config})
+        self._templates = _own_templates(path, config)
+        self._wants_parts: dict[str, bool] = {}
+        for source in self._templates.values():
+            templates.compiled(source)
+        self.facts = TokenizerFacts(
+            processor="hf",
+            fingerprint=fingerprint(path),
+            vocab_size=max(_vocab_size(self._tokenizer), _number(model, ("vocab_size",))),
+            eos_ids=self._eos_ids(read_json(path, "generation_config.json"), model),
+            context_length=_context_length(model, config),
+            has_chat_template=bool(self._templates),
+            template_fingerprint=_digest(self._templates),
+        )
+
+    def _eos_ids(self, generation: dict[str, Any], model: dict[str, Any]) -> tuple[int, ...]:
+        own = self._tokenizer.token_to_id(self._special.get("eos_token", ""))
+        listed = generation.get("eos_token_id", model.get("eos_token_id"))
+        candidates = [own, *(listed if isinstance(listed, list) else [listed])]
+        return tuple(dict.fromkeys(token for token in candidates if isinstance(token, int)))
+
+    def encode_chat(self, chat: ChatRequest) -> list[int]:
+        """See TokenizerProtocol; the template writes its own BOS, so none is added."""
+        return self.encode_text(self.render(chat), add_special_tokens=False)
+
+    def encode_text(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
+        """See TokenizerProtocol."""
+        try:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens is not False).ids
+        except (TypeError, ValueError) as error:
+            raise invalid("The prompt's text cannot be tokenized; it is no valid Unicode.") from error
+        return ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """See TokenizerProtocol."""
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def render(self, chat: ChatRequest) -> str:
+        """See TokenizerProtocol."""
+        own = self._own_template(chat)
+        source = own or chat.chat_template
+        continued = chat.continue_final_message
+        opening = chat.add_generation_prompt
+        messages = _as_templates_expect(chat.messages, self._parts_wanted(source))
+        if continued:
+            messages[-1] = _left_open(messages[-1])
+        variables = {
+            **self._special,
+            **chat.template_kwargs,
+            "messages": messages,
+            "tools": chat.prompt_tools,
+            "documents": chat.documents,
+            "add_generation_prompt": (not continued) if opening is None else opening,
+        }
+        if own:
+            text = templates.render(own, variables, self._limits.template_s, self._limits.max_prompt_chars)
+        else:
+            text = self._limits.foreign_templates.render(source, variables)
+        return _cut_open_end(text) if continued else text
+
+    def _own_template(self, chat: ChatRequest) -> str:
+        """The model's template for this chat; empty when the client brings its own."""
+        own = self._templates
+        if chat.chat_template:
+            return own.get(chat.chat_template, "")
+        source = own.get("tool_use") if chat.prompt_tools else None
+        source = source or own.get("default")
+        if source:
+            return source
+        if own:
+            raise invalid(
+                f"The model has several chat templates and no default; set chat_template to one of {', '.join(own)}.",
+                param="chat_template",
+            )
+        raise no_chat_template()
+
+    def _parts_wanted(self, source: str) -> bool:
+        known = self._wants_parts.get(source)
+        if known is None:
+            known = len(source) <= templates.MAX_TEMPLATE_CHARS and templates.wants_parts(source)
+            if len(self._wants_parts) >= templates.KEPT_TEMPLATES:
+                self._wants_parts.clear()
+            self._wants_parts[source] = known
+        return known
+
+
+def no_chat_template() -> SluiceError:
+    """A chat for a model that has no template."""
+    return invalid(
+        "The model has no chat template; send a plain prompt, or a chat_template with the request.",
+        param="messages",
+        code="no_chat_template",
+    )
+
+
+def _as_templates_expect(messages: list[Message], wants_parts: bool) -> list[Message]:
+    """Copies in which content is what the template walks over and tool arguments are objects."""
+    return [_as_template_expects(message, wants_parts) for message in messages]
+
+
+def _as_template_expects(message: Message, wants_parts: bool) -> Message:
+    content = message.get("content")
+    changed = dict(message)
+    if content is None:
+        changed["content"] = ""
+    elif not isinstance(content, str) and not wants_parts:
+        changed["content"] = "\n".join(part[part["type"]] for part in content)
+    if calls := message.get("tool_calls"):
+        changed["tool_calls"] = [{**call, "function": _parsed_arguments(call["function"])} for call in calls]
+    return changed
+
+
+def _parsed_arguments(function: dict[str, Any]) -> dict[str, Any]:
+    arguments = function.get("arguments")
+    if isinstance(arguments, dict):
+        return function
+    try:
+        parsed = orjson.loads(arguments) if arguments else {}
+    except orjson.JSONDecodeError:
+        return function  # what a model once made may be broken; the template then sees the text
+    return {**function, "arguments": parsed} if isinstance(parsed, dict) else function
+
+
+def _left_open(message: Message) -> Message:
+    """The message with a mark at its end, behind which the rendered text is cut."""
+    content = message["content"]
+    if isinstance(content, str):
+        return {**message, "content": content + _OPEN_END}
+    *before, last = content or [{"type": "text", "text": ""}]
+    kind = last["type"]
+    return {**message, "content": [*before, {**last, kind: last[kind] + _OPEN_END}]}
+
+
+def _cut_open_end(text: str) -> str:
+    at = text.rfind(_OPEN_END.rstrip())
+    if at < 0:
+        raise invalid(
+            "continue_final_message is set, but the chat template leaves the final message out.",
+            param="continue_final_message",
+        )
+    kept = text[:at]
+    # A template that trims content would have trimmed the message's own trailing space as well.
+    return kept if text.startswith(_OPEN_END, at) else kept.rstrip()
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    found = {}
+    for name in _SPECIAL_NAMES:
+        value = config.get(name)
+        text = value.get("content") if isinstance(value, dict) else value
+        if isinstance(text, str):
+            found[name] = text
+    return found
+
+
+def _own_templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Template by name; a single one is "default". A chat_template.jinja beats the configuration's default."""
+    declared = config.get("chat_template")
+    found: dict[str, str] = {}
+    if isinstance(declared, str) and declared:
+        found["default"] = declared
+    elif isinstance(declared, list):
+        found = {
+            item["name"]: item["template"]
+            for item in declared
+            if isinstance(item, dict) and isinstance(item.get("name"), str) and isinstance(item.get("template"), str)
+        }
+    file = (path.parent if path.is_file() else path) / "chat_template.jinja"
+    if file.is_file():
+        found["default"] = file.read_text("utf-8")
+    return found
+
+
+def _digest(own: dict[str, str]) -> str:
+    if not own:
+        return ""
+    content = own["default"] if list(own) == ["default"] else json.dumps(own, sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def _vocab_size(tokenizer: Tokenizer) -> int:
+    return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+
+def _number(config: dict[str, Any], names: Sequence[str]) -> int:
+    inner = config.get("text_config")
+    for source in (config, inner if isinstance(inner, dict) else {}):
+        for name in names:
+            value = source.get(name)
+            if isinstance(value, int | float) and 0 < value < _UNSET_LENGTH:
+                return int(value)
+    return 0
+
+
+def _context_length(model: dict[str, Any], config: dict[str, Any]) -> int:
+    lengths = (_number(model, _CONTEXT_NAMES), _number(config, ("model_max_length",)))
+    return min((length for length in lengths if length), default=0)

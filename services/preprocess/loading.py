@@ -1,0 +1,56 @@
+"""From a model's name to its loaded tokenizer; slow, so never on an event loop."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+from services.common.errors import ErrorKind, SluiceError, invalid
+from services.common.models import ModelSpec, detect_processor, resolve
+from services.preprocess.limits import Limits
+from services.preprocess.tokenizer import TokenizerProtocol
+
+
+def load_tokenizer(spec: ModelSpec, limits: Limits) -> TokenizerProtocol:
+    """Finds the model's files, downloading them if need be, and loads the implementation that reads them.
+
+    Args:
+        spec: its processor is "hf", "mistral", or `package.module:Class` of your own, called with the files' path;
+            empty picks by what the files are.
+        limits: of requests to the tokenizer.
+
+    Raises:
+        SluiceError: NOT_FOUND when there are no files, FAILED_PRECONDITION when they cannot be loaded.
+    """
+    try:
+        path = resolve(spec.source)
+        processor = spec.processor or detect_processor(path)
+        return _load(processor, path, limits)
+    except SluiceError:
+        raise
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # native loaders raise whatever they like, panics included
+        reason = str(error).strip().split("\n", 1)[0][:200] or type(error).__name__
+        raise SluiceError(
+            ErrorKind.FAILED_PRECONDITION,
+            f"The tokenizer of model {spec.name} cannot be loaded: {reason}.",
+            param="model",
+        ) from error
+
+
+def _load(processor: str, path: Path, limits: Limits) -> TokenizerProtocol:
+    # Imported here so that a replica pays only for what it serves.
+    if processor == "hf":
+        from services.preprocess.hf import HfTokenizer
+
+        return HfTokenizer(path, limits)
+    if processor == "mistral":
+        from services.preprocess.mistral import MistralTokenizer
+
+        return MistralTokenizer(path)
+    module, _, name = processor.partition(":")
+    if not name:
+        raise invalid(f"Processor {processor!r} is unknown.", param="model")
+    made: TokenizerProtocol = getattr(importlib.import_module(module), name)(path)
+    return made

@@ -1,0 +1,74 @@
+"""Where the computing happens: small jobs at once, big ones on a bounded number of threads behind a bounded queue."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from threading import Lock
+from typing import TypeVar
+
+from services.common.errors import ErrorKind, SluiceError, overloaded
+
+T = TypeVar("T")
+
+
+class ComputePool:
+    """Runs jobs off the event loop, except those that are done before a thread would have started.
+
+    Args:
+        threads: jobs that compute at once.
+        max_waiting: jobs that may wait for a thread; more are shed.
+        inline_bytes: jobs over at most this much input run on the event loop.
+        limit_s: longest that a job may wait and compute, seconds.
+    """
+
+    def __init__(self, threads: int, max_waiting: int, inline_bytes: int, limit_s: float) -> None:
+        self._executor = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
+        self._room = threads + max_waiting
+        self._inline_bytes = inline_bytes
+        self._limit_s = limit_s
+        self._taken = 0
+        self._lock = Lock()  # jobs leave on their threads
+
+    @property
+    def taken(self) -> int:
+        """Jobs that wait or compute, inline ones aside."""
+        return self._taken
+
+    async def run(self, job: Callable[[], T], size: int, may_block: bool = False) -> T:
+        """What `job` returns or raises.
+
+        Args:
+            job: the work.
+            size: bytes of input, a measure of the work.
+            may_block: the job waits for something, so it never runs on the event loop.
+
+        Raises:
+            SluiceError: OVERLOADED when too many wait; DEADLINE_EXCEEDED after the limit. A job that waits is then
+                never started; one that computes finishes unheard, and keeps its place until then.
+        """
+        if size <= self._inline_bytes and not may_block:
+            return job()
+        if self._taken >= self._room:
+            raise overloaded("Too many large prompts are waiting to be tokenized; try again later.")
+        with self._lock:
+            self._taken += 1
+        future = self._executor.submit(job)
+        future.add_done_callback(self._leave)
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(future), self._limit_s)
+        except TimeoutError:
+            raise SluiceError(
+                ErrorKind.DEADLINE_EXCEEDED,
+                f"The prompt could not be tokenized within {self._limit_s:g} s.",
+                code="stage_timeout",
+            ) from None
+
+    def _leave(self, _: object) -> None:
+        with self._lock:
+            self._taken -= 1
+
+    def close(self) -> None:
+        """Drops what waits; what computes ends with the process."""
+        self._executor.shutdown(wait=False, cancel_futures=True)

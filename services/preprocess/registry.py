@@ -1,0 +1,104 @@
+"""The models this replica tokenizes for, each loaded once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from time import perf_counter
+
+from services.common.errors import SluiceError, not_found, unavailable
+from services.common.models import ModelSpec
+from services.preprocess.tokenizer import TokenizerProtocol
+
+log = logging.getLogger(__name__)
+
+
+class ModelRegistry:
+    """Tokenizers by served name.
+
+    Args:
+        specs: the models.
+        load: makes a tokenizer; runs in a thread, once per model however many requests wait for it. A failed load is
+            tried again by the next request.
+        wait_s: longest that one caller waits for a load, seconds.
+    """
+
+    def __init__(
+        self, specs: Sequence[ModelSpec], load: Callable[[ModelSpec], TokenizerProtocol], wait_s: float = 60.0
+    ) -> None:
+        self._specs = {spec.name: spec for spec in sorted(specs, key=lambda spec: spec.name)}
+        self._load = load
+        self._wait_s = wait_s
+        self._loaded: dict[str, TokenizerProtocol] = {}
+        self._loading: dict[str, asyncio.Task[TokenizerProtocol]] = {}
+
+    def __iter__(self) -> Iterator[tuple[ModelSpec, TokenizerProtocol | None]]:
+        """All models by name, with their tokenizer where it is loaded."""
+        return ((spec, self._loaded.get(name)) for name, spec in self._specs.items())
+
+    def spec(self, name: str) -> ModelSpec:
+        """What a name stands for; SluiceError(NOT_FOUND) lists the models that exist."""
+        spec = self._specs.get(name)
+        if spec is None:
+            raise not_found(
+                f"Model {name!r} does not exist; this server has {', '.join(self._specs)}.",
+                param="model",
+                code="model_not_found",
+            )
+        return spec
+
+    async def get(self, name: str) -> TokenizerProtocol:
+        """The tokenizer, loading it if need be.
+
+        Raises:
+            SluiceError: NOT_FOUND for an unknown model; UNAVAILABLE while the load takes longer than `wait_s`; what the
+                load raised.
+        """
+        tokenizer = self._loaded.get(name)
+        if tokenizer is not None:
+            return tokenizer
+        task = self._task(self.spec(name))
+        try:
+            # One caller that gives up must not end the load for the others.
+            return await asyncio.wait_for(asyncio.shield(task), self._wait_s)
+        except TimeoutError:
+            raise unavailable(f"The tokenizer of model {name} is still loading.", code="model_loading") from None
+
+    async def preload(self) -> None:
+        """Loads all models, however long it takes; raises what the first failing load raised."""
+        await asyncio.gather(*(self._task(spec) for spec in self._specs.values()))
+
+    def _task(self, spec: ModelSpec) -> asyncio.Task[TokenizerProtocol]:
+        """The load that is under way, or a new one."""
+        task = self._loading.get(spec.name)
+        if task is None:
+            task = self._loading[spec.name] = asyncio.create_task(asyncio.to_thread(self._timed_load, spec))
+            task.add_done_callback(lambda done: self._ended(spec, done))
+        return task
+
+    def _timed_load(self, spec: ModelSpec) -> TokenizerProtocol:
+        started = perf_counter()
+        tokenizer = self._load(spec)
+        facts = tokenizer.facts
+        fields = {"model": spec.name, "processor": facts.processor, "vocab_size": facts.vocab_size}
+        log.info("tokenizer is loaded", extra={**fields, "seconds": round(perf_counter() - started, 2)})
+        return tokenizer
+
+    def _ended(self, spec: ModelSpec, task: asyncio.Task[TokenizerProtocol]) -> None:
+        del self._loading[spec.name]
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is None:
+            self._loaded[spec.name] = task.result()
+            return
+        reason = error.message if isinstance(error, SluiceError) else type(error).__name__
+        log.warning("tokenizer cannot be loaded", extra={"model": spec.name, "reason": reason})
+
+    async def close(self) -> None:
+        """Gives up what is still loading; its thread ends with the process."""
+        tasks = list(self._loading.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

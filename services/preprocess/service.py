@@ -1,0 +1,210 @@
+"""The Preprocess service on gRPC: translates messages, nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import grpc
+
+from services.common import telemetry
+from services.common.errors import SluiceError, invalid
+from services.common.grpc_errors import answer
+from services.common.hashing import HASH_SCHEME, block_hashes
+from services.common.models import ModelSpec
+from services.common.packing import pack_u32, pack_u64, unpack_u32
+from services.preprocess.instruments import Instruments
+from services.preprocess.pool import ComputePool
+from services.preprocess.registry import ModelRegistry
+from services.preprocess.tokenizer import ChatRequest, TokenizerProtocol
+from services.preprocess.validate import parse_chat, too_large
+from sluice.v1 import common_pb2, preprocess_pb2, preprocess_pb2_grpc
+
+PROMPT_TAIL_TOKENS = 16
+
+Q = TypeVar("Q")
+A = TypeVar("A")
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class PreprocessService(preprocess_pb2_grpc.PreprocessServicer):
+    """Answers from a registry's tokenizers.
+
+    Args:
+        registry: the models.
+        pool: where the work is done.
+        max_prompt_bytes: largest input of one request.
+    """
+
+    def __init__(self, registry: ModelRegistry, pool: ComputePool, max_prompt_bytes: int) -> None:
+        self._registry = registry
+        self._pool = pool
+        self._max_prompt_bytes = max_prompt_bytes
+        self._instruments = Instruments(pool)
+
+    async def Tokenize(
+        self, request: preprocess_pb2.TokenizeRequest, context: Context
+    ) -> preprocess_pb2.TokenizeResponse:
+        """See preprocess.proto."""
+        return await self._serve("tokenize", self._tokenize, request, context)
+
+    async def Render(self, request: preprocess_pb2.RenderRequest, context: Context) -> preprocess_pb2.RenderResponse:
+        """See preprocess.proto."""
+        return await self._serve("render", self._render, request, context)
+
+    async def Detokenize(
+        self, request: preprocess_pb2.DetokenizeRequest, context: Context
+    ) -> preprocess_pb2.DetokenizeResponse:
+        """See preprocess.proto."""
+        return await self._serve("detokenize", self._detokenize, request, context)
+
+    async def ListModels(
+        self, request: preprocess_pb2.ListTokenizersRequest, context: Context
+    ) -> preprocess_pb2.ListTokenizersResponse:
+        """See preprocess.proto."""
+        return await self._serve("list_models", self._list_models, request, context)
+
+    async def GetFingerprint(
+        self, request: preprocess_pb2.GetFingerprintRequest, context: Context
+    ) -> preprocess_pb2.GetFingerprintResponse:
+        """See preprocess.proto."""
+        return await self._serve("get_fingerprint", self._get_fingerprint, request, context)
+
+    async def _serve(self, verb: str, handler: Callable[[Q], Awaitable[A]], request: Q, context: Context) -> A:
+        async def measured(request: Q) -> A:
+            with self._instruments.request(verb):
+                return await handler(request)
+
+        with telemetry.stage(
+            f"preprocess.{verb}",
+            parent=telemetry.carrier_of_metadata(context.invocation_metadata()),
+            model=getattr(request, "model", None),
+        ):
+            return await answer(context, measured, request)
+
+    async def _tokenize(self, request: preprocess_pb2.TokenizeRequest) -> preprocess_pb2.TokenizeResponse:
+        tokenizer = await self._registry.get(request.model)
+        kind = request.WhichOneof("input")
+        if kind is None:
+            raise invalid("The request holds neither a chat nor text nor token ids.", param="input")
+        size = getattr(request, kind).ByteSize()
+        self._check_size(size, "prompt" if kind != "chat" else "messages")
+        reply, tokens = await self._pool.run(
+            lambda: _tokenized(tokenizer, request, kind), size, may_block=bool(request.chat.chat_template)
+        )
+        self._instruments.prompt(request.model, tokens)
+        return reply
+
+    async def _render(self, request: preprocess_pb2.RenderRequest) -> preprocess_pb2.RenderResponse:
+        tokenizer = await self._registry.get(request.model)
+        size = request.chat.ByteSize()
+        self._check_size(size, "messages")
+        text = await self._pool.run(
+            lambda: tokenizer.render(_chat(request.chat)), size, may_block=bool(request.chat.chat_template)
+        )
+        return preprocess_pb2.RenderResponse(text=text.encode("utf-8", "replace").decode())
+
+    async def _detokenize(self, request: preprocess_pb2.DetokenizeRequest) -> preprocess_pb2.DetokenizeResponse:
+        tokenizer = await self._registry.get(request.model)
+
+        def job() -> str:
+            ids = _checked_ids(request.token_ids, tokenizer)
+            return tokenizer.decode(ids, request.skip_special_tokens)
+
+        return preprocess_pb2.DetokenizeResponse(text=await self._pool.run(job, len(request.token_ids)))
+
+    async def _list_models(
+        self, request: preprocess_pb2.ListTokenizersRequest
+    ) -> preprocess_pb2.ListTokenizersResponse:
+        return preprocess_pb2.ListTokenizersResponse(models=[_info(*entry) for entry in self._registry])
+
+    async def _get_fingerprint(
+        self, request: preprocess_pb2.GetFingerprintRequest
+    ) -> preprocess_pb2.GetFingerprintResponse:
+        tokenizer = await self._registry.get(request.model)
+        return preprocess_pb2.GetFingerprintResponse(
+            tokenizer=_spec(self._registry.spec(request.model), tokenizer),
+            template_fingerprint=tokenizer.facts.template_fingerprint,
+        )
+
+    def _check_size(self, size: int, param: str) -> None:
+        if size > self._max_prompt_bytes:
+            raise too_large(size, self._max_prompt_bytes, param)
+
+
+def _tokenized(
+    tokenizer: TokenizerProtocol, request: preprocess_pb2.TokenizeRequest, kind: str
+) -> tuple[preprocess_pb2.TokenizeResponse, int]:
+    """The answer and its number of tokens."""
+    if kind == "tokens":
+        packed = request.tokens.token_ids
+        _checked_ids(packed, tokenizer)
+    else:
+        packed = pack_u32(
+            tokenizer.encode_chat(_chat(request.chat)) if kind == "chat" else _text_ids(tokenizer, request.text)
+        )
+    size = request.block_size
+    facts = tokenizer.facts
+    reply = preprocess_pb2.TokenizeResponse(
+        token_ids=packed,
+        block_hashes=pack_u64(block_hashes(packed, size, request.lora, request.cache_salt)) if size else b"",
+        hash_scheme=HASH_SCHEME,
+        stop_token_ids=pack_u32(facts.stop_ids),
+        eos_token_ids=pack_u32(facts.eos_ids),
+        context_length=facts.context_length,
+        prompt_tail=packed[-4 * PROMPT_TAIL_TOKENS :],
+        fingerprint=facts.fingerprint,
+    )
+    return reply, len(packed) // 4
+
+
+def _chat(chat: preprocess_pb2.ChatInput) -> ChatRequest:
+    return parse_chat(
+        chat.messages_json,
+        chat.tools_json,
+        chat.template_kwargs_json,
+        chat.documents_json,
+        chat.tool_choice_json,
+        chat_template=chat.chat_template,
+        add_generation_prompt=chat.add_generation_prompt if chat.HasField("add_generation_prompt") else None,
+        continue_final_message=chat.continue_final_message,
+    )
+
+
+def _text_ids(tokenizer: TokenizerProtocol, text: preprocess_pb2.TextInput) -> list[int]:
+    special = text.add_special_tokens if text.HasField("add_special_tokens") else None
+    try:
+        return tokenizer.encode_text(text.text, special)
+    except SluiceError as error:
+        error.param = error.param or "prompt"
+        raise
+
+
+def _checked_ids(packed: bytes, tokenizer: TokenizerProtocol) -> list[int]:
+    ids = unpack_u32(packed).tolist()
+    vocab_size = tokenizer.facts.vocab_size
+    if ids and max(ids) >= vocab_size:
+        raise invalid(
+            f"Token id {max(ids)} is outside the model's vocabulary of {vocab_size}.",
+            param="token_ids",
+            code="token_id_out_of_range",
+        )
+    return ids
+
+
+def _spec(spec: ModelSpec, tokenizer: TokenizerProtocol | None) -> common_pb2.TokenizerSpec:
+    facts = tokenizer.facts if tokenizer is not None else None
+    return common_pb2.TokenizerSpec(
+        processor=facts.processor if facts is not None else spec.processor,
+        source=spec.source,
+        fingerprint=facts.fingerprint if facts is not None else "",
+    )
+
+
+def _info(spec: ModelSpec, tokenizer: TokenizerProtocol | None) -> preprocess_pb2.TokenizerInfo:
+    info = preprocess_pb2.TokenizerInfo(model=spec.name, tokenizer=_spec(spec, tokenizer), loaded=tokenizer is not None)
+    if tokenizer is not None:
+        info.vocab_size = tokenizer.facts.vocab_size
+        info.context_length = tokenizer.facts.context_length
+        info.has_chat_template = tokenizer.facts.has_chat_template
+    return info

@@ -1,0 +1,55 @@
+"""Settings of the preprocess service."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from services.common.models import DEFAULT_NAME, DEFAULT_SOURCE, ModelSpec
+from services.common.settings import CommaList, GrpcServiceSettings, settings_config
+
+
+class PreprocessSettings(GrpcServiceSettings):
+    """Turns requests into token ids.
+
+    Every flag is also an environment variable: --log-level is SLUICE_PREPROCESS_LOG_LEVEL.
+    """
+
+    model_config = settings_config("preprocess")
+
+    models: CommaList = Field(
+        [f"{DEFAULT_NAME}={DEFAULT_SOURCE}"],
+        min_length=1,
+        description="served models, each NAME=SOURCE[@PROCESSOR]; SOURCE is a folder, a hub id or mistral-common:NAME",
+    )
+    preload: bool = Field(True, description="load all tokenizers before requests are welcome; no: on first use")
+    load_wait_s: float = Field(60.0, gt=0, description="longest that one request waits for its tokenizer to load")
+    tokenize_threads: int = Field(2, ge=1, le=64, description="threads for requests over inline-kb")
+    inline_kb: int = Field(
+        16,
+        ge=0,
+        description="requests up to this many KiB are served without a thread hop, which costs more than they do",
+    )
+    max_waiting: int = Field(64, ge=1, description="requests that may wait for a thread; more are shed")
+    work_limit_s: float = Field(10.0, gt=0, description="longest that one request may wait and compute")
+    max_prompt_mb: float = Field(4.0, gt=0, description="largest prompt, before and after the template, MiB of text")
+    template_limit_s: float = Field(2.0, gt=0, description="longest that a chat template may run")
+    template_processes: int = Field(1, ge=1, le=16, description="processes that run templates sent by clients")
+    template_memory_mb: int = Field(512, ge=128, description="address space of such a process, MiB")
+
+    @model_validator(mode="after")
+    def _models_can_be_read(self) -> Self:
+        names = [spec.name for spec in self.specs()]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"models lists {', '.join(twice)} more than once")
+        return self
+
+    def specs(self) -> list[ModelSpec]:
+        """The served models."""
+        return [ModelSpec.parse(text) for text in self.models]
+
+    @property
+    def max_prompt_bytes(self) -> int:
+        """`max_prompt_mb` in bytes."""
+        return int(self.max_prompt_mb * (1 << 20))

@@ -1,0 +1,171 @@
+"""Chat templates: Jinja's sandbox set up the way models' templates expect it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from datetime import datetime
+from functools import lru_cache
+from time import monotonic
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from services.common.errors import SluiceError, invalid
+
+KEPT_TEMPLATES = 64
+MAX_TEMPLATE_CHARS = 256 << 10
+_PIECES_BETWEEN_CHECKS = 256
+
+
+class Refusal(jinja2.TemplateError):
+    """The template called raise_exception: it does not accept these messages."""
+
+
+class GenerationTag(Extension):
+    """Ignores ``{% generation %}…{% endgeneration %}``, which marks the assistant's tokens for training."""
+
+    tags = {"generation"}  # noqa: RUF012 - the base class's attribute
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """The body in a scope of its own, as templates are written for."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise Refusal(str(message))
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols], cache_size=0
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+_ENVIRONMENT = _environment()
+
+
+@lru_cache(maxsize=KEPT_TEMPLATES)
+def compiled(source: str) -> jinja2.Template:
+    """The template, compiled once while it is among the last used.
+
+    Raises:
+        SluiceError: INVALID_ARGUMENT, param "chat_template", when it is too long or not Jinja.
+    """
+    if len(source) > MAX_TEMPLATE_CHARS:
+        raise invalid(f"The chat template is longer than {MAX_TEMPLATE_CHARS:,} characters.", param="chat_template")
+    try:
+        return _ENVIRONMENT.from_string(source)
+    except jinja2.TemplateSyntaxError as error:
+        raise invalid(
+            f"The chat template has a syntax error in line {error.lineno}: {error.message}.", param="chat_template"
+        ) from error
+    except (SyntaxError, RecursionError, MemoryError, OverflowError, ValueError) as error:
+        raise invalid("The chat template is nested too deeply to be compiled.", param="chat_template") from error
+
+
+def render(source: str, variables: dict[str, Any], limit_s: float, max_chars: int) -> str:
+    """Runs a template.
+
+    Time and size are checked between the pieces a template emits. That bounds honest templates; one that may be
+    hostile belongs into `template_process`, because it can spin without emitting anything.
+
+    Args:
+        source: the template.
+        variables: what it sees; must not be changed meanwhile.
+        limit_s: longest that it may run, seconds.
+        max_chars: longest result.
+
+    Raises:
+        SluiceError: INVALID_ARGUMENT; param "messages" when the template refuses the messages, else "chat_template".
+    """
+    template = compiled(source)
+    deadline = monotonic() + limit_s
+    pieces: list[str] = []
+    size = 0
+    try:
+        for piece in template.root_render_func(template.new_context(variables)):
+            pieces.append(piece)
+            size += len(piece)
+            if size > max_chars:
+                raise _too_long(max_chars)
+            if not len(pieces) % _PIECES_BETWEEN_CHECKS and monotonic() > deadline:
+                raise took_too_long(limit_s)
+        return "".join(pieces)
+    except SluiceError:
+        raise
+    except Exception as error:  # a template is a program: it can fail in every way
+        raise _failure(error) from error
+
+
+def took_too_long(limit_s: float) -> SluiceError:
+    """The template was given up."""
+    return invalid(f"The chat template did not finish within {limit_s:g} s.", param="chat_template")
+
+
+def _too_long(max_chars: int) -> SluiceError:
+    return invalid(f"The chat template made more than {max_chars:,} characters.", param="chat_template")
+
+
+def _failure(error: Exception) -> SluiceError:
+    if isinstance(error, Refusal):
+        return invalid(f"The chat template refuses these messages: {error.message}", param="messages")
+    if isinstance(error, RecursionError):
+        return invalid("The chat template recurses too deeply.", param="chat_template")
+    if isinstance(error, MemoryError):
+        return invalid("The chat template needs too much memory.", param="chat_template")
+    reason = str(error)[:200] or type(error).__name__
+    return invalid(f"The chat template failed on these messages: {reason}.", param="chat_template")
+
+
+def wants_parts(source: str) -> bool:
+    """Whether a template walks over the parts of a message's content; otherwise it expects one string."""
+    try:
+        tree = _ENVIRONMENT.parse(source)
+    except (jinja2.TemplateSyntaxError, RecursionError):
+        return False
+    names = {
+        assign.target.name
+        for assign in tree.find_all(nodes.Assign)
+        if isinstance(assign.target, nodes.Name) and _is_content(assign.node)
+    }
+    return any(
+        _is_content(loop.iter) or (isinstance(loop.iter, nodes.Name) and loop.iter.name in names)
+        for loop in tree.find_all(nodes.For)
+    )
+
+
+def _is_content(node: nodes.Node) -> bool:
+    while isinstance(node, nodes.Filter) and node.node is not None:
+        node = node.node
+    if isinstance(node, nodes.Getattr):
+        return node.attr == "content"
+    return isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const) and node.arg.value == "content"
+
+
+Renderer = Callable[[str, dict[str, Any]], str]
+"""Runs a template with variables; raises SluiceError."""
