@@ -63,5 +63,5 @@ def configure(service: str, level: str, log_format: str) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
-    for noisy in ("httpx", "httpcore", "huggingface_hub", "filelock", "asyncio", "uvicorn.access", "mistral_common"):
+    for noisy in ("httpx", "httpcore", "huggingface_hub", "filelock", "asyncio", "uvicorn", "mistral_common"):
         logging.getLogger(noisy).setLevel(max(logging.WARNING, root.level))

@@ -1,0 +1,233 @@
+"""Event streams: text goes out on the spot, slow clients are held back and finally cut, nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from starlette.types import Message
+
+from services.common.errors import SluiceError, unavailable
+from services.gateway.generation import Finish, FinishReason
+from services.gateway.http.event_stream import EventStream
+from services.gateway.http.pacing import Pacer
+from services.gateway.openai.answers import ChatFormat, CompletionFormat
+from services.gateway.openai.choices import StreamedChoices
+
+
+class Client:
+    """An ASGI client whose reading can be stopped."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self.reads = asyncio.Event()
+        self.reads.set()
+        self.left = asyncio.Event()
+
+    async def send(self, message: Message) -> None:
+        if not self.reads.is_set():
+            await self.reads.wait()
+        self.messages.append(message)
+
+    async def receive(self) -> Message:
+        await self.left.wait()
+        return {"type": "http.disconnect"}
+
+    @property
+    def status(self) -> int:
+        return int(self.messages[0]["status"])
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(message.get("body", b"") for message in self.messages)
+
+    @property
+    def events(self) -> list[Any]:
+        lines = [line.removeprefix("data: ") for line in self.body.decode().split("\n\n") if line]
+        return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+def make(number: int = 1, usage: bool = False, max_unsent: int = 1000) -> tuple[StreamedChoices, EventStream]:
+    choices = StreamedChoices(ChatFormat("chatcmpl-1", 1, "m", usage), number, usage)
+    choices.stream = EventStream(choices, Pacer(), max_unsent, {})
+    return choices, choices.stream
+
+
+def serve(stream: EventStream, client: Client) -> asyncio.Task[None]:
+    return asyncio.create_task(stream({"type": "http"}, client.receive, client.send))
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def settle_round() -> None:
+    await asyncio.sleep(0.12)  # longer than the longest pause between rounds
+
+
+STOP = Finish(FinishReason.STOP, completion_tokens=2)
+
+
+async def test_chunks_of_a_chat_in_order() -> None:
+    choices, stream = make(usage=True)
+    client = Client()
+    serving = serve(stream, client)
+    choices.sinks[0].text("Hel")
+    await settle_round()
+    choices.sinks[0].text('lo "ü"\n')
+    await settle_round()
+    choices.sinks[0].finish(STOP)
+    await asyncio.wait_for(serving, 5)
+    role, first, second, closing, counts, done = client.events
+    assert role["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert first["choices"][0]["delta"] == {"content": "Hel"}
+    assert first["usage"] is None
+    assert second["choices"][0]["delta"] == {"content": 'lo "ü"\n'}
+    assert closing["choices"][0]["finish_reason"] == "stop"
+    assert closing["choices"][0]["delta"] == {}
+    assert counts["choices"] == []
+    assert counts["usage"]["total_tokens"] == 0
+    assert done == "[DONE]"
+    assert client.messages[-1]["more_body"] is False
+    assert b"content-length" not in dict(client.messages[0]["headers"])
+
+
+async def test_text_that_waits_becomes_one_event() -> None:
+    choices, stream = make()
+    client = Client()
+    serving = serve(stream, client)
+    for piece in ("a", "b", "c"):
+        choices.sinks[0].text(piece)
+    choices.sinks[0].finish(STOP)
+    await asyncio.wait_for(serving, 5)
+    assert [event["choices"][0]["delta"].get("content") for event in client.events[:-1]] == ["", "abc", None]
+
+
+async def test_choices_keep_apart() -> None:
+    choices, stream = make(2)
+    client = Client()
+    serving = serve(stream, client)
+    choices.sinks[1].text("second")
+    await settle_round()
+    choices.sinks[0].text("first")
+    choices.sinks[1].finish(STOP)
+    await settle_round()
+    assert not serving.done()
+    choices.sinks[0].finish(Finish(FinishReason.LENGTH))
+    await asyncio.wait_for(serving, 5)
+    texts = {0: "", 1: ""}
+    reasons = {}
+    for event in client.events[:-1]:
+        choice = event["choices"][0]
+        texts[choice["index"]] += choice["delta"].get("content", "")
+        if choice["finish_reason"]:
+            reasons[choice["index"]] = choice["finish_reason"]
+    assert texts == {0: "first", 1: "second"}
+    assert reasons == {0: "length", 1: "stop"}
+
+
+async def test_failure_before_the_first_text_is_an_http_error() -> None:
+    choices, stream = make()
+    client = Client()
+    serving = serve(stream, client)
+    choices.sinks[0].fail(unavailable("nobody there"))
+    await asyncio.wait_for(serving, 5)
+    assert client.status == 503
+    assert json.loads(client.body)["error"]["message"] == "nobody there"
+
+
+async def test_failure_in_the_middle_is_an_event_and_the_end() -> None:
+    choices, stream = make()
+    client = Client()
+    serving = serve(stream, client)
+    choices.sinks[0].text("so far")
+    await settle()
+    choices.sinks[0].fail(unavailable("worker lost"))
+    await asyncio.wait_for(serving, 5)
+    assert client.status == 200
+    assert client.events[-2]["error"]["message"] == "worker lost"
+    assert client.events[-1] == "[DONE]"
+
+
+async def test_a_slow_client_holds_nobody_up_and_gets_everything() -> None:
+    choices, stream = make(max_unsent=10_000)
+    client = Client()
+    serving = serve(stream, client)
+    choices.sinks[0].text("a")
+    await settle()
+    client.reads.clear()
+    for _ in range(500):
+        choices.sinks[0].text("b")
+    await settle_round()
+    choices.sinks[0].text("c")
+    choices.sinks[0].finish(STOP)
+    client.reads.set()
+    await asyncio.wait_for(serving, 5)
+    content = "".join(event["choices"][0]["delta"].get("content", "") for event in client.events[:-1])
+    assert content == "a" + "b" * 500 + "c"
+    assert client.events[-1] == "[DONE]"
+
+
+async def test_a_client_that_never_reads_is_cut() -> None:
+    cancelled = []
+    choices, stream = make(max_unsent=100)
+    choices.cancel = lambda: cancelled.append(True)  # type: ignore[method-assign]
+    client = Client()
+    serving = serve(stream, client)
+    choices.sinks[0].text("a")
+    await settle()
+    client.reads.clear()
+    choices.sinks[0].text("b")
+    await settle_round()
+    for _ in range(200):
+        choices.sinks[0].text("c")
+    await asyncio.wait_for(serving, 5)
+    assert cancelled
+
+
+async def test_a_client_that_leaves_cancels() -> None:
+    cancelled = []
+    choices, stream = make()
+    choices.cancel = lambda: cancelled.append(True)  # type: ignore[method-assign]
+    client = Client()
+    serving = serve(stream, client)
+    choices.sinks[0].text("a")
+    await settle()
+    client.left.set()
+    await asyncio.wait_for(serving, 5)
+    assert cancelled
+    before = len(client.messages)
+    choices.sinks[0].text("too late")
+    await settle_round()
+    assert len(client.messages) == before
+
+
+async def test_a_broken_connection_ends_the_stream() -> None:
+    choices, stream = make()
+    client = Client()
+
+    async def broken(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            raise OSError("gone")
+
+    serving = asyncio.create_task(stream({"type": "http"}, client.receive, broken))
+    choices.sinks[0].text("a")
+    await asyncio.wait_for(serving, 5)
+
+
+def test_chunks_are_valid_json_whatever_the_text() -> None:
+    for form in (ChatFormat("i", 1, 'm"\\', True), CompletionFormat("i", 1, 'm"\\', False)):
+        before, after = form.text_affixes(3)
+        chunk = json.loads((before + json.dumps('"\\\n\u2028😀').encode() + after).removeprefix(b"data: "))
+        assert chunk["model"] == 'm"\\'
+        assert chunk["choices"][0]["index"] == 3
+        closing = json.loads(form.closing(0, Finish(FinishReason.STOP, stop_string='"x')).removeprefix(b"data: "))
+        assert closing["choices"][0]["stop_reason"] == '"x'
+
+
+def test_errors_without_a_status_of_their_own_are_500() -> None:
+    from services.common.errors import ErrorKind
+
+    assert SluiceError(ErrorKind.INTERNAL_UNKNOWN, "x").http_status == 500

@@ -1,0 +1,238 @@
+"""The token path: nothing is lost, doubled or leaked, whichever way streams end."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any, cast
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from services.common.errors import ErrorKind, SluiceError, unavailable
+from services.gateway.clients.post_link import PostLink
+from services.gateway.clients.worker_link import WorkerLink
+from services.gateway.generation import (
+    Finish,
+    FinishReason,
+    GenerationRequest,
+    Route,
+    Sampling,
+    StopRules,
+    TextPrompt,
+    Tokenized,
+)
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.switchboard import LiveStream, Switchboard
+
+REQUEST = GenerationRequest("r", "m", TextPrompt("x"), 1, Sampling(seed=5), StopRules())
+PROMPT = Tokenized(b"\1\0\0\0", b"", "", b"", b"", 100, b"")
+
+
+class FakeWorker:
+    worker_id = "w"
+
+    def __init__(self) -> None:
+        self.live = 0
+        self.started: list[int] = []
+        self.seeds: list[int | None] = []
+        self.cancelled: list[int] = []
+
+    def start(self, slot: int, request_id: str, request: Any, prompt: Any, seed: int | None, *rest: Any) -> None:
+        self.started.append(slot)
+        self.seeds.append(seed)
+
+    def cancel(self, slot: int) -> None:
+        self.cancelled.append(slot)
+
+
+class FakePost:
+    def __init__(self) -> None:
+        self.live = 0
+        self.fed: list[tuple[bytes, bytes, bytes]] = []
+        self.ended: list[int] = []
+        self.closed: list[int] = []
+
+    def open(self, slot: int, *rest: Any) -> None:
+        pass
+
+    def feed(self, slots: bytes, counts: bytes, token_ids: bytes) -> None:
+        self.fed.append((slots, counts, token_ids))
+
+    def end(self, slot: int, reason: FinishReason, stop_token_id: int | None) -> None:
+        self.ended.append(slot)
+
+    def close_stream(self, slot: int) -> None:
+        self.closed.append(slot)
+
+
+class FakeSink:
+    def __init__(self) -> None:
+        self.pieces: list[str] = []
+        self.ends: list[Finish | SluiceError] = []
+
+    def text(self, piece: str) -> None:
+        assert not self.ends
+        self.pieces.append(piece)
+
+    def finish(self, finish: Finish) -> None:
+        self.ends.append(finish)
+
+    def fail(self, error: SluiceError) -> None:
+        self.ends.append(error)
+
+
+class Desk:
+    """A switchboard with fakes around it."""
+
+    def __init__(self, posts: int = 1, max_streams: int = 1000) -> None:
+        self.freed: list[str] = []
+        self.computed: list[str] = []
+        self.board = Switchboard(max_streams, self.computed.append, self.freed.append, GatewayMetrics())
+        self.worker = FakeWorker()
+        self.posts = [FakePost() for _ in range(posts)]
+        self.board.post_links = {str(i): cast(PostLink, post) for i, post in enumerate(self.posts)}
+
+    def connect(self, post: int = 0, index: int = 0) -> tuple[LiveStream, FakeSink]:
+        sink = FakeSink()
+        route = Route("w", reservation_id=f"res-{len(self.worker.started)}")
+        worker, link = cast(WorkerLink, self.worker), cast(PostLink, self.posts[post])
+        return self.board.connect(REQUEST, index, PROMPT, route, worker, link, 10, sink), sink
+
+
+def packed(*values: int) -> bytes:
+    return array("I", values).tobytes()
+
+
+def test_tokens_pass_untouched_when_there_is_one_replica() -> None:
+    desk = Desk()
+    columns = packed(7, 8), packed(1, 2), packed(1, 2, 3)
+    desk.board.on_tokens(*columns)
+    assert desk.posts[0].fed == [columns]
+
+
+def test_tokens_are_split_between_replicas_and_unknown_slots_dropped() -> None:
+    desk = Desk(posts=2)
+    first, _ = desk.connect(post=0)
+    second, _ = desk.connect(post=1)
+    third, _ = desk.connect(post=0)
+    desk.board.on_tokens(
+        packed(first.slot, 999, second.slot, third.slot), packed(1, 2, 2, 1), packed(10, 90, 91, 20, 21, 30)
+    )
+    assert desk.posts[0].fed == [(packed(first.slot, third.slot), packed(1, 1), packed(10, 30))]
+    assert desk.posts[1].fed == [(packed(second.slot), packed(2), packed(20, 21))]
+
+
+def test_choices_have_their_own_seed() -> None:
+    desk = Desk()
+    desk.connect(index=0)
+    desk.connect(index=1)
+    assert desk.worker.seeds == [5, 6]
+
+
+def test_a_stop_string_stops_the_engine() -> None:
+    desk = Desk()
+    stream, sink = desk.connect()
+    desk.board.on_started(stream.slot, 3)
+    desk.board.on_text(stream.slot, "a")
+    finish = Finish(FinishReason.STOP, stop_string="END", completion_tokens=4)
+    desk.board.on_finished(stream.slot, finish)
+    assert desk.worker.cancelled == [stream.slot]
+    assert sink.ends == [finish]
+    assert (stream.cached_tokens, stream.completion_tokens) == (3, 4)
+    assert desk.computed == desk.freed == ["res-0"]
+
+
+def test_an_engine_that_is_done_is_not_cancelled() -> None:
+    desk = Desk()
+    stream, sink = desk.connect()
+    desk.board.on_ended(stream.slot, FinishReason.LENGTH, None, 9)
+    assert desk.posts[0].ended == [stream.slot]
+    assert not sink.ends
+    desk.board.on_finished(stream.slot, Finish(FinishReason.LENGTH, completion_tokens=9))
+    assert len(sink.ends) == 1
+    assert desk.worker.cancelled == []
+
+
+def test_a_silent_stream_is_given_up_at_the_second_sweep() -> None:
+    desk = Desk()
+    silent, silent_sink = desk.connect()
+    talking, talking_sink = desk.connect()
+    desk.board.sweep_stalled()
+    desk.board.on_text(talking.slot, "x")
+    desk.board.sweep_stalled()
+    assert [type(end) for end in silent_sink.ends] == [SluiceError]
+    assert desk.worker.cancelled == [silent.slot]
+    assert not talking_sink.ends
+
+
+def test_the_bound_on_streams() -> None:
+    desk = Desk(max_streams=2)
+    desk.connect()
+    desk.board.admit(1)
+    with pytest.raises(SluiceError) as caught:
+        desk.board.admit(2)
+    assert caught.value.kind is ErrorKind.OVERLOADED
+
+
+class EveryWayToEnd(RuleBasedStateMachine):
+    """Random interleavings of everything that can happen to streams."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.desk = Desk(posts=2)
+        self.streams: list[tuple[LiveStream, FakeSink]] = []
+        self.cancelled: set[int] = set()
+
+    @rule(post=st.integers(0, 1))
+    def connect(self, post: int) -> None:
+        self.streams.append(self.desk.connect(post))
+
+    @rule(
+        data=st.data(), event=st.sampled_from(["text", "started", "ended", "aborted", "finished", "failed", "cancel"])
+    )
+    def event(self, data: st.DataObject, event: str) -> None:
+        if not self.streams:
+            return
+        stream, _ = data.draw(st.sampled_from(self.streams))
+        board, slot = self.desk.board, stream.slot
+        if event == "text":
+            board.on_text(slot, "x")
+        elif event == "started":
+            board.on_started(slot, 1)
+        elif event == "ended":
+            board.on_ended(slot, FinishReason.STOP, 2, 1)
+        elif event == "aborted":
+            board.on_ended(slot, FinishReason.CANCELLED, None, 1)
+        elif event == "finished":
+            board.on_finished(slot, Finish(FinishReason.STOP))
+        elif event == "failed":
+            board.on_failed(slot, unavailable("x"))
+        else:
+            if slot in board._streams:
+                self.cancelled.add(slot)
+            board.cancel(stream)
+
+    @rule(post=st.integers(0, 1))
+    def post_lost(self, post: int) -> None:
+        self.desk.board.on_post_lost(cast(PostLink, self.desk.posts[post]), unavailable("x"))
+
+    @rule()
+    def worker_lost(self) -> None:
+        self.desk.board.on_worker_lost(cast(WorkerLink, self.desk.worker), unavailable("x"))
+
+    @invariant()
+    def every_stream_ends_once_and_gives_its_reservation_back(self) -> None:
+        live = self.desk.board._streams
+        for stream, sink in self.streams:
+            over = stream.slot not in live
+            heard = len(sink.ends)
+            assert heard == (1 if over and stream.slot not in self.cancelled else 0)
+            assert self.desk.freed.count(stream.reservation_id) == int(over)
+        assert self.desk.worker.live == len(live)
+        assert sum(post.live for post in self.desk.posts) == len(live)
+
+
+EveryWayToEnd.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestEveryWayToEnd = EveryWayToEnd.TestCase
