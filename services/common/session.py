@@ -20,21 +20,27 @@ Out = TypeVar("Out")
 
 
 class BatchWriter(Generic[Out]):
-    """Writes batches until cancelled; `wake` says that there is something to write."""
+    """Writes batches until cancelled or closed; `wake` says that there is something to write."""
 
     def __init__(self, drain: Callable[[], Out | None], write: Callable[[Out], Awaitable[Any]]) -> None:
         self._drain = drain
         self._write = write
         self._ready = asyncio.Event()
+        self._closing = False
         self.wake = self._ready.set
 
     async def run(self) -> None:
-        """Runs until cancelled or until the write fails."""
-        while True:
+        """Runs until cancelled, until the write fails, or until all is written after `close`."""
+        while not self._closing or self._ready.is_set():
             await self._ready.wait()
             self._ready.clear()
             while (message := self._drain()) is not None:
                 await self._write(message)
+
+    def close(self) -> None:
+        """Ends `run` as soon as everything that is ready has been written."""
+        self._closing = True
+        self.wake()
 
 
 async def serve_session(
@@ -42,7 +48,8 @@ async def serve_session(
     writer: BatchWriter[Out],
     on_message: Callable[[In], None],
 ) -> None:
-    """The server's side: reads until the caller is done or gone, writes what the writer drains.
+    """The server's side: reads until the peer is done or gone, writes what the writer drains. A peer that is done but
+    not gone still gets what is ready.
 
     The caller cleans up its state after this returns or raises, whichever way the session ended.
     """
@@ -52,6 +59,8 @@ async def serve_session(
     try:
         while (message := await context.read()) is not grpc.aio.EOF:
             on_message(message)
+        writer.close()
+        await writing
     except asyncio.CancelledError:
         if writing.done() and not writing.cancelled():
             writing.result()  # the writer's failure is the reason, not the cancellation it caused
@@ -64,7 +73,7 @@ async def serve_session(
 def _writing(writer: BatchWriter[Any], on_death: Callable[[], Any]) -> asyncio.Task[None]:
     """Starts a writer whose failure ends the reader as well."""
     task = asyncio.get_running_loop().create_task(writer.run())
-    task.add_done_callback(lambda done: None if done.cancelled() else on_death())
+    task.add_done_callback(lambda done: None if done.cancelled() or done.exception() is None else on_death())
     return task
 
 

@@ -1,0 +1,125 @@
+"""The vocabularies this process serves: each loaded once, off the event loop, at start or on first use."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from services.common.errors import ErrorKind, SluiceError, internal, invalid, not_found
+from services.common.models import PROCESSORS, ModelSpec, detect_processor, resolve
+from services.postprocess import hf, mistral
+from services.postprocess.vocabulary import Vocabulary
+
+log = logging.getLogger(__name__)
+
+
+def load(spec: ModelSpec) -> Vocabulary:
+    """Loads a vocabulary; takes seconds, so call it off the event loop.
+
+    Raises:
+        SluiceError: the source does not exist, holds no tokenizer, or the tokenizer is broken.
+    """
+    path = resolve(spec.source)
+    # An implementation of the user's own decides ids; what an id means is in the files all the same.
+    processor = spec.processor if spec.processor in PROCESSORS else detect_processor(path)
+    try:
+        return mistral.load(path) if processor == "mistral" else hf.load(path)
+    except SluiceError:
+        raise
+    except ImportError as error:
+        raise internal(f"The tokenizer of {spec.name} needs the package {error.name}.") from error
+    except Exception as error:  # both libraries raise unrelated types for broken files
+        raise invalid(
+            f"The tokenizer of {spec.name} cannot be read ({type(error).__name__}: {error}).", param="model"
+        ) from error
+
+
+class VocabularyLibrary:
+    """Vocabularies by served name.
+
+    Args:
+        specs: what to serve.
+        load_timeout_s: how long anybody waits for one to load.
+        loader: makes a vocabulary in a thread.
+    """
+
+    def __init__(
+        self, specs: Sequence[ModelSpec], load_timeout_s: float, loader: Callable[[ModelSpec], Vocabulary] = load
+    ) -> None:
+        self._specs = {spec.name: spec for spec in specs}
+        self._timeout_s = load_timeout_s
+        self._loader = loader
+        self._loaded: dict[str, Vocabulary] = {}
+        self._loading: dict[str, asyncio.Task[Vocabulary]] = {}
+
+    def ready(self, model: str) -> Vocabulary | None:
+        """The vocabulary, None while it is not loaded; SluiceError(NOT_FOUND) for a model that is not served."""
+        vocabulary = self._loaded.get(model)
+        if vocabulary is None and model not in self._specs:
+            names = ", ".join(sorted(self._specs))
+            raise not_found(
+                f"Model {model!r} is not known here; there is {names}.", param="model", code="model_not_found"
+            )
+        return vocabulary
+
+    async def get(self, model: str) -> Vocabulary:
+        """The vocabulary, loaded now if need be; a load that failed is tried again by the next caller.
+
+        Raises:
+            SluiceError: not served, cannot be loaded, or not loaded in time.
+        """
+        vocabulary = self.ready(model)
+        if vocabulary is not None:
+            return vocabulary
+        loading = self._loading.get(model)
+        if loading is None:
+            loading = self._loading[model] = asyncio.create_task(self._load(model), name=f"load {model}")
+            loading.add_done_callback(lambda done: self._ended(model, done))
+        try:
+            return await asyncio.wait_for(asyncio.shield(loading), self._timeout_s)
+        except TimeoutError:
+            raise SluiceError(
+                ErrorKind.DEADLINE_EXCEEDED,
+                f"The tokenizer of {model} did not load within {self._timeout_s:g} s.",
+                param="model",
+            ) from None
+
+    async def _load(self, model: str) -> Vocabulary:
+        started = time.monotonic()
+        try:
+            vocabulary = await asyncio.to_thread(self._loader, self._specs[model])
+        except SluiceError:
+            raise
+        except Exception as error:
+            log.exception("loading the tokenizer failed", extra={"model": model})
+            raise internal(f"The tokenizer of {model} cannot be loaded.") from error
+        self._loaded[model] = vocabulary
+        log.info(
+            "tokenizer is loaded",
+            extra={
+                "model": model,
+                "size": vocabulary.size,
+                "decoder": "table" if vocabulary.exact else "library",
+                "seconds": round(time.monotonic() - started, 2),
+            },
+        )
+        return vocabulary
+
+    def _ended(self, model: str, loading: asyncio.Task[Vocabulary]) -> None:
+        self._loading.pop(model, None)
+        if not loading.cancelled():
+            loading.exception()  # seen here, in case all who waited for it have gone
+
+    async def load_all(self) -> None:
+        """Loads every model; SluiceError for the first that fails."""
+        for model in self._specs:
+            await self.get(model)
+
+    async def close(self) -> None:
+        """Stops waiting for loads under way."""
+        loading = list(self._loading.values())
+        for task in loading:
+            task.cancel()
+        await asyncio.gather(*loading, return_exceptions=True)

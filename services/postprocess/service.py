@@ -1,0 +1,237 @@
+"""gRPC in front of the domain: translates messages, nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import grpc
+
+from services.common import telemetry
+from services.common.errors import ErrorKind, SluiceError, internal
+from services.common.grpc_errors import abort, answer, to_detail
+from services.common.packing import pack_u32, unpack_u32
+from services.common.runner import Stop
+from services.common.server import GrpcServer
+from services.common.session import BatchWriter, serve_session
+from services.postprocess.library import VocabularyLibrary
+from services.postprocess.metrics import Metrics
+from services.postprocess.session import Batch, PostSession, SessionLimits
+from services.postprocess.settings import PostprocessSettings
+from services.postprocess.stream import Finish, FinishReason, Limits, StreamOptions, parse
+from sluice.v1 import common_pb2, postprocess_pb2, postprocess_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+INLINE_TOKENS = 4_096
+"""Tokens that are parsed on the event loop; more of them would keep the sessions waiting."""
+
+SessionContext = grpc.aio.ServicerContext[postprocess_pb2.PostSessionRequest, postprocess_pb2.TextBatch]
+ParseContext = grpc.aio.ServicerContext[postprocess_pb2.ParseRequest, postprocess_pb2.ParseResponse]
+
+
+class PostprocessService(postprocess_pb2_grpc.PostprocessServicer):
+    """`sluice.v1.Postprocess`.
+
+    Args:
+        library: the models.
+        limits: what callers may ask for.
+        on_death: a background task failed.
+    """
+
+    def __init__(
+        self,
+        library: VocabularyLibrary,
+        limits: SessionLimits,
+        on_death: Callable[[str, BaseException], None] | None = None,
+    ) -> None:
+        self._library = library
+        self._limits = limits
+        self._on_death = on_death
+        self._metrics = Metrics()
+        self._sessions: set[PostSession] = set()
+        self._draining = False
+
+    def start_draining(self) -> None:
+        """Sessions end as soon as their last stream has been answered."""
+        self._draining = True
+        for session in self._sessions:
+            session.start_draining()
+
+    async def Session(self, request_iterator: object, context: SessionContext) -> None:  # type: ignore[override]
+        """See postprocess.proto."""
+        writer = BatchWriter(lambda: to_text_batch(session.drain()), context.write)
+        session = PostSession(self._library, self._limits, self._metrics, writer.wake, self._on_death)
+
+        def on_message(message: postprocess_pb2.PostSessionRequest) -> None:
+            apply(session, message)
+            writer.wake()
+
+        self._sessions.add(session)
+        if self._draining:
+            session.start_draining()
+        try:
+            await _until_drained(session, serve_session(context, writer, on_message))
+            await session.settle()
+            while (batch := to_text_batch(session.drain())) is not None:
+                await context.write(batch)
+        except SluiceError as error:
+            await abort(context, error)
+        except Exception:
+            log.exception("a session failed")
+            await abort(context, internal("Unexpected failure; the service's log has the details."))
+        finally:
+            self._sessions.discard(session)
+            await session.aclose()
+
+    async def Parse(
+        self, request: postprocess_pb2.ParseRequest, context: ParseContext
+    ) -> postprocess_pb2.ParseResponse:
+        """See postprocess.proto."""
+        parent = telemetry.carrier_of_metadata(context.invocation_metadata())
+        with telemetry.stage("postprocess.parse", parent, model=request.options.model):
+            return await answer(context, self._parse, request)
+
+    async def _parse(self, request: postprocess_pb2.ParseRequest) -> postprocess_pb2.ParseResponse:
+        options = to_options(request.options)
+        tokens = unpack_u32(request.token_ids)
+        if len(tokens) > self._limits.max_message_tokens:
+            raise SluiceError(ErrorKind.TOO_LARGE, f"{len(tokens)} tokens are too many.", param="token_ids")
+        vocabulary = await self._library.get(options.model)
+        arguments = (tokens, options, vocabulary, self._limits.stream, to_reason(request.finish_reason))
+        inline = len(tokens) <= INLINE_TOKENS
+        text, finish = parse(*arguments) if inline else await asyncio.to_thread(parse, *arguments)
+        if finish.error is not None:
+            raise finish.error
+        self._metrics.took(len(tokens))
+        self._metrics.finished(finish)
+        return postprocess_pb2.ParseResponse(text=text, finish=to_event(0, finish))
+
+
+async def _until_drained(session: PostSession, serving: Coroutine[Any, Any, None]) -> None:
+    """Serves until the caller is done, or until a session that is being drained has nothing left."""
+    tasks = {asyncio.ensure_future(serving), asyncio.ensure_future(session.drained.wait())}
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def apply(session: PostSession, message: postprocess_pb2.PostSessionRequest) -> None:
+    """Hands one message to its session; SluiceError when the session cannot go on."""
+    for opening in message.opens:
+        try:
+            options = to_options(opening.options)
+        except SluiceError as error:
+            session.refuse(opening.slot, error)
+            continue
+        session.open(opening.slot, opening.request_id, options, telemetry.carrier(opening.trace))
+    columns = message.tokens
+    if columns.slots:
+        session.feed(
+            unpack_u32(columns.slots, "tokens.slots"),
+            unpack_u32(columns.counts, "tokens.counts"),
+            unpack_u32(columns.token_ids, "tokens.token_ids"),
+        )
+    for end in message.ends:
+        stop_token_id = end.stop_token_id if end.HasField("stop_token_id") else None
+        session.end(end.slot, to_reason(end.finish_reason), stop_token_id)
+    if message.closes:
+        session.close(unpack_u32(message.closes, "closes"))
+
+
+def to_options(message: postprocess_pb2.StreamOptions) -> StreamOptions:
+    """Reads a stream's options; SluiceError for packed ids that are cut off."""
+    return StreamOptions(
+        model=message.model,
+        skip_special_tokens=message.skip_special_tokens if message.HasField("skip_special_tokens") else True,
+        stop=tuple(message.stop),
+        include_stop_string=message.include_stop_string,
+        stop_token_ids=frozenset(unpack_u32(message.stop_token_ids, "stop_token_ids")),
+        eos_token_ids=frozenset(unpack_u32(message.eos_token_ids, "eos_token_ids")),
+        min_tokens=message.min_tokens,
+        ignore_eos=message.ignore_eos,
+        prompt_tail=unpack_u32(message.prompt_tail, "prompt_tail"),
+        tool_parser=message.tool_parser,
+        reasoning_parser=message.reasoning_parser,
+    )
+
+
+def to_reason(number: int) -> FinishReason:
+    """Reads a finish reason; one that this version does not know is as good as none."""
+    try:
+        return FinishReason(number)
+    except ValueError:
+        return FinishReason.UNSPECIFIED
+
+
+def to_event(slot: int, finish: Finish) -> postprocess_pb2.StreamEvent:
+    """The wire form of a stream's end."""
+    return postprocess_pb2.StreamEvent(
+        slot=slot,
+        finish_reason=common_pb2.FinishReason.ValueType(int(finish.reason)),
+        stop_string=finish.stop_string,
+        stop_token_id=finish.stop_token_id,
+        tokens_seen=finish.tokens_seen,
+        error=to_detail(finish.error) if finish.error is not None else None,
+    )
+
+
+def to_text_batch(batch: Batch | None) -> postprocess_pb2.TextBatch | None:
+    """The wire form of what became ready together."""
+    if batch is None:
+        return None
+    return postprocess_pb2.TextBatch(
+        slots=pack_u32(batch.slots),
+        text_lengths=pack_u32(batch.text_lengths),
+        text=batch.text,
+        events=[to_event(slot, finish) for slot, finish in batch.finishes],
+    )
+
+
+def limits_of(settings: PostprocessSettings) -> SessionLimits:
+    """The bounds that the settings give."""
+    return SessionLimits(
+        stream=Limits(settings.max_stop_strings, settings.max_stop_chars),
+        max_streams=settings.max_streams,
+        max_message_tokens=settings.max_message_tokens,
+        max_waiting_tokens=settings.max_waiting_tokens,
+        max_backlog=settings.max_backlog,
+    )
+
+
+async def serve(settings: PostprocessSettings, stop: Stop) -> None:
+    """Serves until `stop`: healthy once the models are loaded, drained within `drain_s` at the end."""
+    library = VocabularyLibrary(settings.specs, settings.load_timeout_s)
+    service = PostprocessService(library, limits_of(settings), stop.fail)
+    server = GrpcServer(settings, postprocess_pb2.DESCRIPTOR)
+    postprocess_pb2_grpc.add_PostprocessServicer_to_server(service, server.server)
+    await server.start()
+    try:
+        if not settings.preload or await _before(stop, library.load_all()):
+            await server.set_serving(True)
+            await stop.wait()
+    finally:
+        service.start_draining()
+        await server.stop(settings.drain_s)
+        await library.close()
+
+
+async def _before(stop: Stop, loading: Coroutine[Any, Any, None]) -> bool:
+    """Whether `loading` was done before the process had to stop; raises what it raises."""
+    task, stopping = asyncio.ensure_future(loading), asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
+        return task.done()
+    finally:
+        task.cancel()
+        stopping.cancel()
+        await asyncio.gather(task, stopping, return_exceptions=True)
