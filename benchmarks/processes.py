@@ -1,0 +1,91 @@
+"""The processes of a suite: which they are, what CPU and memory they use, and how to start one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import psutil
+
+_STOPS_WITHIN_S = 10.0
+
+
+def suite_of(port: int) -> dict[str, psutil.Process]:
+    """The processes of the `sluice up` whose gateway listens on `port`, by name; empty when there is none here."""
+    for process in psutil.process_iter(["cmdline"]):
+        line = process.info["cmdline"] or []
+        if "services.gateway" in line and any(word.endswith(f":{port}") for word in line):
+            parent = process.parent()
+            siblings = parent.children() if parent is not None else [process]
+            return _named(siblings)
+    return {}
+
+
+def _named(processes: Sequence[psutil.Process]) -> dict[str, psutil.Process]:
+    named: dict[str, psutil.Process] = {}
+    seen: Counter[str] = Counter()
+    for process in processes:
+        line = process.cmdline()
+        kind = next((word.removeprefix("services.") for word in line if word.startswith("services.")), "")
+        if not kind:
+            continue
+        name = line[line.index("--worker-id") + 1] if "--worker-id" in line else kind
+        seen[name] += 1
+        named[name if seen[name] == 1 else f"{name}-{seen[name]}"] = process
+    return named
+
+
+def parse_pids(texts: Sequence[str]) -> dict[str, psutil.Process]:
+    """Reads name=PID pairs; ValueError says what is wrong."""
+    found = {}
+    for text in texts:
+        name, _, pid = text.partition("=")
+        if not name or not pid.isdigit() or not psutil.pid_exists(int(pid)):
+            raise ValueError(f"{text!r} is no NAME=PID of a running process")
+        found[name] = psutil.Process(int(pid))
+    return found
+
+
+def cpu_seconds(processes: Mapping[str, psutil.Process]) -> dict[str, float]:
+    """CPU time used so far, user and system, child processes included."""
+    return {name: _sum(process, _cpu) for name, process in processes.items()}
+
+
+def resident_bytes(processes: Mapping[str, psutil.Process]) -> dict[str, float]:
+    """Resident memory now, child processes included."""
+    return {name: _sum(process, lambda one: float(one.memory_info().rss)) for name, process in processes.items()}
+
+
+def _cpu(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def _sum(process: psutil.Process, of: Callable[[psutil.Process], float]) -> float:
+    return sum(of(one) for one in [process, *process.children(recursive=True)])
+
+
+@contextmanager
+def own_suite(workers: int, speedup: float, arguments: Sequence[str] = ()) -> Iterator[str]:
+    """Runs `sluice up` on free ports; gives its URL; RuntimeError with its log when it does not come up."""
+    command = [sys.executable, "-m", "sluice.cli.main", "up", "--port", "0", "--base-grpc-port", "0"]
+    command += ["--workers", str(workers), "--speedup", str(speedup), "--log-level", "warning", *arguments]
+    with (
+        tempfile.TemporaryFile("w+") as log,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as suite,
+    ):
+        assert suite.stdout is not None
+        try:
+            line = suite.stdout.readline()
+            if not line.startswith("ready "):
+                suite.wait(_STOPS_WITHIN_S)
+                log.seek(0)
+                raise RuntimeError(f"sluice up did not come up:\n{log.read()}")
+            yield line.split()[1]
+        finally:
+            suite.terminate()
+            suite.wait(_STOPS_WITHIN_S)
