@@ -40,7 +40,7 @@ def run(name: str, settings: ServiceSettings, serve: Callable[[Stop], Awaitable[
     logs.configure(name, settings.log_level, settings.log_format)
     try:
         telemetry.configure(name, settings)
-        failed = uvloop.run(_main(serve))
+        failed = uvloop.run(_main(name, serve))
     except SluiceError as error:
         log.error("%s", error.message)
         failed = True
@@ -52,7 +52,7 @@ def run(name: str, settings: ServiceSettings, serve: Callable[[Stop], Awaitable[
     os._exit(1 if failed else 0)  # threads of libraries must not delay the end
 
 
-async def _main(serve: Callable[[Stop], Awaitable[None]]) -> bool:
+async def _main(name: str, serve: Callable[[Stop], Awaitable[None]]) -> bool:
     stop = Stop()
     loop = asyncio.get_running_loop()
 
@@ -64,6 +64,7 @@ async def _main(serve: Callable[[Stop], Awaitable[None]]) -> bool:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
+    telemetry.watch_tasks(name, loop)
     # What start-up made lives as long as the process: keep the collector from walking it again and again.
     gc.collect()
     gc.freeze()

@@ -70,7 +70,8 @@ class GrpcServer:
                 f"Cannot listen on {listen}: the port is taken or the address is not one of this machine.",
             ) from error
         await self.server.start()
-        log.info("gRPC server listens", extra={"address": listen, "tls": credentials is not None})
+        host = listen.rpartition(":")[0]
+        log.info("gRPC server listens", extra={"address": f"{host}:{self.port}", "tls": credentials is not None})
 
     async def set_serving(self, serving: bool) -> None:
         """Says in health whether requests are welcome."""

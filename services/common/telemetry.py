@@ -6,6 +6,7 @@ the API's no-op meter.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -156,6 +157,15 @@ def carrier_of_metadata(metadata: Any) -> dict[str, str]:
     if _tracer is None:
         return {}
     return {key: value for key, value in metadata or () if key in ("traceparent", "tracestate")}
+
+
+def watch_tasks(service: str, loop: asyncio.AbstractEventLoop) -> None:
+    """A gauge of the event loop's tasks: what leaks there shows."""
+
+    def observe(options: metrics.CallbackOptions) -> Iterator[metrics.Observation]:
+        yield metrics.Observation(len(asyncio.all_tasks(loop)))
+
+    meter(service).create_observable_gauge(f"sluice_{service}_tasks", [observe], description="tasks of the event loop")
 
 
 def meter(service: str) -> metrics.Meter:

@@ -30,8 +30,6 @@ LAST_REPORTS_S = 1.0
 
 async def serve(settings: GatewaySettings, stop: Stop) -> None:
     """Serves until stopped."""
-    if not settings.metrics_listen:
-        telemetry.configure_metrics()  # the gateway serves /metrics itself
     metrics = GatewayMetrics()
     credentials = channel_credentials(settings)
     tasks = TaskOwner(on_death=stop.fail)
@@ -39,6 +37,7 @@ async def serve(settings: GatewaySettings, stop: Stop) -> None:
     preprocess = PreprocessClient(settings.preprocess, credentials, settings.tokenize_timeout_s)
     router = RouterClient(settings.router, credentials, settings.route_timeout_s)
     switchboard = Switchboard(settings.max_streams, router.prefill_complete, router.free, metrics)
+    metrics.watch(lambda: switchboard.live)
     fleet = Fleet(settings.postprocess, credentials, settings.connect_timeout_s, switchboard, tasks)
     catalogue = Catalogue(router.replicas, fleet.worker_up, fleet.worker_down)
     pipeline = Pipeline(preprocess, router, catalogue, fleet, switchboard, metrics)
@@ -75,6 +74,8 @@ async def _sweep_stalled(switchboard: Switchboard, stall_timeout_s: float) -> No
 def main() -> None:
     """Reads the settings and runs."""
     settings = GatewaySettings.load()
+    if not settings.metrics_listen:
+        telemetry.configure_metrics()  # the gateway serves /metrics itself
     run("gateway", settings, lambda stop: serve(settings, stop))
 
 

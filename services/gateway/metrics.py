@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
+
+from opentelemetry.metrics import Observation
 
 from services.common import telemetry
 from services.common.errors import SluiceError
@@ -48,6 +51,14 @@ class GatewayMetrics:
         )
         self._http = meter.create_counter("sluice_gateway_http_requests", description="HTTP answers by path and status")
         self._degraded = meter.create_counter("sluice_gateway_degraded", description="fallbacks taken, by reason")
+
+    def watch(self, live_streams: Callable[[], int]) -> None:
+        """Shows how many generations are under way."""
+        telemetry.meter("gateway").create_observable_gauge(
+            "sluice_gateway_live_streams",
+            [lambda options: [Observation(live_streams())]],
+            description="generations under way",
+        )
 
     def finished(self, stream: LiveStream, now: float) -> None:
         """A generation came to its end."""

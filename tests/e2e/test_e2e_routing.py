@@ -1,0 +1,139 @@
+"""Requests that share a prefix meet; others spread; what one router learned, another uses."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Iterator
+
+import grpc
+import httpx
+import pytest
+
+from sluice.v1 import router_pb2, router_pb2_grpc
+from tests.support.redis_server import RedisServer
+from tests.support.suite import Suite
+
+
+def long_prompt(topic: str) -> str:
+    """About 2,000 tokens."""
+    return " ".join(f"Chapter {number} of the book about {topic} tells more." for number in range(180))
+
+
+def ask(url: str, prompt: str) -> dict[str, int]:
+    """prompt and cached tokens of one completion."""
+    answer = httpx.post(
+        f"{url}/v1/completions", json={"model": "tekken", "prompt": prompt, "max_tokens": 4}, timeout=60
+    )
+    assert answer.status_code == 200, answer.text
+    usage = answer.json()["usage"]
+    return {"prompt": usage["prompt_tokens"], "cached": usage["prompt_tokens_details"]["cached_tokens"]}
+
+
+async def blocks_by_worker(address: str) -> dict[str, int]:
+    async with grpc.aio.insecure_channel(address) as channel:
+        dumped: dict[str, int] = {}
+        async for dump in router_pb2_grpc.RouterStub(channel).DumpIndex(router_pb2.DumpIndexRequest()):
+            dumped[dump.worker_id] = dumped.get(dump.worker_id, 0) + len(dump.block_hashes) // 8
+    return dumped
+
+
+async def until_indexed(address: str, workers: int, at_least: int) -> dict[str, int]:
+    """Waits until `workers` workers hold at least that many blocks each in this router's view."""
+    deadline = asyncio.get_running_loop().time() + 15
+    while True:
+        dumped = await blocks_by_worker(address)
+        if sum(count >= at_least for count in dumped.values()) >= workers:
+            return dumped
+        assert asyncio.get_running_loop().time() < deadline, f"index of {address}: {dumped}"
+        await asyncio.sleep(0.05)
+
+
+@pytest.fixture
+def fresh() -> Iterator[Suite]:
+    with Suite("--speedup", "20") as suite:
+        yield suite
+
+
+async def test_prefixes_meet_and_others_go_elsewhere(fresh: Suite) -> None:
+    router = fresh.address("router")
+    first = ask(fresh.url, long_prompt("canals") + " And now?")
+    assert first["prompt"] > 1900
+    assert first["cached"] == 0
+    await until_indexed(router, 1, first["prompt"] // 16 - 1)
+
+    second = ask(fresh.url, long_prompt("canals") + " What next?")
+    assert second["cached"] >= first["prompt"] - 3 * 16
+    after_two = await until_indexed(router, 1, first["prompt"] // 16 - 1)
+    assert sum(count > 10 for count in after_two.values()) == 1, "both requests ran on one worker"
+
+    third = ask(fresh.url, long_prompt("mountains"))
+    assert third["cached"] < 100
+    await until_indexed(router, 2, third["prompt"] // 16 - 8)
+
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    server.start()
+    yield server
+    server.stop()
+
+
+async def test_what_one_router_learned_another_uses(redis: RedisServer) -> None:
+    with Suite("--speedup", "20", "--redis", redis.url, "--routers", "2") as suite:
+        routers = suite.addresses("router")
+        assert len(routers) == 2
+        first = ask(suite.url, long_prompt("canals"))
+        dumps = [await until_indexed(router, 1, first["prompt"] // 16 - 1) for router in routers]
+        assert dumps[0] == dumps[1]
+        # Each router alone finds the worker that holds the prefix.
+        answers = [ask(suite.url, long_prompt("canals") + f" Question {number}?") for number in range(6)]
+        assert all(answer["cached"] >= first["prompt"] - 3 * 16 for answer in answers)
+        ask(suite.url, long_prompt("mountains"))
+        await until_indexed(routers[0], 2, 100)
+        holders = [await until_indexed(router, 2, 100) for router in routers]
+        assert holders[0] == holders[1]
+
+
+async def test_a_restarted_router_has_its_index_back(redis: RedisServer) -> None:
+    with Suite("--speedup", "20", "--redis", redis.url) as suite:
+        prompt = ask(suite.url, long_prompt("harbours"))["prompt"]
+        before = await until_indexed(suite.address("router"), 1, prompt // 16 - 1)
+        restarted = await _router_alone(redis, before)
+        assert restarted == before
+
+
+async def _router_alone(redis: RedisServer, expected: dict[str, int]) -> dict[str, int]:
+    """Starts another router on the same Redis, which no worker is attached to, and reads its index."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "services.router",
+        "--listen",
+        "127.0.0.1:0",
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "SLUICE_ROUTER_REDIS_URL": redis.url, "SLUICE_ROUTER_LOG_FORMAT": "json"},
+    )
+    try:
+        address = await asyncio.wait_for(_listen_address(process), 30)
+        deadline = asyncio.get_running_loop().time() + 15
+        dumped: dict[str, int] = {}
+        while dumped != expected and asyncio.get_running_loop().time() < deadline:
+            dumped = await blocks_by_worker(address)
+            await asyncio.sleep(0.05)
+        return dumped
+    finally:
+        process.terminate()
+        await asyncio.wait_for(process.wait(), 15)
+
+
+async def _listen_address(process: asyncio.subprocess.Process) -> str:
+    assert process.stderr is not None
+    while line := await process.stderr.readline():
+        said = json.loads(line)
+        if "address" in said and "listens" in said["message"]:
+            return str(said["address"])
+    raise AssertionError("the router did not say where it listens")
