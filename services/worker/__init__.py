@@ -1,0 +1,1 @@
+"""The worker: hosts one engine; token ids in, token ids out."""

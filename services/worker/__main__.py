@@ -1,0 +1,36 @@
+"""Starts the worker service: ``python -m services.worker``."""
+
+from __future__ import annotations
+
+import asyncio
+
+from services.common.runner import Stop, run
+from services.worker.hosting import WorkerHost
+from services.worker.settings import WorkerSettings
+
+
+async def serve(settings: WorkerSettings, stop: Stop) -> None:
+    """Serves until `stop` is set, then shuts down in order."""
+    host = WorkerHost(settings, stop)
+    starting = asyncio.create_task(host.start())
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            starting.result()
+            await stopping
+    finally:
+        starting.cancel()
+        stopping.cancel()
+        await asyncio.gather(starting, stopping, return_exceptions=True)
+        await host.shut_down()
+
+
+def main() -> None:
+    """Reads settings and runs until told to stop."""
+    settings = WorkerSettings.load()
+    run("worker", settings, lambda stop: serve(settings, stop))
+
+
+if __name__ == "__main__":
+    main()

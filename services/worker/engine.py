@@ -1,0 +1,207 @@
+"""The contract between a worker and the engine it hosts."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Self
+
+from services.common.errors import ErrorKind, SluiceError, internal
+from services.common.tasks import TaskOwner
+from services.worker.cache_events import KvEventSource
+from services.worker.generation import Delta, FinishReason, GenerateRequest, PositionLogprobs, Role, Usage
+
+if TYPE_CHECKING:
+    from services.worker.settings import WorkerSettings
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """What an engine serves; constant from `start` on. Zero means unknown, except where a default says otherwise."""
+
+    model: str
+    source: str
+    processor: str
+    fingerprint: str
+    context_length: int
+    vocab_size: int
+    block_size: int
+    total_blocks: int
+    max_sequences: int
+    max_batched_tokens: int
+    eos_token_ids: tuple[int, ...]
+    capabilities: frozenset[str] = frozenset({"token_ids"})
+    adapters: tuple[str, ...] = ()
+    data_parallel_size: int = 1
+    role: Role = Role.AGGREGATED
+    engine: str = ""
+    engine_version: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How one data-parallel rank is doing; units as in `sluice.v1.WorkerLoad`."""
+
+    running_requests: int = 0
+    waiting_requests: int = 0
+    used_blocks: int = 0
+    cached_blocks: int = 0
+    prefill_tokens: int = 0
+    step_ms: float = 0.0
+
+
+@dataclass(slots=True)
+class GenerateContext:
+    """One request's life outside the engine: its name, the trace it belongs to, and whether anyone still waits."""
+
+    request_id: str
+    trace: Mapping[str, str] = field(default_factory=dict)
+    cancelled: bool = False
+
+
+class Sink(ABC):
+    """Where an engine puts one request's tokens, synchronously from its step; a sink neither raises nor blocks."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def begin(self, cached_tokens: int, prompt_logprobs: Sequence[PositionLogprobs] = ()) -> None:
+        """Once, right before the first push: prompt tokens that came from the prefix cache."""
+
+    @abstractmethod
+    def push(self, token_ids: Sequence[int], logprobs: Sequence[PositionLogprobs] = ()) -> None:
+        """The next tokens; `logprobs` is empty or has one entry per token."""
+
+    @abstractmethod
+    def finish(
+        self,
+        reason: FinishReason,
+        usage: Usage,
+        *,
+        stop_token_id: int | None = None,
+        error: SluiceError | None = None,
+        handoff: bytes = b"",
+    ) -> None:
+        """Once, last, also after an abort (with CANCELLED)."""
+
+
+class LLMEngine(ABC):
+    """Computes tokens. A new engine writes `from_args`, `start`, `generate`, `load` and `cleanup`.
+
+    Attributes:
+        tasks: owner of the engine's background tasks; one that dies fails the worker.
+        on_failure: set by the worker; call it when the engine cannot go on.
+    """
+
+    def __init__(self) -> None:
+        self.on_failure: Callable[[str, BaseException], None] = lambda name, error: None
+        self.tasks = TaskOwner(lambda name, error: self.on_failure(name, error))
+        self._driven: dict[str, asyncio.Task[None]] = {}
+
+    @classmethod
+    @abstractmethod
+    def from_args(cls, settings: WorkerSettings) -> Self:
+        """Makes an engine without starting anything; SluiceError when settings do not fit."""
+
+    @abstractmethod
+    async def start(self, worker_id: str) -> EngineConfig:
+        """Loads what it takes, off the event loop, and says what is served; SluiceError when that fails."""
+
+    @abstractmethod
+    def generate(self, request: GenerateRequest, context: GenerateContext) -> AsyncGenerator[Delta, None]:
+        """The deltas of one request, exactly one terminal and last. Closing the iterator cancels the request.
+
+        Raises:
+            SluiceError: OVERLOADED when the waiting queue is full, INVALID_ARGUMENT when the request cannot work.
+        """
+
+    def submit(self, request: GenerateRequest, context: GenerateContext, sink: Sink) -> None:
+        """The push form of `generate`, without a task switch per token where an engine overrides it.
+
+        Raises:
+            SluiceError: as `generate`; the sink is then never called.
+        """
+        task = self.tasks.spawn(self._drive(request, context, sink), f"generate-{request.request_id}")
+        self._driven[request.request_id] = task
+        task.add_done_callback(lambda _: self._driven.pop(request.request_id, None))
+
+    def abort(self, context: GenerateContext) -> None:
+        """Ends a submitted request within one engine step; its sink hears CANCELLED. Unknown ones are ignored."""
+        context.cancelled = True
+        if task := self._driven.get(context.request_id):
+            task.cancel()
+
+    async def drain(self) -> None:
+        """Returns when every request has ended; the caller sets the deadline and sends nothing new."""
+        while self._driven:
+            await asyncio.wait(list(self._driven.values()))
+
+    @abstractmethod
+    async def cleanup(self) -> None:
+        """Gives everything back; may be called twice, and on an engine that never started."""
+
+    @abstractmethod
+    def load(self) -> Sequence[Load]:
+        """Load by data-parallel rank, in well under a millisecond."""
+
+    def kv_event_sources(self) -> Sequence[KvEventSource]:
+        """One source per data-parallel rank, the same ones at every call; empty: the engine reports no cache."""
+        return ()
+
+    async def clear_cache(self) -> None:
+        """Forgets every reusable prefix; SluiceError(FAILED_PRECONDITION) when the engine cannot."""
+        raise SluiceError(ErrorKind.FAILED_PRECONDITION, "This engine cannot clear its prefix cache.")
+
+    async def _drive(self, request: GenerateRequest, context: GenerateContext, sink: Sink) -> None:
+        """Pushes what `generate` yields, and a terminal of its own when that yields none."""
+        progress = _Progress(len(request.token_ids))
+        try:
+            async with aclosing(self.generate(request, context)) as deltas:
+                async for delta in deltas:
+                    progress.forward(delta, sink)
+                    if delta.finish_reason is not None:
+                        return
+            raise SluiceError(ErrorKind.STREAM_INCOMPLETE, "The engine ended the generation without a finish reason.")
+        except asyncio.CancelledError:
+            sink.finish(FinishReason.CANCELLED, progress.usage())
+            if not context.cancelled:
+                raise
+        except SluiceError as error:
+            sink.finish(FinishReason.ERROR, progress.usage(), error=error)
+        except Exception:
+            log.exception("engine failed", extra={"request": request.request_id})
+            sink.finish(FinishReason.ERROR, progress.usage(), error=internal("The engine failed on this request."))
+
+
+class _Progress:
+    """Counts a driven request's tokens, for the usage of an end the engine did not write itself."""
+
+    def __init__(self, prompt_tokens: int) -> None:
+        self._prompt_tokens = prompt_tokens
+        self._tokens = 0
+        self._cached: int | None = None
+
+    def usage(self) -> Usage:
+        return Usage(self._prompt_tokens, self._tokens, self._cached or 0)
+
+    def forward(self, delta: Delta, sink: Sink) -> None:
+        if self._cached is None:
+            self._cached = delta.cached_tokens or 0
+            sink.begin(self._cached, delta.prompt_logprobs)
+        if delta.token_ids:
+            self._tokens += len(delta.token_ids)
+            sink.push(delta.token_ids, delta.logprobs)
+        if delta.finish_reason is not None:
+            sink.finish(
+                delta.finish_reason,
+                delta.usage or self.usage(),
+                stop_token_id=delta.stop_token_id,
+                error=delta.error,
+                handoff=delta.handoff,
+            )

@@ -1,0 +1,159 @@
+"""What the mock engine says: it repeats the user's words, then rambles in readable sentences until it has enough."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from random import Random
+
+from xxhash import xxh3_64_intdigest
+
+from services.common.packing import pack_u32
+from services.worker.engines.mock.vocabulary import Vocabulary
+from services.worker.generation import FinishReason, GenerateRequest, Stop
+
+SHORTEST, LONGEST = 30, 200
+ECHO_WORDS = 16
+ECHO_TOKENS = 64
+SEARCHED_TOKENS = 2_048
+SENTENCES = 1_024
+ROLES = ("system", "user", "assistant", "tool")
+
+_ADJECTIVES = """
+quiet bright narrow gentle early distant silver heavy patient hollow careful northern amber steady little winding open
+curious broad slow
+"""
+_NOUNS = """
+river gate water boat bridge field lamp garden mountain letter window harbour forest village engine sluice meadow stone
+bird keeper
+"""
+_VERBS = """
+follows opens carries meets watches crosses leaves finds holds remembers turns reaches passes guards hears answers lifts
+measures greets repairs
+"""
+_ENDINGS = "at dawn,before winter,without a word,in the rain,once more,by the wall,after dark,for a while"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole generation: array("I") of ids, and why it ends after the last of them."""
+
+    token_ids: array[int]
+    reason: FinishReason
+    stop_token_id: int | None = None
+
+
+AnswerFor = Callable[[GenerateRequest, int], Answer]
+
+
+class Storyteller:
+    """Answers prompts, the same way for the same prompt and seed.
+
+    A request resumed on another worker gets the rest of the answer its first worker had begun.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._sentences = _sentences(vocabulary)
+
+    def answer(self, request: GenerateRequest, limit: int) -> Answer:
+        """At least one and at most `limit` tokens, a stop or end-of-sequence id included."""
+        stop = request.stop
+        resumed = request.resumed_tokens
+        prompt = request.token_ids[: len(request.token_ids) - resumed] if resumed else request.token_ids
+        random = Random(_seed(prompt, request.sampling.seed))
+        wanted = max(random.randint(SHORTEST, LONGEST), resumed + stop.min_tokens)
+        if stop.ignore_eos:
+            wanted = resumed + limit
+        story = self._story(prompt, random, min(wanted, resumed + limit))
+        eos = () if stop.ignore_eos else (stop.eos_token_ids or self._vocabulary.eos_ids)[:1]
+        ended = not stop.ignore_eos and len(story) >= wanted
+        if ended:
+            story.extend(eos)
+        rest = story[resumed : resumed + limit] or array("I", eos or self._sentences[0][:1])
+        return _cut(rest, stop, self._vocabulary.eos_ids, ended and len(story) - resumed <= limit, eos)
+
+    def _story(self, prompt: array[int], random: Random, wanted: int) -> array[int]:
+        """Whole sentences until there are `wanted` tokens."""
+        story = self._echo(prompt)
+        while len(story) < wanted:
+            for sentence in random.choices(self._sentences, k=8):
+                story.extend(sentence)
+                if len(story) >= wanted:
+                    break
+        return story
+
+    def _echo(self, prompt: array[int]) -> array[int]:
+        words = _without_role(self._vocabulary.decode(self._last_words(prompt))).replace("\ufffd", " ").split()
+        said = " ".join(words[:ECHO_WORDS])
+        end = "" if said.endswith((".", "!", "?")) else "."
+        return array("I", self._vocabulary.encode(f"You said: {said}{end}" if said else "You said nothing."))
+
+    def _last_words(self, prompt: array[int]) -> array[int]:
+        """The beginning of what was said last: the text between the last control ids of the chat template.
+
+        A prompt that ends in text ends with a header such as "assistant", or is no chat at all: then the longest of
+        the last three pieces is what was said.
+        """
+        pieces: list[array[int]] = []
+        for piece in _pieces_from_end(prompt, self._vocabulary.special_ids):
+            pieces.append(piece)
+            if prompt[-1] in self._vocabulary.special_ids or len(pieces) == 3:
+                break
+        return max(pieces, key=len, default=array("I"))[:ECHO_TOKENS]
+
+
+def _pieces_from_end(prompt: array[int], special_ids: frozenset[int]) -> Iterator[array[int]]:
+    first = max(len(prompt) - SEARCHED_TOKENS, 0)
+    end = len(prompt)
+    for index in range(len(prompt) - 1, first - 1, -1):
+        if prompt[index] in special_ids:
+            if index + 1 < end:
+                yield prompt[index + 1 : end]
+            end = index
+    if first < end:
+        yield prompt[first:end]
+
+
+def _without_role(text: str) -> str:
+    head, newline, rest = text.lstrip().partition("\n")
+    return rest if newline and head.strip() in ROLES else text
+
+
+def _cut(rest: array[int], stop: Stop, eos_ids: tuple[int, ...], ended: bool, eos: tuple[int, ...]) -> Answer:
+    """Ends an answer at the first stop id that counts."""
+    stops = stop.stop_token_ids
+    if stop.ignore_eos:
+        stops = stops.difference(stop.eos_token_ids, eos_ids)
+    if not stops.isdisjoint(rest):
+        for index in range(stop.min_tokens, len(rest)):
+            if rest[index] in stops:
+                return Answer(rest[: index + 1], FinishReason.STOP, rest[index])
+    if ended:
+        return Answer(rest, FinishReason.STOP, eos[0] if eos else None)
+    return Answer(rest, FinishReason.LENGTH)
+
+
+def _seed(prompt: array[int], seed: int | None) -> int:
+    return xxh3_64_intdigest(pack_u32(prompt), (seed or 0) & (2**64 - 1))
+
+
+def _sentences(vocabulary: Vocabulary) -> list[array[int]]:
+    # A SentencePiece tokenizer puts a space before every text by itself, a byte-level one does not.
+    apart = vocabulary.decode([*vocabulary.encode("a"), *vocabulary.encode("b")]) == "a b"
+    space = "" if apart else " "
+
+    def encoded(phrases: list[str]) -> list[list[int]]:
+        return [vocabulary.encode(space + phrase) for phrase in phrases]
+
+    adjectives, nouns, verbs = (encoded(words.split()) for words in (_ADJECTIVES, _NOUNS, _VERBS))
+    endings = encoded(_ENDINGS.split(","))
+    opening, article = encoded(["The", "the"])
+    random = Random(0)
+    pick = random.choice
+    stop = vocabulary.encode(".")
+    return [
+        array("I", [*opening, *pick(adjectives), *pick(nouns), *pick(verbs), *article, *pick(nouns), *ending, *stop])
+        for ending in random.choices([[], *endings], k=SENTENCES)
+    ]

@@ -1,0 +1,120 @@
+"""The model's own tokenizer, as far as the mock engine needs it: words in, text out, and which ids are special."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from services.common import models
+from services.common.errors import SluiceError, invalid
+
+
+class Vocabulary(ABC):
+    """A tokenizer without its chat template.
+
+    Attributes:
+        size: ids are below this.
+        special_ids: control ids that plain text never encodes to.
+        eos_ids: end-of-sequence ids, the usual one first; may be empty.
+    """
+
+    size: int
+    special_ids: frozenset[int]
+    eos_ids: tuple[int, ...]
+
+    @abstractmethod
+    def _encode(self, text: str) -> list[int]: ...
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of plain ids; incomplete characters become U+FFFD."""
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of plain text, never a special one."""
+        return [token_id for token_id in self._encode(text) if token_id not in self.special_ids]
+
+
+class _Mistral(Vocabulary):
+    def __init__(self, path: Path) -> None:
+        from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
+
+        self._tokenizer = MistralTokenizer.from_file(str(_mistral_file(path))).instruct_tokenizer.tokenizer
+        self.size = self._tokenizer.n_words
+        self.special_ids = frozenset(self._tokenizer.special_ids)
+        self.eos_ids = (self._tokenizer.eos_id,)
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, bos=False, eos=False)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids))
+
+
+class _HuggingFace(Vocabulary):
+    def __init__(self, path: Path) -> None:
+        from tokenizers import Tokenizer
+
+        self._tokenizer = Tokenizer.from_file(str(path if path.is_file() else path / "tokenizer.json"))
+        added = self._tokenizer.get_added_tokens_decoder()
+        highest = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        self.size = max(highest + 1, _declared_size(path))
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.eos_ids = _declared_eos(path, self._tokenizer)
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        return text
+
+
+def load_vocabulary(path: Path, processor: str) -> Vocabulary:
+    """Reads the tokenizer at `path`; slow, so call it off the event loop.
+
+    Raises:
+        SluiceError: INVALID_ARGUMENT when the files cannot be read.
+    """
+    try:
+        return _Mistral(path) if processor == "mistral" else _HuggingFace(path)
+    except SluiceError:
+        raise
+    except Exception as error:  # the tokenizer libraries raise many unrelated types
+        raise invalid(f"The tokenizer at {path} cannot be loaded: {error}.", param="model") from error
+
+
+def declared_context_length(path: Path) -> int:
+    """Tokens the model's configuration allows; 0 when it does not say."""
+    config = models.read_json(path, "config.json")
+    for part in (config, config.get("text_config")):
+        length = part.get("max_position_embeddings") if isinstance(part, dict) else None
+        if isinstance(length, int) and length > 0:
+            return length
+    return 0
+
+
+def _mistral_file(path: Path) -> Path:
+    if path.is_file():
+        return path
+    candidates = [path / "tekken.json", *sorted(path.glob("tokenizer.model.v*"))]
+    return next((file for file in candidates if file.is_file()), candidates[0])
+
+
+def _declared_size(path: Path) -> int:
+    size = models.read_json(path, "config.json").get("vocab_size")
+    return size if isinstance(size, int) else 0
+
+
+def _declared_eos(path: Path, tokenizer: Any) -> tuple[int, ...]:
+    for name in ("generation_config.json", "config.json"):
+        declared = models.read_json(path, name).get("eos_token_id")
+        ids = declared if isinstance(declared, list) else [declared]
+        if found := tuple(token_id for token_id in ids if isinstance(token_id, int)):
+            return found
+    token = models.read_json(path, "tokenizer_config.json").get("eos_token")
+    text = token.get("content") if isinstance(token, dict) else token
+    token_id = tokenizer.token_to_id(text) if isinstance(text, str) else None
+    return () if token_id is None else (token_id,)

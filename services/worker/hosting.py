@@ -1,0 +1,88 @@
+"""Hosts one worker in this process: start-up and shutdown in their order."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+
+from services.common.replicas import ReplicaSet
+from services.common.runner import Stop
+from services.common.server import GrpcServer
+from services.common.tasks import TaskOwner
+from services.common.tls import channel_credentials
+from services.worker.address import advertised_address, default_worker_id
+from services.worker.engines import find_engine
+from services.worker.registration import Registration
+from services.worker.service import WorkerService
+from services.worker.session import wait_flushed
+from services.worker.settings import WorkerSettings
+from services.worker.worker import Worker
+from sluice.v1 import router_pb2_grpc, worker_pb2, worker_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+FLUSH_S = 2.0
+STOP_SERVER_S = 0.2
+
+
+class WorkerHost:
+    """Everything one worker process runs.
+
+    The server listens from the first moment, so that probes see a worker that is starting; it takes requests when the
+    engine is ready, and registers after that.
+    """
+
+    def __init__(self, settings: WorkerSettings, stop: Stop) -> None:
+        self._settings = settings
+        self._stop = stop
+        self._tasks = TaskOwner(stop.fail)
+        self.server = GrpcServer(settings, worker_pb2.DESCRIPTOR)
+        self.engine = find_engine(settings.engine).from_args(settings)
+        self.worker = Worker(self.engine, settings.worker_id, stop.fail)
+        self.service = WorkerService(self.worker)
+        self.registration: Registration | None = None
+        self._routers: ReplicaSet[router_pb2_grpc.RouterAsyncStub] | None = None
+        worker_pb2_grpc.add_WorkerServicer_to_server(self.service, self.server.server)
+
+    async def start(self) -> None:
+        """Returns when requests are welcome; SluiceError when the engine or the server cannot start."""
+        settings = self._settings
+        await self.server.start()
+        self.worker.worker_id = settings.worker_id or default_worker_id(self.server.port)
+        await self.worker.start()
+        # A vocabulary lives as long as the process: keep the collector from walking it again and again.
+        gc.collect()
+        gc.freeze()
+        await self.server.set_serving(True)
+        if settings.routers:
+            await self._register()
+
+    async def _register(self) -> None:
+        settings = self._settings
+        address = settings.advertise or await asyncio.to_thread(
+            advertised_address, settings.listen, self.server.port, settings.routers
+        )
+        self._routers = ReplicaSet(
+            "router", settings.routers, router_pb2_grpc.RouterStub, channel_credentials(settings)
+        )
+        self.registration = Registration(self.worker, address, self._routers)
+        await self._routers.start()
+        self._tasks.spawn(self.registration.run(), "registration")
+
+    async def shut_down(self) -> None:
+        """Leaves discovery, waits the grace period, drains, cleans up, stops the server; every part has a deadline."""
+        self.worker.draining = True
+        await self.server.set_serving(False)
+        if self.registration is not None:
+            await self.registration.leave("shutdown")
+        if self.worker.live_requests or self.service.sessions:
+            # Requests that were routed here before the news spread still arrive.
+            await asyncio.sleep(self._settings.grace_s)
+        await self.worker.drain(self._settings.drain_s)
+        await wait_flushed(tuple(self.service.sessions), FLUSH_S)
+        await self.worker.cleanup()
+        await self._tasks.close()
+        if self._routers is not None:
+            await self._routers.close()
+        await self.server.stop(STOP_SERVER_S)

@@ -1,0 +1,54 @@
+"""The files of the model's tokenizer, read piece by piece for whoever has no copy."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.common import models
+from services.common.errors import unavailable
+
+PIECE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class FilePiece:
+    """Bytes of one file, in order; an empty file is one empty piece."""
+
+    file_name: str
+    file_size: int
+    data: bytes
+
+
+class TokenizerFiles:
+    """Reads off the event loop, one piece in memory at a time.
+
+    Args:
+        source: as in the model's spec.
+    """
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+
+    async def pieces(self) -> AsyncIterator[FilePiece]:
+        """All files, one after another, each from its beginning.
+
+        Raises:
+            SluiceError: UNAVAILABLE when a file cannot be read any more.
+        """
+        try:
+            path = await asyncio.to_thread(models.resolve, self._source)
+            for file in await asyncio.to_thread(models.tokenizer_files, path):
+                size = (await asyncio.to_thread(file.stat)).st_size
+                for offset in range(0, max(size, 1), PIECE_BYTES):
+                    yield FilePiece(file.name, size, await asyncio.to_thread(_read, file, offset))
+        except OSError as error:
+            raise unavailable(f"A tokenizer file cannot be read: {error.strerror}.") from error
+
+
+def _read(file: Path, offset: int) -> bytes:
+    with file.open("rb") as opened:
+        opened.seek(offset)
+        return opened.read(PIECE_BYTES)

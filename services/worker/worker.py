@@ -1,0 +1,189 @@
+"""The worker: everything engines have in common, from the first request to the shutdown in order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from services.common.errors import ErrorKind, SluiceError, internal, invalid
+from services.worker.delivery import Delivery
+from services.worker.engine import EngineConfig, GenerateContext, LLMEngine, Load
+from services.worker.generation import FinishReason, GenerateRequest, Usage
+from services.worker.metrics import WorkerMetrics
+from services.worker.validation import validate
+
+log = logging.getLogger(__name__)
+
+CLEANUP_S = 5.0
+
+
+class Worker:
+    """Owns one engine and every live request on it.
+
+    Args:
+        engine: made, not started.
+        worker_id: unique name.
+        on_failure: called when the engine cannot go on.
+
+    Attributes:
+        epoch: raised at every start; microseconds, because a store may keep numbers as doubles.
+        draining: leaves discovery, and from `refuse_new` on takes no requests.
+    """
+
+    def __init__(
+        self, engine: LLMEngine, worker_id: str, on_failure: Callable[[str, BaseException], None] | None = None
+    ) -> None:
+        self.engine = engine
+        self.worker_id = worker_id
+        self.epoch = time.time_ns() // 1000
+        self.started_unix_s = int(time.time())
+        self.draining = False
+        self._config: EngineConfig | None = None
+        self._closed: SluiceError | None = SluiceError(
+            ErrorKind.UNAVAILABLE, "The worker is still starting.", code="worker_starting", retry_after_ms=1000
+        )
+        self._live: dict[str, Delivery] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._metrics = WorkerMetrics(self.load)
+        self._report_failure = on_failure
+        engine.on_failure = self._engine_failed
+
+    @property
+    def config(self) -> EngineConfig:
+        """What the engine serves; SluiceError(UNAVAILABLE) until it has started."""
+        if self._config is None:
+            raise self._closed or SluiceError(ErrorKind.UNAVAILABLE, "The worker is still starting.")
+        return self._config
+
+    @property
+    def live_requests(self) -> int:
+        """Requests that have not heard their terminal delta."""
+        return len(self._live)
+
+    def load(self) -> Sequence[Load]:
+        """Load by data-parallel rank."""
+        return self.engine.load() if self._config is not None else [Load()]
+
+    async def start(self) -> EngineConfig:
+        """Starts the engine and takes requests from then on."""
+        self._config = await self.engine.start(self.worker_id)
+        self._closed = None
+        log.info("engine is ready", extra={"engine": self._config.engine, "model": self._config.model})
+        return self._config
+
+    def submit(self, request: GenerateRequest, delivery: Delivery, trace: Mapping[str, str] | None = None) -> None:
+        """Checks a request and gives it to the engine; from then on the delivery hears exactly one terminal delta.
+
+        Raises:
+            SluiceError: the request was refused; the delivery hears nothing.
+        """
+        try:
+            if self._closed is not None:
+                raise self._closed
+            validate(request, self.config)
+            if request.request_id in self._live:
+                raise invalid(
+                    f"A request with id {request.request_id!r} is already alive.",
+                    param="request_id",
+                    code="duplicate_request_id",
+                )
+            self._give_to_engine(_with_adapter(request, self.config), delivery, trace or {})
+        except SluiceError as error:
+            self._metrics.record_refusal(error.kind.name.lower())
+            raise
+
+    def _give_to_engine(self, request: GenerateRequest, delivery: Delivery, trace: Mapping[str, str]) -> None:
+        context = GenerateContext(request.request_id, trace)
+        self._live[request.request_id] = delivery
+        self._idle.clear()
+        delivery.accept(context, len(request.token_ids), self._ended)
+        try:
+            self.engine.submit(request, context, delivery)
+        except SluiceError as error:
+            self._refused(delivery, error)
+            raise
+        except Exception as error:
+            log.exception("the engine failed to take a request", extra={"request": request.request_id})
+            cause = internal("The engine failed on this request.")
+            self._refused(delivery, cause)
+            raise cause from error
+
+    def _refused(self, delivery: Delivery, error: SluiceError) -> None:
+        delivery.refuse(error)
+        self._forget(delivery.context.request_id)
+
+    def cancel(self, delivery: Delivery) -> None:
+        """The caller lost interest: the engine stops within a step and the delivery hears CANCELLED."""
+        if not delivery.ended:
+            self.engine.abort(delivery.context)
+
+    def abort(self, request_id: str) -> bool:
+        """Cancels by request id; False when no such request is alive."""
+        delivery = self._live.get(request_id)
+        if delivery is None:
+            return False
+        self.cancel(delivery)
+        return True
+
+    def refuse_new(self) -> None:
+        """From now on requests are refused as ENGINE_SHUTDOWN, which callers retry elsewhere."""
+        self._closed = _shutting_down()
+
+    async def drain(self, timeout_s: float) -> None:
+        """Waits for live requests; those that outlast the timeout end as ENGINE_SHUTDOWN."""
+        self.refuse_new()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+                await self.engine.drain()
+        except TimeoutError:
+            log.warning("requests outlasted the drain", extra={"requests": len(self._live)})
+            self._end_all(_shutting_down())
+
+    async def cleanup(self) -> None:
+        """Gives the engine's resources back, within a deadline."""
+        try:
+            async with asyncio.timeout(CLEANUP_S):
+                await self.engine.cleanup()
+        except TimeoutError:
+            log.warning("the engine's cleanup did not end in time", extra={"seconds": CLEANUP_S})
+
+    def _end_all(self, error: SluiceError) -> None:
+        for delivery in tuple(self._live.values()):
+            delivery.fail(error)
+            self.engine.abort(delivery.context)
+
+    def _engine_failed(self, name: str, error: BaseException) -> None:
+        self._closed = SluiceError(ErrorKind.ENGINE_SHUTDOWN, "The engine of this worker has failed.")
+        self._end_all(self._closed)
+        if self._report_failure is not None:
+            self._report_failure(name, error)
+
+    def _ended(self, delivery: Delivery, reason: FinishReason, usage: Usage) -> None:
+        self._forget(delivery.context.request_id)
+        first = delivery.first_token_s
+        self._metrics.record(
+            reason,
+            usage,
+            None if first is None else first - delivery.started_s,
+            time.monotonic() - delivery.started_s,
+        )
+
+    def _forget(self, request_id: str) -> None:
+        self._live.pop(request_id, None)
+        if not self._live:
+            self._idle.set()
+
+
+def _shutting_down() -> SluiceError:
+    return SluiceError(ErrorKind.ENGINE_SHUTDOWN, "The worker is shutting down; another one can serve the request.")
+
+
+def _with_adapter(request: GenerateRequest, config: EngineConfig) -> GenerateRequest:
+    """A model name that is an adapter's stands for the base model with that adapter."""
+    named = request.model in config.adapters and not request.lora
+    return replace(request, lora=request.model) if named else request
