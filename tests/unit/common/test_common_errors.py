@@ -1,0 +1,135 @@
+"""Errors keep their meaning from domain code over the wire to HTTP."""
+
+from __future__ import annotations
+
+import grpc
+import pytest
+from grpc.aio import AioRpcError, Metadata
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.common import errors
+from services.common.errors import ErrorKind, SluiceError
+from services.common.grpc_errors import DETAIL_KEY, abort, answer, from_detail, from_rpc_error, to_detail
+from sluice.v1 import common_pb2
+
+KINDS = st.sampled_from([kind for kind in ErrorKind if kind is not ErrorKind.INTERNAL_UNKNOWN])
+
+
+class Aborted(Exception):
+    pass
+
+
+class FakeContext:
+    """What `abort` needs of a servicer context; remembers the status."""
+
+    def __init__(self) -> None:
+        self.status: tuple[grpc.StatusCode, str, tuple[tuple[str, bytes], ...]] | None = None
+
+    async def abort(self, code: grpc.StatusCode, text: str, trailing: tuple[tuple[str, bytes], ...]) -> None:
+        self.status = (code, text, trailing)
+        raise Aborted
+
+    def as_seen_by_the_caller(self) -> AioRpcError:
+        assert self.status is not None
+        code, text, trailing = self.status
+        return AioRpcError(code, Metadata(), Metadata(*trailing), text)
+
+
+def same(left: SluiceError, right: SluiceError) -> bool:
+    names = ("kind", "message", "param", "code", "retry_after_ms", "retryable", "http_status")
+    return all(getattr(left, name) == getattr(right, name) for name in names)
+
+
+@given(KINDS, st.text(), st.text(), st.text(), st.integers(0, 2**32 - 1), st.booleans())
+def test_error_survives_the_wire(
+    kind: ErrorKind, message: str, param: str, code: str, retry_after_ms: int, retryable: bool
+) -> None:
+    error = SluiceError(kind, message, param=param, code=code, retry_after_ms=retry_after_ms, retryable=retryable)
+    assert same(from_detail(common_pb2.ErrorDetail.FromString(to_detail(error).SerializeToString())), error)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ErrorKind if kind is not ErrorKind.INTERNAL_UNKNOWN])
+async def test_error_survives_a_failed_call(kind: ErrorKind) -> None:
+    context = FakeContext()
+    error = SluiceError(kind, "Sentence.", param="n", code="c", retry_after_ms=5)
+    with pytest.raises(Aborted):
+        await abort(context, error)  # type: ignore[arg-type]
+    assert same(from_rpc_error(context.as_seen_by_the_caller(), "router"), error)
+
+
+def test_kinds_are_those_of_the_contract() -> None:
+    contract = {number: name.removeprefix("ERROR_KIND_") for name, number in common_pb2.ErrorKind.items() if number}
+    assert {int(kind): kind.name for kind in ErrorKind if kind} == contract
+
+
+def test_kind_of_a_newer_version_is_internal() -> None:
+    detail = common_pb2.ErrorDetail(kind=common_pb2.ErrorKind.ValueType(99), message="new")
+    assert from_detail(detail).kind is ErrorKind.INTERNAL
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "http"),
+    [
+        (grpc.StatusCode.UNAVAILABLE, ErrorKind.UNAVAILABLE, 503),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, ErrorKind.DEADLINE_EXCEEDED, 504),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, ErrorKind.TOO_LARGE, 413),
+        (grpc.StatusCode.CANCELLED, ErrorKind.CANCELLED, 499),
+        (grpc.StatusCode.UNKNOWN, ErrorKind.INTERNAL, 500),
+        (grpc.StatusCode.UNIMPLEMENTED, ErrorKind.INTERNAL, 500),
+    ],
+)
+def test_status_without_detail_still_has_a_kind(code: grpc.StatusCode, kind: ErrorKind, http: int) -> None:
+    error = from_rpc_error(AioRpcError(code, Metadata(), Metadata(), "raw text of a library"), "router")
+    assert (error.kind, error.http_status) == (kind, http)
+    assert "router" in error.message
+    assert "raw text" not in error.message
+
+
+def test_detail_that_cannot_be_read_falls_back_to_the_status() -> None:
+    broken = Metadata((DETAIL_KEY, b"\xff\xff\xff"))
+    assert (
+        from_rpc_error(AioRpcError(grpc.StatusCode.UNAVAILABLE, Metadata(), broken), "x").kind is ErrorKind.UNAVAILABLE
+    )
+
+
+async def test_answer_hides_what_it_does_not_know(caplog: pytest.LogCaptureFixture) -> None:
+    async def handler(request: int) -> int:
+        raise RuntimeError(f"password {request}")
+
+    context = FakeContext()
+    with pytest.raises(Aborted):
+        await answer(context, handler, 7)  # type: ignore[arg-type]
+    assert context.status is not None
+    assert context.status[0] is grpc.StatusCode.INTERNAL
+    assert "password" not in context.status[1]
+    assert "password 7" in caplog.text
+
+
+async def test_answer_passes_on_what_is_typed_and_what_is_right() -> None:
+    async def half(request: int) -> int:
+        if request % 2:
+            raise errors.invalid("Odd.", param="request")
+        return request // 2
+
+    context = FakeContext()
+    assert await answer(context, half, 8) == 4  # type: ignore[arg-type]
+    with pytest.raises(Aborted):
+        await answer(context, half, 7)  # type: ignore[arg-type]
+    assert context.status is not None
+    assert context.status[0] is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_makers_make_what_they_say() -> None:
+    made = [
+        (errors.invalid("x"), 400, False),
+        (errors.not_found("x"), 404, False),
+        (errors.unavailable("x"), 503, True),
+        (errors.overloaded("x"), 429, False),
+        (errors.internal("x"), 500, False),
+        (SluiceError(ErrorKind.INTERNAL_UNKNOWN, "x"), 500, False),
+        (SluiceError(ErrorKind.DISCONNECTED, "x"), 502, True),
+        (SluiceError(ErrorKind.DISCONNECTED, "x", retryable=False), 502, False),
+    ]
+    assert [(error.http_status, error.retryable) for error, _, _ in made] == [(http, again) for _, http, again in made]
+    assert errors.unavailable("x").retry_after_ms == errors.overloaded("x").retry_after_ms == 1000
