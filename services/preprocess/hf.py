@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import orjson
 from tokenizers import Tokenizer
 
 from services.common.errors import SluiceError, invalid
@@ -50,7 +49,6 @@ class HfTokenizer(TokenizerProtocol):
         model = read_json(path, "config.json")
         self._special = _special_tokens({**read_json(path, "special_tokens_map.json"), **config})
         self._templates = _own_templates(path, config)
-        self._wants_parts: dict[str, bool] = {}
         for source in self._templates.values():
             templates.compiled(source)
         self.facts = TokenizerFacts(
@@ -76,9 +74,11 @@ class HfTokenizer(TokenizerProtocol):
     def encode_text(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
         """See TokenizerProtocol."""
         try:
-            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens is not False).ids
+            # Of all its ways to encode, the one that lets other threads run meanwhile.
+            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens is not False)
         except (TypeError, ValueError) as error:
             raise invalid("The prompt's text cannot be tokenized; it is no valid Unicode.") from error
+        ids: list[int] = encoding.ids
         return ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
@@ -89,12 +89,11 @@ class HfTokenizer(TokenizerProtocol):
     def render(self, chat: ChatRequest) -> str:
         """See TokenizerProtocol."""
         own = self._own_template(chat)
-        source = own or chat.chat_template
         continued = chat.continue_final_message
         opening = chat.add_generation_prompt
-        messages = _as_templates_expect(chat.messages, self._parts_wanted(source))
+        messages = chat.messages
         if continued:
-            messages[-1] = _left_open(messages[-1])
+            messages = [*messages[:-1], _left_open(messages[-1])]
         variables = {
             **self._special,
             **chat.template_kwargs,
@@ -106,7 +105,7 @@ class HfTokenizer(TokenizerProtocol):
         if own:
             text = templates.render(own, variables, self._limits.template_s, self._limits.max_prompt_chars)
         else:
-            text = self._limits.foreign_templates.render(source, variables)
+            text = self._limits.foreign_templates.render(chat.chat_template, variables)
         return _cut_open_end(text) if continued else text
 
     def _own_template(self, chat: ChatRequest) -> str:
@@ -125,15 +124,6 @@ class HfTokenizer(TokenizerProtocol):
             )
         raise no_chat_template()
 
-    def _parts_wanted(self, source: str) -> bool:
-        known = self._wants_parts.get(source)
-        if known is None:
-            known = len(source) <= templates.MAX_TEMPLATE_CHARS and templates.wants_parts(source)
-            if len(self._wants_parts) >= templates.KEPT_TEMPLATES:
-                self._wants_parts.clear()
-            self._wants_parts[source] = known
-        return known
-
 
 def no_chat_template() -> SluiceError:
     """A chat for a model that has no template."""
@@ -144,40 +134,12 @@ def no_chat_template() -> SluiceError:
     )
 
 
-def _as_templates_expect(messages: list[Message], wants_parts: bool) -> list[Message]:
-    """Copies in which content is what the template walks over and tool arguments are objects."""
-    return [_as_template_expects(message, wants_parts) for message in messages]
-
-
-def _as_template_expects(message: Message, wants_parts: bool) -> Message:
-    content = message.get("content")
-    changed = dict(message)
-    if content is None:
-        changed["content"] = ""
-    elif not isinstance(content, str) and not wants_parts:
-        changed["content"] = "\n".join(part[part["type"]] for part in content)
-    if calls := message.get("tool_calls"):
-        changed["tool_calls"] = [{**call, "function": _parsed_arguments(call["function"])} for call in calls]
-    return changed
-
-
-def _parsed_arguments(function: dict[str, Any]) -> dict[str, Any]:
-    arguments = function.get("arguments")
-    if isinstance(arguments, dict):
-        return function
-    try:
-        parsed = orjson.loads(arguments) if arguments else {}
-    except orjson.JSONDecodeError:
-        return function  # what a model once made may be broken; the template then sees the text
-    return {**function, "arguments": parsed} if isinstance(parsed, dict) else function
-
-
 def _left_open(message: Message) -> Message:
     """The message with a mark at its end, behind which the rendered text is cut."""
-    content = message["content"]
+    content = message.get("content") or ""
     if isinstance(content, str):
         return {**message, "content": content + _OPEN_END}
-    *before, last = content or [{"type": "text", "text": ""}]
+    *before, last = content
     kind = last["type"]
     return {**message, "content": [*before, {**last, kind: last[kind] + _OPEN_END}]}
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mistral_common.exceptions import MistralCommonException
+from mistral_common.exceptions import InvalidToolException, InvalidToolSchemaException, MistralCommonException
 from mistral_common.protocol.instruct.request import ChatCompletionRequest
 from mistral_common.tokens.tokenizers.base import SpecialTokenPolicy, TokenizerVersion
 from mistral_common.tokens.tokenizers.mistral import MistralTokenizer as Tokenizer
@@ -81,7 +81,7 @@ class MistralTokenizer(TokenizerProtocol):
     def _encode(self, chat: ChatRequest) -> list[int]:
         """Ids by mistral-common's own way."""
         extra = _honoured(chat)
-        messages = [self._adapted(message) for message in chat.messages]
+        messages = [self._adapted(message, index) for index, message in enumerate(chat.messages)]
         continued = messages[-1]["role"] == "assistant"
         if chat.continue_final_message and not continued:
             raise invalid("Only an assistant's message can be continued.", param="continue_final_message")
@@ -93,7 +93,12 @@ class MistralTokenizer(TokenizerProtocol):
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False, include_context=False)[0]
             where = ".".join(str(part) for part in first["loc"])
-            raise invalid(f"The model does not accept this chat: {where}: {first['msg']}.", param="messages") from error
+            param = f"chat_template_kwargs.{where}" if where in extra else "messages"
+            raise invalid(f"The model does not accept this chat: {where}: {first['msg']}.", param=param) from error
+        except (InvalidToolException, InvalidToolSchemaException) as error:
+            raise invalid(
+                f"The model does not accept these tools: {_sentence(error.message)}", param="tools"
+            ) from error
         except MistralCommonException as error:
             raise invalid(
                 f"The model does not accept this chat: {_sentence(error.message)}", param="messages"
@@ -106,8 +111,13 @@ class MistralTokenizer(TokenizerProtocol):
             raise invalid("The model's tokenizer does not support this kind of chat.", param="messages") from error
         return ids
 
-    def _adapted(self, message: Message) -> Message:
+    def _adapted(self, message: Message, index: int) -> Message:
         adapted = dict(message)
+        if message["role"] == "tool" and not isinstance(message.get("tool_call_id"), str):
+            raise invalid(
+                f"messages[{index}].tool_call_id is missing; it names the call this is the result of.",
+                param=f"messages[{index}].tool_call_id",
+            )
         if not self._knows_reasoning:
             adapted.pop("reasoning_content", None)
             adapted.pop("reasoning", None)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from datetime import datetime
 from functools import lru_cache
 from time import monotonic
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jinja2
 from jinja2 import nodes
@@ -16,6 +15,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from services.common.errors import SluiceError, invalid
+from services.preprocess.shaping import as_templates_expect
 
 KEPT_TEMPLATES = 64
 MAX_TEMPLATE_CHARS = 256 << 10
@@ -69,8 +69,15 @@ def _environment() -> ImmutableSandboxedEnvironment:
 _ENVIRONMENT = _environment()
 
 
+class Compiled(NamedTuple):
+    """A template ready to run, and whether it walks over content parts."""
+
+    template: jinja2.Template
+    wants_parts: bool
+
+
 @lru_cache(maxsize=KEPT_TEMPLATES)
-def compiled(source: str) -> jinja2.Template:
+def compiled(source: str) -> Compiled:
     """The template, compiled once while it is among the last used.
 
     Raises:
@@ -79,10 +86,11 @@ def compiled(source: str) -> jinja2.Template:
     if len(source) > MAX_TEMPLATE_CHARS:
         raise invalid(f"The chat template is longer than {MAX_TEMPLATE_CHARS:,} characters.", param="chat_template")
     try:
-        return _ENVIRONMENT.from_string(source)
+        return Compiled(_ENVIRONMENT.from_string(source), wants_parts(source))
     except jinja2.TemplateSyntaxError as error:
         raise invalid(
-            f"The chat template has a syntax error in line {error.lineno}: {error.message}.", param="chat_template"
+            f"The chat template has a syntax error in line {error.lineno}: {_ended(error.message)}",
+            param="chat_template",
         ) from error
     except (SyntaxError, RecursionError, MemoryError, OverflowError, ValueError) as error:
         raise invalid("The chat template is nested too deeply to be compiled.", param="chat_template") from error
@@ -96,14 +104,15 @@ def render(source: str, variables: dict[str, Any], limit_s: float, max_chars: in
 
     Args:
         source: the template.
-        variables: what it sees; must not be changed meanwhile.
+        variables: what it sees; "messages" are checked OpenAI messages.
         limit_s: longest that it may run, seconds.
         max_chars: longest result.
 
     Raises:
         SluiceError: INVALID_ARGUMENT; param "messages" when the template refuses the messages, else "chat_template".
     """
-    template = compiled(source)
+    template, parts = compiled(source)
+    variables = {**variables, "messages": as_templates_expect(variables["messages"], parts)}
     deadline = monotonic() + limit_s
     pieces: list[str] = []
     size = 0
@@ -139,15 +148,16 @@ def _failure(error: Exception) -> SluiceError:
     if isinstance(error, MemoryError):
         return invalid("The chat template needs too much memory.", param="chat_template")
     reason = str(error)[:200] or type(error).__name__
-    return invalid(f"The chat template failed on these messages: {reason}.", param="chat_template")
+    return invalid(f"The chat template failed on these messages: {_ended(reason)}", param="chat_template")
+
+
+def _ended(sentence: str | None) -> str:
+    return (sentence or "").rstrip(". ") + "."
 
 
 def wants_parts(source: str) -> bool:
     """Whether a template walks over the parts of a message's content; otherwise it expects one string."""
-    try:
-        tree = _ENVIRONMENT.parse(source)
-    except (jinja2.TemplateSyntaxError, RecursionError):
-        return False
+    tree = _ENVIRONMENT.parse(source)
     names = {
         assign.target.name
         for assign in tree.find_all(nodes.Assign)
@@ -165,7 +175,3 @@ def _is_content(node: nodes.Node) -> bool:
     if isinstance(node, nodes.Getattr):
         return node.attr == "content"
     return isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const) and node.arg.value == "content"
-
-
-Renderer = Callable[[str, dict[str, Any]], str]
-"""Runs a template with variables; raises SluiceError."""

@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+import pytest
+
+from services.common.errors import ErrorKind, SluiceError
+from services.common.models import ModelSpec
+from services.preprocess.loading import load_tokenizer
+from services.preprocess.registry import ModelRegistry
+from services.preprocess.tokenizer import TokenizerProtocol
+from tests.support.loaded_tokenizers import limits, tiny_folder, tiny_hf
+
+SPECS = [ModelSpec("b", "B"), ModelSpec("a", "A")]
+
+
+class Loader:
+    """Loads when told to, and remembers what it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.go = threading.Event()
+        self.fail = False
+
+    def __call__(self, spec: ModelSpec) -> TokenizerProtocol:
+        self.asked.append(spec.name)
+        assert self.go.wait(30)
+        if self.fail:
+            raise SluiceError(ErrorKind.FAILED_PRECONDITION, "broken")
+        return tiny_hf()
+
+
+async def test_an_unknown_model_is_not_found_and_the_others_are_listed() -> None:
+    with pytest.raises(SluiceError, match="this server has a, b") as caught:
+        await ModelRegistry(SPECS, Loader()).get("c")
+    error = caught.value
+    assert (error.kind, error.code, error.param) == (ErrorKind.NOT_FOUND, "model_not_found", "model")
+
+
+async def test_many_callers_share_one_load() -> None:
+    loader = Loader()
+    registry = ModelRegistry(SPECS, loader)
+    callers = [asyncio.create_task(registry.get("a")) for _ in range(20)]
+    await asyncio.sleep(0)
+    callers[0].cancel()  # one that leaves does not end the load of the others
+    loader.go.set()
+    tokenizers = await asyncio.gather(*callers[1:])
+    assert loader.asked == ["a"]
+    assert all(tokenizer is tokenizers[0] for tokenizer in tokenizers)
+    assert await registry.get("a") is tokenizers[0]
+    assert [(spec.name, tokenizer is not None) for spec, tokenizer in registry] == [("a", True), ("b", False)]
+
+
+async def test_preload_loads_all() -> None:
+    loader = Loader()
+    loader.go.set()
+    registry = ModelRegistry(SPECS, loader)
+    await registry.preload()
+    assert sorted(loader.asked) == ["a", "b"]
+    assert all(tokenizer is not None for _, tokenizer in registry)
+
+
+async def test_a_failed_load_is_an_error_and_tried_again() -> None:
+    loader = Loader()
+    loader.fail = True
+    loader.go.set()
+    registry = ModelRegistry(SPECS, loader)
+    with pytest.raises(SluiceError, match="broken"):
+        await registry.get("a")
+    with pytest.raises(SluiceError, match="broken"):
+        await registry.preload()
+    loader.fail = False
+    assert await registry.get("a") is tiny_hf()
+
+
+async def test_a_caller_waits_only_so_long_for_a_load() -> None:
+    loader = Loader()
+    registry = ModelRegistry(SPECS, loader, wait_s=0.01)
+    with pytest.raises(SluiceError, match="still loading") as caught:
+        await registry.get("a")
+    assert caught.value.kind is ErrorKind.UNAVAILABLE
+    loader.go.set()
+    await registry.preload()
+    assert await registry.get("a") is tiny_hf()
+
+
+async def test_closing_gives_up_what_is_loading() -> None:
+    loader = Loader()
+    registry = ModelRegistry(SPECS, loader)
+    caller = asyncio.create_task(registry.get("a"))
+    await asyncio.sleep(0)
+    await registry.close()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    loader.go.set()
+
+
+class Own(TokenizerProtocol):
+    """A user's own implementation."""
+
+    def __init__(self, path: Path) -> None:
+        self.facts = tiny_hf().facts
+        self.path = path
+
+
+def test_a_users_own_implementation_is_loaded_by_name() -> None:
+    spec = ModelSpec.parse(f"own={tiny_folder()}@{__name__}:Own")
+    loaded = load_tokenizer(spec, limits())
+    assert type(loaded).__name__ == "Own"
+
+
+@pytest.mark.parametrize(
+    ("processor", "content", "kind"),
+    [
+        ("hf", "{}", ErrorKind.FAILED_PRECONDITION),
+        ("hf", "no json", ErrorKind.FAILED_PRECONDITION),
+        ("mistral", "{}", ErrorKind.INVALID_ARGUMENT),
+        ("no.such.module:Class", "{}", ErrorKind.FAILED_PRECONDITION),
+        ("unheard-of", "{}", ErrorKind.INVALID_ARGUMENT),
+    ],
+)
+def test_files_that_cannot_be_loaded_are_one_sentence(
+    tmp_path: Path, processor: str, content: str, kind: ErrorKind
+) -> None:
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(SluiceError) as caught:
+        load_tokenizer(ModelSpec("m", str(tmp_path), processor), limits())
+    assert caught.value.kind is kind
+    assert "\n" not in caught.value.message
+
+
+def test_a_broken_tekken_file_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "tekken.json").write_text('{"config": {"version": "v99"}}')
+    with pytest.raises(SluiceError, match="tokenizer of model m cannot be loaded: Unknown version"):
+        load_tokenizer(ModelSpec("m", str(tmp_path)), limits())
+
+
+def test_a_missing_folder_is_not_found() -> None:
+    with pytest.raises(SluiceError, match="does not exist") as caught:
+        load_tokenizer(ModelSpec("m", "./nowhere"), limits())
+    assert caught.value.kind is ErrorKind.NOT_FOUND
