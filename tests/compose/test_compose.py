@@ -20,8 +20,8 @@ CONCURRENCY = 16
 
 # What each replica counts once for a request it did its share of.
 REQUESTS = {
-    "preprocess": "sluice_preprocess_requests_total",
-    "router": "sluice_router_decisions_total",
+    "preprocess": "sluice_preprocess_prompt_tokens_count",
+    "router": "sluice_router_queries_total",
     "postprocess": "sluice_postprocess_finished_streams_total",
     "worker": "sluice_worker_requests_total",
 }

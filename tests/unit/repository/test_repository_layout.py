@@ -12,14 +12,19 @@ SERVICES = ["gateway", "preprocess", "router", "postprocess", "worker"]
 # A worker may run what comes before and after it, because some engines do that themselves.
 MAY_IMPORT = {"worker": {"preprocess", "postprocess"}}
 
-# Where messages and calls are translated; everything else is plain Python that a unit test calls directly.
+# The edges: where a servicer is registered and where messages become plain data. Everything else is plain Python
+# that a unit test calls directly.
 KNOWS_GRPC = [
     "common/*",
+    "*/__main__.py",
     "*/service.py",
     "gateway/clients/*",
-    "postprocess/session.py",
+    "gateway/fleet.py",
+    "router/messages.py",
+    "worker/attach.py",
+    "worker/hosting.py",
     "worker/registration.py",
-    "worker/session.py",
+    "worker/wire.py",
 ]
 
 
