@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from typing import Any
 
 import grpc
 from google.protobuf.descriptor import FileDescriptor
@@ -18,11 +20,34 @@ from services.common.tls import server_credentials
 log = logging.getLogger(__name__)
 
 
+class _Health(health_aio.HealthServicer):  # type: ignore[misc]  # the library has no types
+    """Health whose watchers do not hold up the end of the server: by itself a watch ends only with its caller."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._over = asyncio.Event()
+
+    def end_watches(self) -> None:
+        """Tells every watcher that nothing is served any more, and lets it go."""
+        self._over.set()
+
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:
+        watching = asyncio.create_task(super().Watch(request, context))
+        over = asyncio.create_task(self._over.wait())
+        try:
+            await asyncio.wait({watching, over}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            watching.cancel()
+            over.cancel()
+            await asyncio.gather(watching, over, return_exceptions=True)
+        await context.write(health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.NOT_SERVING))
+
+
 class GrpcServer:
     """One listening gRPC server.
 
     Register servicers on `server`, then `start`. Health answers NOT_SERVING until `set_serving(True)` and again from
-    the first moment of `drain`.
+    the first moment of `stop`.
     """
 
     def __init__(self, settings: GrpcServiceSettings, descriptor: FileDescriptor) -> None:
@@ -42,7 +67,7 @@ class GrpcServer:
         if settings.max_connection_age_s:
             options.append(("grpc.max_connection_age_ms", int(settings.max_connection_age_s * 1000)))
         self.server = grpc.aio.server(options=options)
-        self._health = health_aio.HealthServicer()
+        self._health = _Health()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         if settings.reflection:
             names = (
@@ -82,4 +107,5 @@ class GrpcServer:
     async def stop(self, grace_s: float) -> None:
         """Refuses new calls, lets running ones finish for `grace_s` seconds, then cancels them."""
         await self.set_serving(False)
+        self._health.end_watches()
         await self.server.stop(grace_s)

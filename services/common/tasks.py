@@ -46,9 +46,9 @@ class TaskOwner:
         return len(self._tasks)
 
     async def close(self) -> None:
-        """Cancels what still runs and waits for it."""
+        """Cancels what still runs, the caller excepted, and waits for it."""
         self._closing = True
-        tasks = list(self._tasks)
+        tasks = self._tasks - {asyncio.current_task()}  # one of them may be what closes
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from pathlib import Path
 
 import grpc
@@ -19,6 +20,19 @@ def _read(path: Path, what: str) -> bytes:
         ) from error
 
 
+def _check_pair(certificate: Path, key: Path) -> None:
+    """gRPC would take any bytes here and fail later, as if the port were taken."""
+    try:
+        # Without a password callback OpenSSL would ask on the terminal for that of an encrypted key.
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password=lambda: "")
+    except (ssl.SSLError, ValueError) as error:
+        raise SluiceError(
+            ErrorKind.FAILED_PRECONDITION,
+            f"tls-cert {certificate} and tls-key {key} are no certificate with its unencrypted key in PEM form.",
+            param="tls-cert",
+        ) from error
+
+
 def server_credentials(settings: TlsSettings) -> grpc.ServerCredentials | None:
     """Credentials for a server, None for plain text; SluiceError when files are missing or do not fit together."""
     if settings.tls_cert is None and settings.tls_key is None:
@@ -33,6 +47,7 @@ def server_credentials(settings: TlsSettings) -> grpc.ServerCredentials | None:
         raise SluiceError(ErrorKind.FAILED_PRECONDITION, "tls-require-client-cert needs tls-ca.")
     pair = (_read(settings.tls_key, "tls-key"), _read(settings.tls_cert, "tls-cert"))
     authorities = _read(settings.tls_ca, "tls-ca") if settings.tls_ca else None
+    _check_pair(settings.tls_cert, settings.tls_key)
     return grpc.ssl_server_credentials([pair], authorities, settings.tls_require_client_cert)
 
 

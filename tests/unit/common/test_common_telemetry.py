@@ -1,0 +1,103 @@
+"""Spans nest across stages and services; while tracing is off they cost nothing."""
+
+from __future__ import annotations
+
+import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind, StatusCode
+
+from services.common import telemetry
+from sluice.v1 import common_pb2
+
+
+@pytest.fixture
+def spans(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
+    monkeypatch.setattr(telemetry, "_tracer", None)
+    monkeypatch.setattr(telemetry, "_provider", None)
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    telemetry.use_tracer_provider(provider)
+    return exporter
+
+
+@pytest.fixture
+def off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(telemetry, "_tracer", None)
+
+
+@pytest.mark.usefixtures("off")
+def test_off_is_one_shared_context_and_no_headers() -> None:
+    with telemetry.stage("a") as span, telemetry.stage("b", parent={}, tokens=3):
+        assert span is None
+    assert telemetry.stage("a") is telemetry.stage("b", parent={"traceparent": "x"}, tokens=3)
+    assert telemetry.start_span("a") is None
+    assert telemetry.headers() == {}
+    assert telemetry.grpc_metadata() is None
+    assert telemetry.trace_context() is None
+    assert telemetry.carrier_of_metadata([("traceparent", "x")]) == {}
+    assert not telemetry.tracing()
+
+
+def test_stages_nest_and_keep_their_attributes(spans: InMemorySpanExporter) -> None:
+    with telemetry.stage("outer", kind=SpanKind.SERVER), telemetry.stage("inner", tokens=3, lora=None):
+        pass
+    inner, outer = spans.get_finished_spans()
+    assert (inner.name, outer.name, outer.kind) == ("inner", "outer", SpanKind.SERVER)
+    assert inner.parent is not None
+    assert inner.parent.span_id == outer.context.span_id
+    assert dict(inner.attributes or {}) == {"tokens": 3}
+
+
+def test_error_marks_the_stage_and_goes_on(spans: InMemorySpanExporter) -> None:
+    with pytest.raises(ValueError, match="odd"), telemetry.stage("a"):
+        raise ValueError("odd")
+    (span,) = spans.get_finished_spans()
+    assert span.status.status_code is StatusCode.ERROR
+
+
+def test_trace_goes_on_over_a_session_message(spans: InMemorySpanExporter) -> None:
+    with telemetry.stage("gateway.request"):
+        sent = telemetry.trace_context()
+    assert sent is not None
+    received = common_pb2.TraceContext.FromString(sent.SerializeToString())
+    with telemetry.stage("worker.generate", parent=telemetry.carrier(received)):
+        pass
+    gateway, worker = spans.get_finished_spans()
+    assert worker.context.trace_id == gateway.context.trace_id
+    assert worker.parent is not None
+    assert worker.parent.span_id == gateway.context.span_id
+
+
+def test_trace_goes_on_over_unary_metadata(spans: InMemorySpanExporter) -> None:
+    with telemetry.stage("gateway.route"):
+        metadata = telemetry.grpc_metadata()
+    assert metadata is not None
+    carrier = telemetry.carrier_of_metadata([*metadata, ("user-agent", "x")])
+    with telemetry.stage("router.route", parent=carrier):
+        pass
+    gateway, router = spans.get_finished_spans()
+    assert router.context.trace_id == gateway.context.trace_id
+
+
+def test_span_without_a_block_of_code(spans: InMemorySpanExporter) -> None:
+    span = telemetry.start_span("worker.generate", tokens=2, lora=None)
+    assert span is not None
+    sent = telemetry.trace_context(span)
+    telemetry.fail_span(span, "engine is gone")
+    span.end()
+    (ended,) = spans.get_finished_spans()
+    assert ended.status.description == "engine is gone"
+    assert sent is not None
+    assert format(ended.context.span_id, "016x") in sent.traceparent
+
+
+def test_empty_carrier_starts_a_trace_of_its_own(spans: InMemorySpanExporter) -> None:
+    with telemetry.stage("outer"), telemetry.stage("inner", parent=telemetry.carrier(common_pb2.TraceContext())):
+        pass
+    inner, outer = spans.get_finished_spans()
+    assert inner.name == "inner"
+    assert outer.name == "outer"
+    assert inner.parent is None or inner.context.trace_id == outer.context.trace_id
