@@ -13,6 +13,10 @@ from services.common.errors import ErrorKind, SluiceError
 from services.preprocess.pool import ComputePool
 
 
+_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+_TOKENS = (16, 64, 256, 1024, 4096, 16384, 65536, 262144)
+
+
 class Instruments:
     """Counters and histograms; make it after telemetry is configured.
 
@@ -23,13 +27,19 @@ class Instruments:
     def __init__(self, pool: ComputePool) -> None:
         meter = telemetry.meter("preprocess")
         self._seconds = meter.create_histogram(
-            "sluice_preprocess_request_seconds", "s", "time from request to answer, by verb"
+            "sluice_preprocess_request_seconds",
+            "s",
+            "time from request to answer, by verb",
+            explicit_bucket_boundaries_advisory=_SECONDS,
         )
         self._errors = meter.create_counter(
             "sluice_preprocess_errors_total", "1", "requests refused or failed, by verb and kind"
         )
         self._prompt_tokens = meter.create_histogram(
-            "sluice_preprocess_prompt_tokens", "1", "tokens of a tokenized prompt, by model"
+            "sluice_preprocess_prompt_tokens",
+            "1",
+            "tokens of a tokenized prompt, by model",
+            explicit_bucket_boundaries_advisory=_TOKENS,
         )
 
         def busy(_: CallbackOptions) -> Iterator[Observation]:

@@ -27,11 +27,11 @@ class PreprocessSettings(GrpcServiceSettings):
     load_wait_s: float = Field(60.0, gt=0, description="longest that one request waits for its tokenizer to load")
     tokenize_threads: int = Field(2, ge=1, le=64, description="threads for requests over inline-kb")
     inline_kb: int = Field(
-        16,
+        4,
         ge=0,
-        description="requests up to this many KiB are served without a thread hop, which costs more than they do",
+        description="requests up to this many KiB are served at once; a thread hop would cost more than they do",
     )
-    max_waiting: int = Field(64, ge=1, description="requests that may wait for a thread; more are shed")
+    max_waiting: int = Field(1024, ge=1, description="requests that may wait for a thread; more are shed")
     work_limit_s: float = Field(10.0, gt=0, description="longest that one request may wait and compute")
     max_prompt_mb: float = Field(4.0, gt=0, description="largest prompt, before and after the template, MiB of text")
     template_limit_s: float = Field(2.0, gt=0, description="longest that a chat template may run")
