@@ -12,7 +12,6 @@ from services.common import telemetry
 from services.common.errors import ErrorKind, SluiceError
 from services.preprocess.pool import ComputePool
 
-
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _TOKENS = (16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 
