@@ -2,45 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from typing import Any
 
 import grpc
 from google.protobuf.descriptor import FileDescriptor
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
 from services.common.channels import KEEPALIVE_TIMEOUT_MS
 from services.common.errors import ErrorKind, SluiceError
+from services.common.health import Health
 from services.common.settings import GrpcServiceSettings
 from services.common.tls import server_credentials
 
 log = logging.getLogger(__name__)
-
-
-class _Health(health_aio.HealthServicer):  # type: ignore[misc]  # the library has no types
-    """Health whose watchers do not hold up the end of the server: by itself a watch ends only with its caller."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._over = asyncio.Event()
-
-    def end_watches(self) -> None:
-        """Tells every watcher that nothing is served any more, and lets it go."""
-        self._over.set()
-
-    async def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:
-        watching = asyncio.create_task(super().Watch(request, context))
-        over = asyncio.create_task(self._over.wait())
-        try:
-            await asyncio.wait({watching, over}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            watching.cancel()
-            over.cancel()
-            await asyncio.gather(watching, over, return_exceptions=True)
-        await context.write(health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.NOT_SERVING))
 
 
 class GrpcServer:
@@ -67,7 +42,7 @@ class GrpcServer:
         if settings.max_connection_age_s:
             options.append(("grpc.max_connection_age_ms", int(settings.max_connection_age_s * 1000)))
         self.server = grpc.aio.server(options=options)
-        self._health = _Health()
+        self._health = Health()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         if settings.reflection:
             names = (
@@ -100,12 +75,10 @@ class GrpcServer:
 
     async def set_serving(self, serving: bool) -> None:
         """Says in health whether requests are welcome."""
-        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for name in ("", *self._services):
-            await self._health.set(name, status)
+            self._health.set(name, serving)
 
     async def stop(self, grace_s: float) -> None:
         """Refuses new calls, lets running ones finish for `grace_s` seconds, then cancels them."""
-        await self.set_serving(False)
-        self._health.end_watches()
+        self._health.close()
         await self.server.stop(grace_s)

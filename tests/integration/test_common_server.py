@@ -284,3 +284,33 @@ async def test_two_servers_never_share_a_port() -> None:
         server, _ = await stack.enter_async_context(serving())
         with pytest.raises(SluiceError, match="Cannot listen"):
             await stack.enter_async_context(serving(listen=f"127.0.0.1:{server.port}"))
+
+
+async def test_health_watch_says_each_change_once_and_knows_what_it_does_not_know() -> None:
+    async with serving() as (server, channel):
+        stub = health_pb2_grpc.HealthStub(channel)
+        watch = stub.Watch(health_pb2.HealthCheckRequest(service="sluice.v1.Worker"))
+        stranger = stub.Watch(health_pb2.HealthCheckRequest(service="sluice.v1.Nothing"))
+        assert (await watch.read()).status == NOT_SERVING
+        await server.set_serving(False)
+        await server.set_serving(True)
+        assert (await asyncio.wait_for(watch.read(), 10)).status == SERVING
+        assert (await asyncio.wait_for(stranger.read(), 10)).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+        watch.cancel()
+        await server.set_serving(False)
+        assert await health(channel) == NOT_SERVING
+
+
+async def test_stopped_server_cannot_become_healthy_again() -> None:
+    worker = Worker()  # type: ignore[abstract]
+    async with serving(worker) as (server, channel):
+        running = worker_pb2_grpc.WorkerStub(channel).Control(worker_pb2.ControlRequest(), timeout=60)
+        await worker.busy.wait()
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        assert (await watch.read()).status == NOT_SERVING
+        stopping = asyncio.create_task(server.stop(60))
+        await server.set_serving(True)
+        assert await asyncio.wait_for(watch.read(), 10) is grpc.aio.EOF
+        worker.may_finish.set()
+        await running
+        await asyncio.wait_for(stopping, 10)

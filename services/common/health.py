@@ -1,0 +1,61 @@
+"""gRPC health (`grpc.health.v1`) whose watchers let go when the server ends.
+
+With the servicer of the grpc package a watch ends only with its caller, so that one watcher makes every drain last for
+its whole time limit; and it writes under a lock, so that one stalled watcher keeps all others from hearing anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+
+
+class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # the package has no types
+    """What every service answers about itself; the empty name stands for the whole server."""
+
+    def __init__(self) -> None:
+        self._statuses: dict[str, int] = {}
+        self._changed = asyncio.Event()
+        self._over = False
+
+    def set(self, service: str, serving: bool) -> None:
+        """Says whether requests are welcome; after `close` they never are."""
+        self._statuses[service] = SERVING if serving and not self._over else NOT_SERVING
+        self._tell()
+
+    def close(self) -> None:
+        """Nothing is served any more: watchers hear that and their calls end."""
+        self._over = True
+        for service in self._statuses:
+            self._statuses[service] = NOT_SERVING
+        self._tell()
+
+    def _tell(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def Check(self, request: health_pb2.HealthCheckRequest, context: Any) -> health_pb2.HealthCheckResponse:
+        status = self._statuses.get(request.service)
+        if status is None:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"There is no service {request.service!r} here.")
+        return health_pb2.HealthCheckResponse(status=status)
+
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:
+        said = None
+        while True:
+            changed = self._changed  # taken before the status is read: no change can be missed
+            status = self._statuses.get(request.service, SERVICE_UNKNOWN)
+            if status != said:
+                await context.write(health_pb2.HealthCheckResponse(status=status))
+                said = status
+            elif self._over:
+                return
+            else:
+                await changed.wait()
