@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -28,7 +29,7 @@ def ids(text: str) -> list[int]:
 
 def fed_in(stream: Stream, tokens: list[int], cuts: list[int], reason: FinishReason) -> tuple[str, Finish]:
     edges = [0, *sorted(cut % (len(tokens) + 1) for cut in cuts), len(tokens)]
-    text = "".join(stream.feed(tokens[a:b]) for a, b in zip(edges, edges[1:], strict=False))
+    text = "".join(stream.feed(tokens[a:b]) for a, b in itertools.pairwise(edges))
     text += stream.end(reason)
     assert stream.finish is not None
     return text, stream.finish

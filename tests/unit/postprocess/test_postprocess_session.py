@@ -1,0 +1,258 @@
+"""Many streams on one session, called directly."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+
+import pytest
+
+from services.common.errors import ErrorKind, SluiceError
+from services.common.models import ModelSpec
+from services.postprocess.library import VocabularyLibrary
+from services.postprocess.metrics import Metrics
+from services.postprocess.session import Batch, PostSession, SessionLimits
+from services.postprocess.stream import Finish, FinishReason, StreamOptions
+from services.postprocess.vocabulary import Vocabulary
+from tests.support.vocabularies import tekken
+
+OPTIONS = StreamOptions("m", eos_token_ids=frozenset([2]))
+LIMITS = SessionLimits(max_streams=4, max_message_tokens=50, max_waiting_tokens=10, max_backlog=100)
+
+
+class Slow:
+    """A loader that waits until it is told to go on, or fails."""
+
+    def __init__(self) -> None:
+        self.gate = asyncio.Event()
+        self.failure: SluiceError | None = None
+        self.loop = asyncio.get_running_loop()
+
+    def __call__(self, spec: ModelSpec) -> Vocabulary:
+        asyncio.run_coroutine_threadsafe(self.gate.wait(), self.loop).result(30)
+        if self.failure is not None:
+            raise self.failure
+        return tekken().vocabulary
+
+
+def library_with(loader: Callable[[ModelSpec], Vocabulary]) -> VocabularyLibrary:
+    return VocabularyLibrary([ModelSpec("m", "anywhere")], 30, loader)
+
+
+@pytest.fixture
+async def session() -> AsyncIterator[PostSession]:
+    library = library_with(lambda spec: tekken().vocabulary)
+    await library.load_all()
+    session = PostSession(library, LIMITS, Metrics(), lambda: None)
+    yield session
+    await session.aclose()
+
+
+@pytest.fixture
+async def loader() -> Slow:
+    return Slow()
+
+
+@pytest.fixture
+async def waiting(loader: Slow) -> AsyncIterator[PostSession]:
+    """A session whose model is still loading."""
+    library = library_with(loader)
+    session = PostSession(library, LIMITS, Metrics(), lambda: None)
+    yield session
+    loader.gate.set()
+    await session.settle()
+    await session.aclose()
+    await library.close()
+
+
+def start(session: PostSession, *slots: int, options: StreamOptions = OPTIONS) -> None:
+    for slot in slots:
+        session.open(slot, f"request-{slot}", options, {})
+
+
+def feed(session: PostSession, *rows: tuple[int, str | list[int]]) -> None:
+    ids = [tekken().encode(row) if isinstance(row, str) else row for _, row in rows]
+    session.feed(
+        array("I", [slot for slot, _ in rows]), array("I", map(len, ids)), array("I", [i for row in ids for i in row])
+    )
+
+
+def texts(batch: Batch | None) -> dict[int, str]:
+    assert batch is not None
+    found, place = {}, 0
+    for slot, length in zip(batch.slots, batch.text_lengths, strict=True):
+        assert slot not in found
+        found[slot], place = batch.text[place : place + length], place + length
+    assert place == len(batch.text)
+    return found
+
+
+def finishes(batch: Batch | None) -> dict[int, Finish]:
+    assert batch is not None
+    assert len({slot for slot, _ in batch.finishes}) == len(batch.finishes)
+    return dict(batch.finishes)
+
+
+def error_codes(batch: Batch | None) -> dict[int, str]:
+    return {slot: finish.error.code for slot, finish in finishes(batch).items() if finish.error is not None}
+
+
+async def test_rows_of_a_slot_become_one_row_of_text(session: PostSession) -> None:
+    start(session, 7, 3)
+    feed(session, (7, "one "), (3, "Eins 😀"), (7, "two "))
+    feed(session, (7, "three"), (99, "nobody's"))
+    assert texts(session.drain()) == {7: "one two three", 3: "Eins 😀"}
+    assert session.drain() is None
+
+
+async def test_a_slot_without_text_has_no_row(session: PostSession) -> None:
+    start(session, 1, 2)
+    feed(session, (1, [1000 + 0xE2]), (2, "a"))
+    assert texts(session.drain()) == {2: "a"}
+
+
+async def test_streams_end_by_themselves_and_by_the_engine(session: PostSession) -> None:
+    start(session, 1, 2)
+    start(session, 3, options=replace(OPTIONS, stop=("END",)))
+    feed(session, (1, [*tekken().encode("a"), 2]), (2, "b"), (3, "text END more"))
+    session.end(2, FinishReason.LENGTH, None)
+    session.end(1, FinishReason.STOP, 2)
+    batch = session.drain()
+    assert texts(batch) == {1: "a", 2: "b", 3: "text "}
+    assert finishes(batch) == {
+        1: Finish(FinishReason.STOP, 2, stop_token_id=2),
+        2: Finish(FinishReason.LENGTH, 1),
+        3: Finish(FinishReason.STOP, len(tekken().encode("text END")), stop_string="END"),
+    }
+    assert len(session) == 0
+    feed(session, (1, "late"))
+    session.end(1, FinishReason.STOP, 2)
+    assert session.drain() is None
+
+
+async def test_a_bad_stream_hurts_only_itself(session: PostSession) -> None:
+    start(session, 1)
+    start(session, 2, options=replace(OPTIONS, model="other"))
+    start(session, 3, options=replace(OPTIONS, tool_parser="hermes"))
+    start(session, 4, options=replace(OPTIONS, stop=("",)))
+    start(session, 5)
+    feed(session, (5, [200_000]), (1, "fine"))
+    batch = session.drain()
+    assert texts(batch) == {1: "fine"}
+    assert error_codes(batch) == {2: "model_not_found", 3: "no_such_parser", 4: "", 5: "token_unknown"}
+    assert {finish.reason for finish in finishes(batch).values()} == {FinishReason.ERROR}
+    assert len(session) == 1
+
+
+async def test_a_slot_in_use_ends_both_streams(session: PostSession) -> None:
+    start(session, 1)
+    feed(session, (1, "first"))
+    start(session, 1)
+    feed(session, (1, "nobody's"))
+    batch = session.drain()
+    assert texts(batch) == {1: "first"}
+    assert error_codes(batch) == {1: "slot_in_use"}
+    assert len(session) == 0
+
+
+async def test_more_streams_than_allowed_are_refused(session: PostSession) -> None:
+    start(session, 1, 2, 3, 4, 5)
+    assert error_codes(session.drain()) == {5: "overloaded"}
+    session.close([1])
+    start(session, 5)
+    assert session.drain() is None
+
+
+async def test_a_closed_stream_leaves_nothing_behind_and_its_slot_is_free(session: PostSession) -> None:
+    start(session, 1, 2)
+    feed(session, (1, "gone"), (2, [*tekken().encode("x"), 2]))
+    session.close([1, 2, 99])
+    start(session, 1)
+    feed(session, (1, "new"))
+    batch = session.drain()
+    assert texts(batch) == {1: "new"}
+    assert finishes(batch) == {}
+
+
+async def test_columns_that_do_not_fit_end_the_session(session: PostSession) -> None:
+    for slots, counts, ids in (([1], [1, 1], [5, 5]), ([1], [2], [5]), ([], [], [5])):
+        with pytest.raises(SluiceError, match="do not fit") as caught:
+            session.feed(array("I", slots), array("I", counts), array("I", ids))
+        assert caught.value.kind is ErrorKind.INVALID_ARGUMENT
+
+
+async def test_too_many_tokens_at_once_end_the_session(session: PostSession) -> None:
+    with pytest.raises(SluiceError, match="too many") as caught:
+        feed(session, (1, [5] * 51))
+    assert caught.value.kind is ErrorKind.TOO_LARGE
+
+
+async def test_a_caller_that_does_not_read_ends_the_session(session: PostSession) -> None:
+    start(session, 1)
+    with pytest.raises(SluiceError, match="does not read") as caught:  # noqa: PT012
+        for _ in range(4):
+            feed(session, (1, [1500] * 50))
+    assert caught.value.kind is ErrorKind.OVERLOADED
+    session.drain()
+    feed(session, (1, [1500] * 50))
+
+
+async def test_a_stream_waits_for_its_model(waiting: PostSession, loader: Slow) -> None:
+    start(waiting, 1, 2, 3)
+    feed(waiting, (1, "one "), (2, "zwei"))
+    feed(waiting, (1, "two"))
+    waiting.end(1, FinishReason.STOP, None)
+    waiting.close([3])
+    assert waiting.drain() is None
+    loader.gate.set()
+    await asyncio.wait_for(waiting.settle(), 30)
+    batch = waiting.drain()
+    assert texts(batch) == {1: "one two", 2: "zwei"}
+    assert finishes(batch) == {1: Finish(FinishReason.STOP, len([*tekken().encode("one "), *tekken().encode("two")]))}
+    assert len(waiting) == 1
+
+
+async def test_tokens_that_wait_are_bounded(waiting: PostSession) -> None:
+    start(waiting, 1, 2)
+    feed(waiting, (1, [1500] * 8), (2, [1500] * 10))
+    feed(waiting, (1, [1500] * 3))
+    assert error_codes(waiting.drain()) == {1: "overloaded"}
+    assert len(waiting) == 1
+
+
+async def test_a_model_that_cannot_be_loaded_is_an_error_of_its_streams(waiting: PostSession, loader: Slow) -> None:
+    loader.failure = SluiceError(ErrorKind.NOT_FOUND, "Gone.", code="gone")
+    start(waiting, 1, 2)
+    loader.gate.set()
+    await asyncio.wait_for(waiting.settle(), 30)
+    assert error_codes(waiting.drain()) == {1: "gone", 2: "gone"}
+
+
+async def test_a_slot_reopened_while_its_model_loads_belongs_to_the_second_stream(
+    waiting: PostSession, loader: Slow
+) -> None:
+    start(waiting, 1)
+    feed(waiting, (1, "old"))
+    waiting.close([1])
+    start(waiting, 1)
+    feed(waiting, (1, "new"))
+    loader.gate.set()
+    await asyncio.wait_for(waiting.settle(), 30)
+    assert texts(waiting.drain()) == {1: "new"}
+    assert len(waiting) == 1
+
+
+async def test_draining_ends_with_the_last_answer(session: PostSession) -> None:
+    start(session, 1)
+    session.start_draining()
+    start(session, 2)
+    assert error_codes(session.drain()) == {2: "draining"}
+    assert session.drain() is None
+    assert not session.drained.is_set()
+    session.end(1, FinishReason.LENGTH, None)
+    assert list(finishes(session.drain())) == [1]
+    assert not session.drained.is_set(), "the answer is not written yet"
+    assert session.drain() is None
+    assert session.drained.is_set()
