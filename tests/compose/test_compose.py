@@ -1,4 +1,7 @@
-"""The suite in containers: starts, serves, scales, spreads the load, and is gone afterwards."""
+"""The suite in containers: starts, serves, scales, spreads the load, and is gone afterwards.
+
+What the containers said ends up in build/compose-test.log.
+"""
 
 import asyncio
 import json
@@ -15,6 +18,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SCALE = {"preprocess": 2, "router": 2, "postprocess": 2, "worker": 4}
+LOGS = ROOT / "build/compose-test.log"
 CHATS = 200
 CONCURRENCY = 16
 
@@ -87,10 +91,9 @@ def suite() -> Iterator[Suite]:
         suite.compose("build", timeout_s=1200)
         suite.up({})
         yield suite
-    except BaseException:
-        print(suite.compose("logs", "--no-color", "--tail", "50"))
-        raise
     finally:
+        LOGS.parent.mkdir(exist_ok=True)
+        LOGS.write_text(suite.compose("logs", "--no-color"))
         suite.compose("down", "--volumes", "--remove-orphans", "--timeout", "20", timeout_s=180)
 
 
@@ -125,7 +128,9 @@ async def _load(url: str, chats: int) -> None:
     """Runs `chats` chats, `CONCURRENCY` at a time; the first that fails fails the test."""
     gate = asyncio.Semaphore(CONCURRENCY)
     async with httpx.AsyncClient(base_url=url, timeout=60) as client, asyncio.TaskGroup() as group:
-        model = (await client.get("/v1/models")).json()["data"][0]["id"]
+        models = await client.get("/v1/models")
+        assert models.status_code == 200, models.text
+        model = models.json()["data"][0]["id"]
 
         async def one(number: int) -> None:
             async with gate:
