@@ -127,9 +127,16 @@ class LLMEngine(ABC):
         Raises:
             SluiceError: as `generate`; the sink is then never called.
         """
-        task = self.tasks.spawn(self._drive(request, context, sink), f"generate-{request.request_id}")
+        progress = _Progress(len(request.token_ids), sink)
+        task = self.tasks.spawn(self._drive(request, context, progress), f"generate-{request.request_id}")
         self._driven[request.request_id] = task
-        task.add_done_callback(lambda _: self._driven.pop(request.request_id, None))
+
+        def ended(done: asyncio.Task[None]) -> None:
+            if self._driven.get(request.request_id) is done:
+                del self._driven[request.request_id]
+            progress.end(FinishReason.CANCELLED)  # of a task that was cancelled, possibly before its first step
+
+        task.add_done_callback(ended)
 
     def abort(self, context: GenerateContext) -> None:
         """Ends a submitted request within one engine step; its sink hears CANCELLED. Unknown ones are ignored."""
@@ -158,50 +165,55 @@ class LLMEngine(ABC):
         """Forgets every reusable prefix; SluiceError(FAILED_PRECONDITION) when the engine cannot."""
         raise SluiceError(ErrorKind.FAILED_PRECONDITION, "This engine cannot clear its prefix cache.")
 
-    async def _drive(self, request: GenerateRequest, context: GenerateContext, sink: Sink) -> None:
+    async def _drive(self, request: GenerateRequest, context: GenerateContext, progress: _Progress) -> None:
         """Pushes what `generate` yields, and a terminal of its own when that yields none."""
-        progress = _Progress(len(request.token_ids))
         try:
             async with aclosing(self.generate(request, context)) as deltas:
                 async for delta in deltas:
-                    progress.forward(delta, sink)
+                    progress.forward(delta)
                     if delta.finish_reason is not None:
                         return
             raise SluiceError(ErrorKind.STREAM_INCOMPLETE, "The engine ended the generation without a finish reason.")
-        except asyncio.CancelledError:
-            sink.finish(FinishReason.CANCELLED, progress.usage())
-            if not context.cancelled:
-                raise
         except SluiceError as error:
-            sink.finish(FinishReason.ERROR, progress.usage(), error=error)
+            progress.end(FinishReason.ERROR, error)
         except Exception:
             log.exception("engine failed", extra={"request": request.request_id})
-            sink.finish(FinishReason.ERROR, progress.usage(), error=internal("The engine failed on this request."))
+            progress.end(FinishReason.ERROR, internal("The engine failed on this request."))
 
 
 class _Progress:
-    """Counts a driven request's tokens, for the usage of an end the engine did not write itself."""
+    """Carries a driven request's deltas to its sink, and knows the usage of an end the engine did not write itself."""
 
-    def __init__(self, prompt_tokens: int) -> None:
+    def __init__(self, prompt_tokens: int, sink: Sink) -> None:
+        self._sink = sink
         self._prompt_tokens = prompt_tokens
         self._tokens = 0
         self._cached: int | None = None
+        self._ended = False
 
-    def usage(self) -> Usage:
-        return Usage(self._prompt_tokens, self._tokens, self._cached or 0)
+    def end(self, reason: FinishReason, error: SluiceError | None = None) -> None:
+        """Ends the request unless it has ended."""
+        if not self._ended:
+            self._ended = True
+            self._sink.finish(reason, self._usage(), error=error)
 
-    def forward(self, delta: Delta, sink: Sink) -> None:
+    def forward(self, delta: Delta) -> None:
+        """Pushes one delta."""
         if self._cached is None:
             self._cached = delta.cached_tokens or 0
-            sink.begin(self._cached, delta.prompt_logprobs)
+            self._sink.begin(self._cached, delta.prompt_logprobs)
         if delta.token_ids:
             self._tokens += len(delta.token_ids)
-            sink.push(delta.token_ids, delta.logprobs)
+            self._sink.push(delta.token_ids, delta.logprobs)
         if delta.finish_reason is not None:
-            sink.finish(
+            self._ended = True
+            self._sink.finish(
                 delta.finish_reason,
-                delta.usage or self.usage(),
+                delta.usage or self._usage(),
                 stop_token_id=delta.stop_token_id,
                 error=delta.error,
                 handoff=delta.handoff,
             )
+
+    def _usage(self) -> Usage:
+        return Usage(self._prompt_tokens, self._tokens, self._cached or 0)

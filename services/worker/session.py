@@ -108,9 +108,8 @@ class WorkerSession:
 
     def _end_ambiguous(self, slot: int) -> None:
         """Two requests cannot share a slot: the caller could not tell them apart, so both end with one error."""
-        self._open[slot].fail(
-            invalid(f"Slot {slot} is in use; wait for its terminal delta before using it again.", param="slot")
-        )
+        error = invalid(f"Slot {slot} is in use; wait for its terminal delta before using it again.", param="slot")
+        self._worker.fail(self._open[slot], error)
 
     def _close_slot(self, slot: int) -> None:
         self._open.pop(slot, None)

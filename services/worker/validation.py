@@ -25,7 +25,7 @@ def validate(request: GenerateRequest, config: EngineConfig) -> None:
     _validate_model(request, config)
     _validate_prompt(request, config)
     _validate_stop(request)
-    _validate_sampling(request.sampling)
+    _validate_sampling(request.sampling, config.vocab_size)
     _validate_placement(request, config)
     _validate_capabilities(request, config)
 
@@ -75,18 +75,21 @@ def _validate_stop(request: GenerateRequest) -> None:
         raise invalid("min_tokens must not be above max_tokens.", param="min_tokens")
 
 
-def _validate_sampling(sampling: Sampling) -> None:
+def _validate_sampling(sampling: Sampling, vocab_size: int) -> None:
     for name, lowest, highest in _RANGES:
         value = getattr(sampling, name)
         if value is not None and not (lowest <= value <= highest and math.isfinite(value)):
             limit = "" if math.isinf(highest) else f" and at most {highest:g}"
             raise invalid(f"{name} must be a number of at least {lowest:g}{limit}.", param=name)
-    if sampling.top_p == 0 or sampling.repetition_penalty == 0:
-        raise invalid("top_p and repetition_penalty must be above 0.", param="top_p" if sampling.top_p == 0 else "")
+    for name in ("top_p", "repetition_penalty"):
+        if getattr(sampling, name) == 0:
+            raise invalid(f"{name} must be above 0.", param=name)
     if sampling.top_k is not None and sampling.top_k < -1:
         raise invalid("top_k must be at least 1; 0 or -1 for no limit.", param="top_k")
     if any(not -100 <= bias <= 100 for bias in sampling.logit_bias.values()):
         raise invalid("logit_bias values must be between -100 and 100.", param="logit_bias")
+    if vocab_size and any(token_id >= vocab_size for token_id in sampling.logit_bias):
+        raise invalid(f"logit_bias names token ids outside the vocabulary of {vocab_size}.", param="logit_bias")
 
 
 def _validate_placement(request: GenerateRequest, config: EngineConfig) -> None:

@@ -121,6 +121,11 @@ class Worker:
         if not delivery.ended:
             self.engine.abort(delivery.context)
 
+    def fail(self, delivery: Delivery, error: SluiceError) -> None:
+        """Ends a request with an error of the worker's own."""
+        delivery.fail(error)
+        self.engine.abort(delivery.context)
+
     def abort(self, request_id: str) -> bool:
         """Cancels by request id; False when no such request is alive."""
         delivery = self._live.get(request_id)
@@ -154,8 +159,7 @@ class Worker:
 
     def _end_all(self, error: SluiceError) -> None:
         for delivery in tuple(self._live.values()):
-            delivery.fail(error)
-            self.engine.abort(delivery.context)
+            self.fail(delivery, error)
 
     def _engine_failed(self, name: str, error: BaseException) -> None:
         self._closed = SluiceError(ErrorKind.ENGINE_SHUTDOWN, "The engine of this worker has failed.")

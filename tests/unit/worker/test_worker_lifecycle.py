@@ -1,0 +1,262 @@
+"""The worker around an engine: refusals, exactly one end, drain, failure, cleanup."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from services.common.errors import ErrorKind, SluiceError
+from services.worker.delivery import StreamDelivery
+from services.worker.engine import GenerateContext
+from services.worker.generation import (
+    Delta,
+    Disaggregation,
+    FinishReason,
+    GenerateRequest,
+    Guided,
+    Role,
+    Sampling,
+    Usage,
+)
+from services.worker.worker import Worker
+from tests.support.engines import RecordingSink, ScriptedEngine, request
+
+STOP = Delta((7,), FinishReason.STOP, Usage(4, 1, 0), stop_token_id=7)
+
+
+async def started(engine: ScriptedEngine, on_failure: Callable[[str, BaseException], None] | None = None) -> Worker:
+    worker = Worker(engine, "w", on_failure)
+    await worker.start()
+    return worker
+
+
+async def read(delivery: StreamDelivery) -> list[Delta]:
+    async with asyncio.timeout(5):
+        return [delta async for delta in delivery.deltas()]
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind", "param"),
+    [
+        (request(prompt=()), ErrorKind.INVALID_ARGUMENT, "prompt"),
+        (request(prompt=(1000,)), ErrorKind.INVALID_ARGUMENT, "prompt"),
+        (request(prompt=range(64)), ErrorKind.INVALID_ARGUMENT, "prompt"),
+        (request(request_id=""), ErrorKind.INVALID_ARGUMENT, "request_id"),
+        (request(model="other"), ErrorKind.NOT_FOUND, "model"),
+        (request(lora="rude"), ErrorKind.NOT_FOUND, "lora"),
+        (request(max_tokens=0), ErrorKind.INVALID_ARGUMENT, "max_tokens"),
+        (request(max_tokens=3, min_tokens=4), ErrorKind.INVALID_ARGUMENT, "min_tokens"),
+        (request(sampling=Sampling(temperature=-1.0)), ErrorKind.INVALID_ARGUMENT, "temperature"),
+        (request(sampling=Sampling(temperature=float("nan"))), ErrorKind.INVALID_ARGUMENT, "temperature"),
+        (request(sampling=Sampling(top_p=0.0)), ErrorKind.INVALID_ARGUMENT, "top_p"),
+        (request(sampling=Sampling(top_p=1.1)), ErrorKind.INVALID_ARGUMENT, "top_p"),
+        (request(sampling=Sampling(repetition_penalty=0.0)), ErrorKind.INVALID_ARGUMENT, "repetition_penalty"),
+        (request(sampling=Sampling(top_k=-2)), ErrorKind.INVALID_ARGUMENT, "top_k"),
+        (request(sampling=Sampling(logit_bias={1: 101.0})), ErrorKind.INVALID_ARGUMENT, "logit_bias"),
+        (request(sampling=Sampling(logit_bias={1000: 1.0})), ErrorKind.INVALID_ARGUMENT, "logit_bias"),
+        (request(data_parallel_rank=1), ErrorKind.INVALID_ARGUMENT, "data_parallel_rank"),
+        (request(resumed_tokens=4), ErrorKind.INVALID_ARGUMENT, "resumed_tokens"),
+        (request(logprobs=0), ErrorKind.FAILED_PRECONDITION, "logprobs"),
+        (request(guided=Guided("regex", "a+")), ErrorKind.FAILED_PRECONDITION, "response_format"),
+        (request(text="hello"), ErrorKind.FAILED_PRECONDITION, "prompt"),
+        (request(messages_json=b"[]"), ErrorKind.FAILED_PRECONDITION, "prompt"),
+        (request(disaggregation=Disaggregation(Role.PREFILL)), ErrorKind.FAILED_PRECONDITION, "disaggregation"),
+    ],
+)
+async def test_what_cannot_run_is_refused_before_the_engine_sees_it(
+    asked: GenerateRequest, kind: ErrorKind, param: str
+) -> None:
+    engine = ScriptedEngine()
+    worker = await started(engine)
+    with pytest.raises(SluiceError) as refusal:
+        worker.submit(asked, StreamDelivery())
+    assert (refusal.value.kind, refusal.value.param) == (kind, param)
+    assert refusal.value.message.endswith(".")
+    assert worker.live_requests == 0
+    assert engine.closed == []
+
+
+async def test_a_request_streams_and_ends_once() -> None:
+    worker = await started(ScriptedEngine([Delta((5, 6), cached_tokens=4), STOP]))
+    delivery = StreamDelivery()
+    worker.submit(request(), delivery)
+    deltas = await read(delivery)
+    assert [token_id for delta in deltas for token_id in delta.token_ids] == [5, 6, 7]
+    assert deltas[0].cached_tokens == 4
+    assert [delta.finish_reason for delta in deltas if delta.finish_reason] == [FinishReason.STOP]
+    assert deltas[-1].usage == Usage(4, 1, 0)
+    assert worker.live_requests == 0
+
+
+async def test_two_live_requests_cannot_share_an_id() -> None:
+    worker = await started(ScriptedEngine(hold=True))
+    worker.submit(request("same"), StreamDelivery())
+    with pytest.raises(SluiceError) as refusal:
+        worker.submit(request("same"), StreamDelivery())
+    assert refusal.value.code == "duplicate_request_id"
+    assert worker.live_requests == 1
+    await worker.drain(0)
+    await worker.cleanup()
+
+
+async def test_an_adapter_name_as_model_selects_the_adapter() -> None:
+    seen: list[GenerateRequest] = []
+
+    class Watching(ScriptedEngine):
+        def submit(self, request: GenerateRequest, context: GenerateContext, sink: Any) -> None:
+            seen.append(request)
+            super().submit(request, context, sink)
+
+    worker = await started(Watching([STOP]))
+    delivery = StreamDelivery()
+    worker.submit(request(model="polite"), delivery)
+    await read(delivery)
+    assert seen[0].lora == "polite"
+
+
+async def test_cancel_reaches_the_engine_and_ends_as_cancelled() -> None:
+    engine = ScriptedEngine([Delta((5,))], hold=True)
+    worker = await started(engine)
+    delivery = StreamDelivery()
+    worker.submit(request(), delivery)
+    reading = delivery.deltas()
+    async with asyncio.timeout(5):
+        assert list((await anext(reading)).token_ids) == [5]
+        worker.cancel(delivery)
+        terminal = await anext(reading)
+    assert terminal.finish_reason is FinishReason.CANCELLED
+    assert terminal.usage == Usage(4, 1, 0)
+    assert engine.closed == ["r"]
+    assert not worker.abort("r")
+
+
+async def test_abort_by_request_id() -> None:
+    worker = await started(ScriptedEngine(hold=True))
+    delivery = StreamDelivery()
+    worker.submit(request(), delivery)
+    assert worker.abort("r")
+    assert (await read(delivery))[-1].finish_reason is FinishReason.CANCELLED
+    assert not worker.abort("r")
+
+
+@pytest.mark.parametrize(
+    ("script", "kind"),
+    [
+        ([Delta((5,))], ErrorKind.STREAM_INCOMPLETE),
+        ([Delta((5,)), SluiceError(ErrorKind.RESPONSE_TIMEOUT, "Too slow.")], ErrorKind.RESPONSE_TIMEOUT),
+        ([Delta((5,)), RuntimeError("secret detail")], ErrorKind.INTERNAL),
+    ],
+)
+async def test_an_engine_that_fails_ends_the_request_with_a_typed_error(
+    script: list[Delta | Exception], kind: ErrorKind
+) -> None:
+    worker = await started(ScriptedEngine(script))
+    delivery = StreamDelivery()
+    worker.submit(request(), delivery)
+    terminal = (await read(delivery))[-1]
+    assert terminal.finish_reason is FinishReason.ERROR
+    assert terminal.error is not None
+    assert terminal.error.kind is kind
+    assert "secret" not in terminal.error.message
+    assert terminal.usage == Usage(4, 1, 0)
+
+
+async def test_nothing_comes_after_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    delivery = StreamDelivery()
+    delivery.finish(FinishReason.STOP, Usage())
+    delivery.begin(3)
+    delivery.push((1, 2))
+    delivery.finish(FinishReason.LENGTH, Usage())
+    deltas = await read(delivery)
+    assert [delta.finish_reason for delta in deltas] == [FinishReason.STOP]
+    assert "twice" in caplog.text
+
+
+async def test_an_engine_that_refuses_leaves_nothing_behind() -> None:
+    class Broken(ScriptedEngine):
+        def submit(self, request: GenerateRequest, context: GenerateContext, sink: Any) -> None:
+            raise RuntimeError("secret detail")
+
+    worker = await started(Broken())
+    with pytest.raises(SluiceError) as refusal:
+        worker.submit(request(), StreamDelivery())
+    assert refusal.value.kind is ErrorKind.INTERNAL
+    assert "secret" not in refusal.value.message
+    assert worker.live_requests == 0
+
+
+async def test_before_the_start_and_after_the_drain_requests_are_refused() -> None:
+    worker = Worker(ScriptedEngine([STOP]), "w")
+    with pytest.raises(SluiceError) as early:
+        worker.submit(request(), StreamDelivery())
+    assert early.value.kind is ErrorKind.UNAVAILABLE
+    await worker.start()
+    await worker.drain(1)
+    with pytest.raises(SluiceError) as late:
+        worker.submit(request(), StreamDelivery())
+    assert late.value.kind is ErrorKind.ENGINE_SHUTDOWN
+    assert late.value.retryable
+
+
+async def test_drain_waits_for_what_runs() -> None:
+    engine = ScriptedEngine([STOP])
+    engine.script, engine.hold = [Delta((5,))], True
+    worker = await started(engine)
+    delivery = StreamDelivery()
+    worker.submit(request(), delivery)
+    draining = asyncio.create_task(worker.drain(30))
+    await asyncio.sleep(0)
+    assert not draining.done()
+    worker.abort("r")
+    async with asyncio.timeout(5):
+        await draining
+    assert worker.live_requests == 0
+
+
+async def test_what_outlasts_the_drain_ends_as_engine_shutdown_and_counts_its_tokens() -> None:
+    engine = ScriptedEngine([Delta((5, 6), cached_tokens=2)], hold=True)
+    worker = await started(engine)
+    delivery = StreamDelivery()
+    worker.submit(request(), delivery)
+    await asyncio.sleep(0)
+    await worker.drain(0.01)
+    deltas = await read(delivery)
+    assert deltas[-1].error is not None
+    assert deltas[-1].error.kind is ErrorKind.ENGINE_SHUTDOWN
+    assert deltas[-1].usage == Usage(4, 2, 2)
+    assert worker.live_requests == 0
+
+
+async def test_a_dead_engine_task_fails_the_worker_and_all_its_requests() -> None:
+    failures: list[str] = []
+    engine = ScriptedEngine(hold=True)
+    worker = await started(engine, lambda name, error: failures.append(name))
+    delivery = StreamDelivery()
+    worker.submit(request(), delivery)
+
+    async def die() -> None:
+        raise RuntimeError("gone")
+
+    engine.tasks.spawn(die(), "loop")
+    deltas = await read(delivery)
+    assert deltas[-1].error is not None
+    assert deltas[-1].error.kind is ErrorKind.ENGINE_SHUTDOWN
+    assert failures == ["loop"]
+    with pytest.raises(SluiceError):
+        worker.submit(request("next"), StreamDelivery())
+
+
+async def test_the_default_submit_is_begin_pushes_finish() -> None:
+    engine = ScriptedEngine([Delta((5,), cached_tokens=1), Delta((6,)), Delta(finish_reason=FinishReason.LENGTH)])
+    sink = RecordingSink()
+    engine.submit(request(), GenerateContext("r"), sink)
+    async with asyncio.timeout(5):
+        await sink.done.wait()
+        await engine.drain()
+    assert sink.calls == ["begin", "push", "push", "finish"]
+    assert sink.usage == Usage(4, 2, 1)
+    await engine.cleanup()
+    await engine.cleanup()
