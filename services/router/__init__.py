@@ -1,0 +1,1 @@
+"""Router: which worker should run this prompt."""

@@ -1,0 +1,70 @@
+"""Starts the router: `python -m services.router`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from services.common.runner import Stop, run
+from services.common.server import GrpcServer
+from services.router.cost import CostModel
+from services.router.router import Router, RouterConfig
+from services.router.service import RouterService
+from services.router.settings import RouterSettings
+from services.router.store.base import Store
+from services.router.store.memory import MemoryStore
+from sluice.v1 import router_pb2, router_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+
+def make_store(settings: RouterSettings) -> Store:
+    """The store the settings ask for; SluiceError when the Redis URL is none."""
+    url = settings.redis_url.get_secret_value()
+    if not url:
+        return MemoryStore()
+    from services.router.store.redis import RedisStore
+
+    return RedisStore(url, settings.redis_prefix, settings.redis_timeout_s)
+
+
+async def serve(settings: RouterSettings, stop: Stop, on_listening: asyncio.Future[int] | None = None) -> None:
+    """Serves until `stop` is set; `on_listening` is given the port."""
+    config = RouterConfig(settings.policy, settings.lease_ms, int(settings.reservation_ttl_s * 1000))
+    router = Router(make_store(settings), config, on_death=stop.fail)
+    cost = CostModel(
+        settings.prefill_load_scale,
+        settings.device_credit,
+        settings.host_credit,
+        settings.disk_credit,
+        settings.temperature,
+    )
+    service = RouterService(router, cost)
+    server = GrpcServer(settings, router_pb2.DESCRIPTOR)
+    router_pb2_grpc.add_RouterServicer_to_server(service, server.server)
+    await server.start()
+    router.start()
+    if on_listening is not None:
+        on_listening.set_result(server.port)
+    waits = {asyncio.ensure_future(router.ready.wait()), asyncio.ensure_future(stop.wait())}
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()
+    if not stop.is_set():
+        await server.set_serving(True)
+        log.info("router is ready", extra={"store": "redis" if settings.redis_url.get_secret_value() else "memory"})
+    await stop.wait()
+    await server.set_serving(False)
+    service.stop()
+    await server.stop(settings.drain_s)
+    await router.close()
+
+
+def main() -> None:
+    """Entry point."""
+    settings = RouterSettings.load()
+    run("router", settings, lambda stop: serve(settings, stop))
+
+
+if __name__ == "__main__":
+    main()

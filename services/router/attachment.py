@@ -1,0 +1,333 @@
+"""One worker's attachment: its lease, its event stream and the resyncs it needs."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from services.common.errors import ErrorKind, SluiceError, invalid
+from services.router.events import (
+    HASH_BYTES,
+    MAX_SEQUENCE,
+    BlocksChanged,
+    EventBatch,
+    Snapshot,
+    Tier,
+    WorkerDown,
+    WorkerDraining,
+    WorkerUp,
+)
+from services.router.holding import Outcome
+from services.router.link import Link
+from services.router.store.base import Applied, Lease, Store, StoreUnavailable
+from services.router.view import ModelView
+from services.router.workers import Slot, Worker
+
+log = logging.getLogger(__name__)
+
+MOST_BUFFERED = 4_096  # batches of one rank kept back while its snapshot is under way
+HEARTBEATS_PER_LEASE = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """How the worker is doing, as the transport encodes it."""
+
+    document: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotChunk:
+    """A piece of a rank's snapshot."""
+
+    rank: int
+    sequence: int
+    tier: Tier
+    hashes: bytes
+    last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """The worker takes no new requests."""
+
+    reason: str
+
+
+Said: TypeAlias = Report | EventBatch | SnapshotChunk | Leaving
+
+
+@dataclass(slots=True)
+class Replies:
+    """What the worker should hear: durable sequence numbers by rank, and ranks to send a snapshot of, with reasons."""
+
+    acks: dict[int, int] = field(default_factory=dict)
+    resyncs: dict[int, str] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Assembly:
+    """A snapshot on its way, and the batches that came after it was asked for."""
+
+    sequence: int = 0
+    tiers: tuple[bytearray, bytearray, bytearray] = field(
+        default_factory=lambda: (bytearray(), bytearray(), bytearray())
+    )
+    later: list[EventBatch] = field(default_factory=list)
+
+
+class Attachment:
+    """A worker's stream to this router. Not reentrant: its owner handles one batch of messages after another."""
+
+    def __init__(self, worker: Worker, store: Store, link: Link, view: ModelView, lease_ms: int) -> None:
+        self.worker = worker
+        self.session = uuid.uuid4().hex
+        self.left = False
+        self._unsent = Replies()
+        self._refused: SluiceError | None = None
+        self._store = store
+        self._link = link
+        self._view = view
+        self._lease_ms = lease_ms
+        self._renewed_at = 0.0
+        self._heard: dict[int, int] = {}  # last sequence number the worker spoke of, by rank
+        self._assemblies: dict[int, _Assembly] = {}
+
+    async def open(self) -> dict[int, int]:
+        """Registers; returns the last sequence number held, by rank.
+
+        Raises:
+            SluiceError: FAILED_PRECONDITION for an old epoch, or a block size others of the model do not have.
+        """
+        self._check_fits()
+        try:
+            sequences = await self._store.register(self.worker, self.session, self._lease_ms)
+        except StoreUnavailable as error:
+            self._link.lost(error)
+            self._view.apply(WorkerUp(self.worker))
+            return self._view.sequences(self.worker)
+        self._view.apply(WorkerUp(self.worker))
+        self._renewed_at = time.monotonic()
+        return sequences
+
+    async def reopen(self) -> None:
+        """Registers again after the store was away or lost the worker; asks for what it misses with the next replies.
+
+        Raises:
+            StoreUnavailable: it is away again.
+        """
+        try:
+            sequences = await self._store.register(self.worker, self.session, self._lease_ms)
+        except StoreUnavailable:
+            raise
+        except SluiceError as error:  # a newer start of this worker registered meanwhile
+            self._refused = error
+            return
+        self._view.apply(WorkerUp(self.worker))
+        self._renewed_at = time.monotonic()
+        if self.left:
+            await self._store.leave(self.worker.model, self.worker.worker_id, self.session)
+            self._view.apply(WorkerDraining(self.worker.worker_id, self.worker.epoch))
+        for rank, heard in self._heard.items():
+            if sequences.get(rank, 0) < heard:
+                self._ask(rank, "the store does not hold your last events", self._unsent)
+
+    async def handle(self, said: Sequence[Said]) -> Replies:
+        """Takes messages in order; event batches that came together are applied together.
+
+        Raises:
+            SluiceError: the worker sent nonsense or was replaced; cut it off.
+        """
+        replies, self._unsent = self._unsent, Replies()
+        batches: list[EventBatch] = []
+        report: Report | None = None
+        for message in said:
+            if isinstance(message, EventBatch):
+                batches.append(message)
+                continue
+            await self._apply(batches, replies)
+            batches = []
+            if isinstance(message, Report):
+                report = message
+            elif isinstance(message, SnapshotChunk):
+                await self._assemble(message, replies)
+            else:
+                await self._leave(message)
+        await self._apply(batches, replies)
+        await self._renew(report)
+        if self._refused is not None:
+            raise self._refused
+        return replies
+
+    def close(self) -> None:
+        """The worker's stream ended, so for this replica it is gone; `remove` tells the others."""
+        self._view.apply(WorkerDown(self.worker.worker_id, self.worker.epoch))
+
+    async def remove(self) -> None:
+        """Tells the store that the worker is gone, unless another attachment has it.
+
+        What is booked on it goes too, unless it left in order: then its requests still run.
+        """
+        await self._store.remove(self.worker.model, self.worker.worker_id, self.session, keep_reservations=self.left)
+
+    def _check_fits(self) -> None:
+        mine = self.worker
+        for other in self._view.workers:
+            if not other.block_size or not mine.block_size or other.worker_id == mine.worker_id:
+                continue
+            if (other.block_size, other.hash_scheme) != (mine.block_size, mine.hash_scheme):
+                raise SluiceError(
+                    ErrorKind.FAILED_PRECONDITION,
+                    f"Model {mine.model} is served with blocks of {other.block_size} tokens ({other.hash_scheme}) and "
+                    f"this worker has {mine.block_size} ({mine.hash_scheme}): their caches cannot share an index.",
+                    param="card.block_size",
+                    code="block_size_mismatch",
+                )
+
+    async def _leave(self, message: Leaving) -> None:
+        self.left = True
+        log.info("worker leaves", extra={"worker": self.worker.worker_id, "reason": message.reason})
+        self._view.apply(WorkerDraining(self.worker.worker_id, self.worker.epoch))
+        try:
+            await self._store.leave(self.worker.model, self.worker.worker_id, self.session)
+        except StoreUnavailable as error:
+            self._link.lost(error)
+
+    async def _renew(self, report: Report | None, now: bool = False) -> None:
+        if report is not None:
+            self._view.reports[self.worker.worker_id] = report.document
+        due = self._renewed_at + self._lease_ms / 1000 / HEARTBEATS_PER_LEASE
+        if not self._link.there or (report is None and not now and time.monotonic() < due):
+            return
+        document = None if report is None else report.document
+        try:
+            lease = await self._store.renew(
+                self.worker.model, self.worker.worker_id, self.session, self._lease_ms, document
+            )
+            self._renewed_at = time.monotonic()
+            if lease is Lease.GONE:
+                await self.reopen()
+        except StoreUnavailable as error:
+            self._link.lost(error)
+            return
+        if lease is Lease.REPLACED:
+            raise SluiceError(
+                ErrorKind.FAILED_PRECONDITION,
+                f"Worker {self.worker.worker_id} is attached elsewhere; this attachment ends.",
+                code="replaced",
+            )
+
+    async def _apply(self, batches: Sequence[EventBatch], replies: Replies) -> None:
+        ready = []
+        for batch in batches:
+            self._check_rank(batch.rank)
+            self._check_sequence(batch.sequence)
+            self._heard[batch.rank] = max(batch.sequence, self._heard.get(batch.rank, 0))
+            if batch.rank in self._assemblies:
+                self._keep_back(batch, replies)
+            else:
+                ready.append(batch)
+        if not ready:
+            return
+        results = await self._applied(ready, replies)
+        for batch, (outcome, sequence) in zip(ready, results, strict=True):
+            await self._settle(batch, outcome, sequence, replies)
+
+    async def _applied(self, batches: Sequence[EventBatch], replies: Replies) -> list[Applied]:
+        worker = self.worker
+        if self._link.there:
+            try:
+                results = await self._store.apply(
+                    worker.model, worker.worker_id, worker.epoch, worker.total_blocks, batches
+                )
+                for batch in batches:
+                    self._view.apply(BlocksChanged(Slot(worker.worker_id, batch.rank), worker.epoch, batch))
+                return results
+            except StoreUnavailable as error:
+                self._link.lost(error)
+        # The view stays current while the store is away. Nothing is acknowledged: nothing is durable.
+        return [
+            Applied(self._view.index.apply(Slot(worker.worker_id, batch.rank), worker.epoch, batch), 0)
+            for batch in batches
+        ]
+
+    async def _settle(self, batch: EventBatch, outcome: Outcome, sequence: int, replies: Replies) -> None:
+        if outcome is Outcome.OVERFLOW:
+            raise self._too_many(batch.rank)
+        if outcome is Outcome.GAP:
+            if batch.rank not in self._assemblies:
+                self._ask(batch.rank, f"event batch {batch.sequence} came and {sequence + 1} was next", replies)
+            self._keep_back(batch, replies)
+        elif outcome is Outcome.STALE:
+            await self._renew(None, now=True)
+        elif sequence:
+            replies.acks[batch.rank] = max(sequence, replies.acks.get(batch.rank, 0))
+
+    def _keep_back(self, batch: EventBatch, replies: Replies) -> None:
+        later = self._assemblies[batch.rank].later
+        later.append(batch)
+        if len(later) > MOST_BUFFERED:
+            self._ask(batch.rank, "the snapshot did not come in time", replies)
+
+    def _ask(self, rank: int, reason: str, replies: Replies) -> None:
+        self._assemblies[rank] = _Assembly()
+        replies.resyncs[rank] = reason
+        log.info("resync", extra={"worker": self.worker.worker_id, "rank": rank, "reason": reason})
+
+    async def _assemble(self, chunk: SnapshotChunk, replies: Replies) -> None:
+        self._check_rank(chunk.rank)
+        if chunk.sequence >= MAX_SEQUENCE:
+            raise invalid(f"Sequence number {chunk.sequence} is too large.", param="snapshot.sequence")
+        assembly = self._assemblies.setdefault(chunk.rank, _Assembly())
+        if chunk.sequence != assembly.sequence:
+            assembly.sequence = chunk.sequence
+            assembly.tiers = (bytearray(), bytearray(), bytearray())
+        assembly.tiers[chunk.tier].extend(chunk.hashes)
+        if len(assembly.tiers[chunk.tier]) > self.worker.total_blocks * HASH_BYTES:
+            raise self._too_many(chunk.rank)
+        if chunk.last:
+            del self._assemblies[chunk.rank]
+            device, host, disk = (bytes(tier) for tier in assembly.tiers)
+            await self._replace(Snapshot(chunk.rank, chunk.sequence, (device, host, disk)), replies)
+            await self._apply(assembly.later, replies)
+
+    async def _replace(self, snapshot: Snapshot, replies: Replies) -> None:
+        worker, slot = self.worker, Slot(self.worker.worker_id, snapshot.rank)
+        self._heard[snapshot.rank] = max(snapshot.sequence, self._heard.get(snapshot.rank, 0))
+        self._view.replace(slot, worker.epoch, snapshot)
+        if not self._link.there:
+            return
+        try:
+            outcome, sequence = await self._store.replace(
+                worker.model, worker.worker_id, worker.epoch, worker.total_blocks, snapshot
+            )
+        except StoreUnavailable as error:
+            self._link.lost(error)
+            return
+        if outcome is Outcome.OVERFLOW:
+            raise self._too_many(snapshot.rank)
+        if outcome is not Outcome.STALE:
+            replies.acks[snapshot.rank] = sequence
+
+    def _check_rank(self, rank: int) -> None:
+        if rank >= self.worker.ranks:
+            raise invalid(
+                f"Worker {self.worker.worker_id} speaks of rank {rank} and has {self.worker.ranks}.",
+                param="data_parallel_rank",
+            )
+
+    def _check_sequence(self, sequence: int) -> None:
+        if not 1 <= sequence < MAX_SEQUENCE:
+            raise invalid(f"Sequence number {sequence} is out of range: they start at 1.", param="events.sequence")
+
+    def _too_many(self, rank: int) -> SluiceError:
+        return SluiceError(
+            ErrorKind.INVALID_ARGUMENT,
+            f"Worker {self.worker.worker_id} claims more blocks on rank {rank} than the "
+            f"{self.worker.total_blocks} of its card.",
+            code="too_many_blocks",
+        )

@@ -1,0 +1,130 @@
+"""Booking with a fallback: in the store while it is there, in a local book while it is away."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from random import Random
+from typing import Any, TypeAlias
+
+from services.router.book import Book, Choice, Terms
+from services.router.cost import NO_LOAD, Load, Offer
+from services.router.link import Link
+from services.router.store.base import Store, StoreUnavailable
+from services.router.store.memory import unix_ms
+from services.router.workers import Slot
+
+STORE_UNAVAILABLE = "store_unavailable"
+MOST_DEFERRED = 100_000  # ids of each kind and model; beyond it the reservations' expiry has to do
+
+_Step: TypeAlias = Callable[[str, Sequence[str]], Awaitable[Any]]
+
+
+class _Local:
+    """What happened to one model's reservations while the store was away."""
+
+    def __init__(self, random: Random) -> None:
+        self.book = Book(unix_ms, random)
+        self.marked: dict[str, None] = {}
+        self.freed: dict[str, None] = {}
+
+    @property
+    def empty(self) -> bool:
+        return not (len(self.book) or self.marked or self.freed)
+
+
+class Bookkeeper:
+    """Chooses and books, marks and frees; never fails because the store is away."""
+
+    def __init__(self, store: Store, link: Link, random: Random) -> None:
+        self._store = store
+        self._link = link
+        self._random = random
+        self._locals: dict[str, _Local] = {}
+
+    async def select(
+        self, model: str, offers: Sequence[Offer], terms: Terms, seen: Mapping[Slot, Load]
+    ) -> tuple[Choice, str]:
+        """Chooses an offer and books it.
+
+        Args:
+            seen: loads as last read from the store, for when it is away.
+
+        Returns:
+            The choice, and why a fallback was taken, or nothing.
+        """
+        if self._link.there:
+            try:
+                return await self._store.select(model, offers, terms), ""
+            except StoreUnavailable as error:
+                self._link.lost(error)
+        loads = [seen.get(offer.slot, NO_LOAD) for offer in offers]
+        based = [
+            offer._replace(uncached=offer.uncached + load.prefill, added=offer.added + load.decode)
+            for offer, load in zip(offers, loads, strict=True)
+        ]
+        return self._local(model).book.select(based, terms), STORE_UNAVAILABLE
+
+    async def mark_prefill_complete(self, model: str, request_ids: Sequence[str]) -> int:
+        """Gives prefill load back; returns how many ids were unknown."""
+        if (local := self._locals.get(model)) is not None:
+            request_ids = local.book.mark_prefill_complete(request_ids)
+        if self._link.there and request_ids:
+            try:
+                return len(await self._store.mark_prefill_complete(model, request_ids))
+            except StoreUnavailable as error:
+                self._link.lost(error)
+        if request_ids:
+            _defer(self._local(model).marked, request_ids)
+        return 0
+
+    async def free(self, model: str, request_ids: Sequence[str]) -> int:
+        """Gives all load back; returns how many ids were unknown."""
+        if (local := self._locals.get(model)) is not None:
+            # The store may hold it too: a select that timed out may have happened.
+            known = [each for each in request_ids if local.book.holds(each)]
+            request_ids = local.book.free(request_ids)
+            _defer(local.freed, known)
+        if self._link.there and request_ids:
+            try:
+                return len(await self._store.free(model, request_ids))
+            except StoreUnavailable as error:
+                self._link.lost(error)
+        if request_ids:
+            _defer(self._local(model).freed, request_ids)
+        return 0
+
+    def drop_worker(self, model: str, worker_id: str) -> None:
+        """Forgets local reservations of a worker that is gone."""
+        if (local := self._locals.get(model)) is not None:
+            local.book.drop_worker(worker_id)
+
+    async def settle(self) -> None:
+        """Tells the store what happened while it was away; StoreUnavailable when it is away again."""
+        for model, local in list(self._locals.items()):
+            local.book.expire()
+            while not local.empty:
+                for reservation in local.book.reservations:
+                    await self._store.book(model, reservation)
+                    local.book.free([reservation.request_id])
+                await _replay(self._store.mark_prefill_complete, model, local.marked)
+                await _replay(self._store.free, model, local.freed)
+            self._locals.pop(model)
+
+    def _local(self, model: str) -> _Local:
+        found = self._locals.get(model)
+        if found is None:
+            found = self._locals[model] = _Local(self._random)
+        return found
+
+
+def _defer(ids: dict[str, None], more: Sequence[str]) -> None:
+    for each in more[: max(MOST_DEFERRED - len(ids), 0)]:
+        ids[each] = None
+
+
+async def _replay(step: _Step, model: str, ids: dict[str, None]) -> None:
+    some = list(ids)
+    if some:
+        await step(model, some)
+        for each in some:
+            ids.pop(each, None)

@@ -1,0 +1,90 @@
+"""What one rank holds, and the rules by which its event batches are accepted."""
+
+from __future__ import annotations
+
+from array import array
+from enum import Enum
+
+from services.common.packing import pack_u64, unpack_u64
+from services.router.events import EventBatch, Kind, Snapshot, Tier
+
+
+class Outcome(Enum):
+    """What became of a batch or snapshot."""
+
+    APPLIED = "applied"
+    DUPLICATE = "duplicate"  # at or below what is known: nothing changed
+    GAP = "gap"  # something before it is missing: nothing changed, a snapshot is needed
+    STALE = "stale"  # no such worker, or another epoch: nothing changed
+    OVERFLOW = "overflow"  # more blocks than the card allows: the worker cannot be believed
+
+
+class Holding:
+    """The blocks of one rank in one epoch, by tier.
+
+    Args:
+        epoch: of the worker.
+        capacity: most blocks per tier.
+    """
+
+    __slots__ = ("capacity", "epoch", "sequence", "tiers")
+
+    def __init__(self, epoch: int, capacity: int) -> None:
+        self.epoch = epoch
+        self.capacity = capacity
+        self.sequence = 0
+        self.tiers: tuple[set[int], set[int], set[int]] = (set(), set(), set())
+
+    @property
+    def blocks(self) -> int:
+        """Blocks held, counted once per tier."""
+        return sum(map(len, self.tiers))
+
+    def admit(self, epoch: int, sequence: int) -> Outcome:
+        """Whether a batch with this sequence number is the next one."""
+        if epoch != self.epoch:
+            return Outcome.STALE
+        if sequence <= self.sequence:
+            return Outcome.DUPLICATE
+        return Outcome.APPLIED if sequence == self.sequence + 1 else Outcome.GAP
+
+    def apply(self, epoch: int, batch: EventBatch) -> Outcome:
+        """Applies a batch if it is the next one. After OVERFLOW the content is undefined: drop the worker."""
+        outcome = self.admit(epoch, batch.sequence)
+        if outcome is not Outcome.APPLIED:
+            return outcome
+        for kind, tier, hashes in batch.ops:
+            held = self.tiers[tier]
+            if kind is Kind.CLEARED:
+                self.clear()
+            elif kind is Kind.STORED:
+                held.update(unpack_u64(hashes))
+                if len(held) > self.capacity:
+                    return Outcome.OVERFLOW
+            else:
+                held.difference_update(unpack_u64(hashes))
+        self.sequence = batch.sequence
+        return outcome
+
+    def replace(self, epoch: int, snapshot: Snapshot) -> Outcome:
+        """Takes a snapshot unless it is older than what is held."""
+        if epoch != self.epoch:
+            return Outcome.STALE
+        if snapshot.sequence < self.sequence:
+            return Outcome.DUPLICATE
+        tiers = tuple(set(unpack_u64(hashes)) for hashes in snapshot.tiers)
+        if max(map(len, tiers)) > self.capacity:
+            return Outcome.OVERFLOW
+        self.tiers = (tiers[Tier.DEVICE], tiers[Tier.HOST], tiers[Tier.DISK])
+        self.sequence = snapshot.sequence
+        return Outcome.APPLIED
+
+    def clear(self) -> None:
+        """Forgets all blocks of all tiers."""
+        for held in self.tiers:
+            held.clear()
+
+    def snapshot(self, rank: int) -> Snapshot:
+        """A copy; hashes in no order."""
+        device, host, disk = (pack_u64(array("Q", held)) for held in self.tiers)
+        return Snapshot(rank, self.sequence, (device, host, disk))

@@ -1,0 +1,111 @@
+"""Keeps the views current: follows every model's changes, refreshes loads, clears what expired."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from services.common.tasks import TaskOwner
+from services.router.bookkeeper import Bookkeeper
+from services.router.link import Link
+from services.router.metrics import Metrics
+from services.router.registry import Registry
+from services.router.store.base import FellBehind, Store, StoreUnavailable
+from services.router.view import ModelView
+
+log = logging.getLogger(__name__)
+
+TEND_EVERY_S = 0.5
+
+
+class Keeper:
+    """Owns the views.
+
+    Args:
+        lease_ms: of workers. Nothing is swept until the store has been there for as long, so that workers whose router
+            or store was away can renew first.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        link: Link,
+        bookkeeper: Bookkeeper,
+        registry: Registry,
+        tasks: TaskOwner,
+        metrics: Metrics,
+        lease_ms: int,
+    ) -> None:
+        self._store = store
+        self._link = link
+        self._bookkeeper = bookkeeper
+        self._registry = registry
+        self._tasks = tasks
+        self._metrics = metrics
+        self._lease_s = lease_ms / 1000
+        self._views: dict[str, ModelView] = {}
+        self.known: set[str] = set()
+
+    def view(self, model: str) -> ModelView:
+        """The view of a model; made, and followed from now on, if there is none."""
+        found = self._views.get(model)
+        if found is None:
+            found = self._views[model] = ModelView(model, self._registry)
+            self._tasks.spawn(self._follow(found), f"follow-{model}")
+        return found
+
+    def find(self, model: str) -> ModelView | None:
+        """The view of a model that has been heard of."""
+        return self._views.get(model)
+
+    @property
+    def views(self) -> list[ModelView]:
+        """All of them, by model."""
+        return [self._views[model] for model in sorted(self._views)]
+
+    async def discover(self) -> None:
+        """Learns which models the store knows, and starts following them."""
+        self.known = set(await self._store.models())
+        for model in self.known:
+            self.view(model)
+
+    async def load_all(self) -> None:
+        """Waits until every known model has been read once."""
+        await self._link.wait()
+        await asyncio.gather(*(view.loaded.wait() for view in self.views))
+
+    async def tend(self) -> None:
+        """Runs until cancelled."""
+        while True:
+            await self._link.wait()
+            try:
+                await self._tend_once()
+            except StoreUnavailable as error:
+                self._link.lost(error)
+            await asyncio.sleep(TEND_EVERY_S)
+
+    async def _tend_once(self) -> None:
+        await self._bookkeeper.settle()
+        await self.discover()
+        for view in self.views:
+            if self._link.there_for_s > self._lease_s:
+                await self._store.sweep(view.model)
+            pulse = await self._store.pulse(view.model)
+            view.loads = pulse.loads
+            view.reports = view.reports | pulse.reports
+
+    async def _follow(self, view: ModelView) -> None:
+        reason = "start"
+        while True:
+            await self._link.wait()
+            try:
+                self._metrics.reloads.add(1, {"reason": reason})
+                position = await view.rebuild(self._store)
+                async for changes in self._store.follow(view.model, position):
+                    await view.follow(self._store, changes)
+            except FellBehind:
+                reason = "fell_behind"
+                log.warning("fell behind the change feed; reading the store anew", extra={"model": view.model})
+            except StoreUnavailable as error:
+                reason = "store_returned"
+                self._link.lost(error)

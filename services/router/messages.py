@@ -1,0 +1,276 @@
+"""Protobuf messages ↔ the router's own words. Only this file and service.py know the messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from services.common.errors import invalid
+from services.common.hashing import HASH_SCHEME
+from services.common.packing import pack_u64
+from services.router.attachment import Leaving, Replies, Report, Said, SnapshotChunk
+from services.router.cost import CostModel, Load
+from services.router.events import HASH_BYTES, BlockOp, EventBatch, Kind, Tier
+from services.router.index import Overlap
+from services.router.queries import Prompt, Query, Route
+from services.router.registry import Happening, News
+from services.router.view import ModelView
+from services.router.workers import Role, Slot, Worker
+from sluice.v1 import common_pb2, router_pb2
+
+MOST_RANKS = 1_024
+DUMP_AT_ONCE = 65_536  # hashes a message
+
+_TIERS = {
+    common_pb2.CACHE_TIER_UNSPECIFIED: Tier.DEVICE,
+    common_pb2.CACHE_TIER_DEVICE: Tier.DEVICE,
+    common_pb2.CACHE_TIER_HOST: Tier.HOST,
+    common_pb2.CACHE_TIER_DISK: Tier.DISK,
+}
+_TIER_NUMBERS = {
+    Tier.DEVICE: common_pb2.CACHE_TIER_DEVICE,
+    Tier.HOST: common_pb2.CACHE_TIER_HOST,
+    Tier.DISK: common_pb2.CACHE_TIER_DISK,
+}
+_KINDS = {
+    Happening.UP: router_pb2.WorkerChange.KIND_UP,
+    Happening.DOWN: router_pb2.WorkerChange.KIND_DOWN,
+    Happening.SYNCED: router_pb2.WorkerChange.KIND_SYNCED,
+}
+
+
+def worker_of(registration: router_pb2.Registration) -> Worker:
+    """A worker from its registration; SluiceError(INVALID_ARGUMENT) when that cannot be."""
+    card = registration.card
+    for name, value in (
+        ("worker_id", registration.worker_id),
+        ("address", registration.address),
+        ("card.model", card.model),
+    ):
+        if not value:
+            raise invalid(f"A registration needs {name}.", param=f"registration.{name}")
+    ranks = card.data_parallel_size or 1
+    if ranks > MOST_RANKS:
+        raise invalid(f"{ranks} data-parallel ranks are more than {MOST_RANKS}.", param="card.data_parallel_size")
+    scheme = card.hash_scheme or HASH_SCHEME
+    if card.block_size and scheme != HASH_SCHEME:
+        raise invalid(
+            f"Hash scheme {scheme!r} is not known here; use {HASH_SCHEME!r}.",
+            param="registration.card.hash_scheme",
+            code="unknown_hash_scheme",
+        )
+    info = router_pb2.WorkerInfo(
+        worker_id=registration.worker_id,
+        address=registration.address,
+        epoch=registration.epoch,
+        card=card,
+        role=registration.role or common_pb2.WORKER_ROLE_AGGREGATED,
+        engine=registration.engine,
+        engine_version=registration.engine_version,
+    )
+    try:
+        role = Role(info.role)
+    except ValueError:
+        raise invalid(f"Role {info.role} is not known.", param="registration.role") from None
+    return Worker(
+        worker_id=registration.worker_id,
+        address=registration.address,
+        epoch=registration.epoch,
+        model=card.model,
+        role=role,
+        block_size=card.block_size,
+        hash_scheme=scheme,
+        total_blocks=card.total_blocks,
+        ranks=ranks,
+        document=info.SerializeToString(),
+    )
+
+
+def worker_info(worker: Worker, report: bytes) -> router_pb2.WorkerInfo:
+    """A worker as callers see it; the loads of its ranks are added up."""
+    info = router_pb2.WorkerInfo.FromString(worker.document)
+    info.draining = worker.draining
+    total = info.load
+    for load in reported(report):
+        total.running_requests += load.running_requests
+        total.waiting_requests += load.waiting_requests
+        total.used_blocks += load.used_blocks
+        total.cached_blocks += load.cached_blocks
+        total.prefill_tokens += load.prefill_tokens
+        total.step_ms = max(total.step_ms, load.step_ms)
+    return info
+
+
+def reported(report: bytes) -> list[common_pb2.WorkerLoad]:
+    """A worker's last heartbeat: loads by rank."""
+    return list(router_pb2.Heartbeat.FromString(report).loads)
+
+
+def said(message: router_pb2.AttachRequest, worker: Worker) -> Said:
+    """A message of an attached worker; SluiceError(INVALID_ARGUMENT) for nonsense."""
+    which = message.WhichOneof("message")
+    if which == "events":
+        batch = message.events
+        return EventBatch(batch.data_parallel_rank, batch.sequence, tuple(map(_op, batch.events)))
+    if which == "heartbeat":
+        if len(message.heartbeat.loads) > worker.ranks:
+            raise invalid("A heartbeat has more loads than the worker has ranks.", param="heartbeat.loads")
+        return Report(message.heartbeat.SerializeToString())
+    if which == "snapshot":
+        chunk = message.snapshot
+        return SnapshotChunk(
+            chunk.data_parallel_rank, chunk.sequence, _tier(chunk.tier), _whole(chunk.block_hashes), chunk.last
+        )
+    if which == "leave":
+        return Leaving(message.leave.reason)
+    raise invalid(
+        "Only the first message is a registration." if which == "registration" else "An empty message.", param="message"
+    )
+
+
+def _op(event: router_pb2.KvEvent) -> BlockOp:
+    which = event.WhichOneof("event")
+    if which == "stored":
+        return BlockOp(Kind.STORED, _tier(event.stored.tier), _whole(event.stored.block_hashes))
+    if which == "removed":
+        return BlockOp(Kind.REMOVED, _tier(event.removed.tier), _whole(event.removed.block_hashes))
+    if which == "cleared":
+        return BlockOp(Kind.CLEARED, Tier.DEVICE, b"")
+    raise invalid("A KV event of unknown kind.", param="events")
+
+
+def _tier(number: int) -> Tier:
+    tier = _TIERS.get(common_pb2.CacheTier.ValueType(number))
+    if tier is None:
+        raise invalid(f"Cache tier {number} is not known.", param="tier")
+    return tier
+
+
+def _whole(hashes: bytes) -> bytes:
+    if len(hashes) % HASH_BYTES:
+        raise invalid(f"block_hashes holds {len(hashes)} bytes, not a multiple of 8.", param="block_hashes")
+    return hashes
+
+
+def replies_of(replies: Replies) -> Iterator[router_pb2.AttachResponse]:
+    """What an attached worker should hear."""
+    for rank, sequence in replies.acks.items():
+        yield router_pb2.AttachResponse(ack=router_pb2.EventAck(data_parallel_rank=rank, sequence=sequence))
+    for rank, reason in replies.resyncs.items():
+        yield router_pb2.AttachResponse(resync=router_pb2.ResyncRequest(data_parallel_rank=rank, reason=reason))
+
+
+def prompt_of(prompt: router_pb2.PromptRef, lora: str, cache_salt: str) -> Prompt:
+    """A prompt."""
+    return Prompt(
+        prompt.token_ids,
+        prompt.block_hashes,
+        prompt.hash_scheme,
+        prompt.block_size,
+        prompt.prompt_tokens,
+        lora,
+        cache_salt,
+    )
+
+
+def query_of(request: router_pb2.RouteQueryRequest, defaults: CostModel) -> Query:
+    """A query; SluiceError(INVALID_ARGUMENT) when it cannot be."""
+    reserve = request.mode == router_pb2.RouteQueryRequest.MODE_SELECT_AND_RESERVE
+    if reserve and not request.request_id:
+        raise invalid("A reservation needs a request_id.", param="request_id")
+    return Query(
+        request.model,
+        prompt_of(request.prompt, request.lora, request.cache_salt),
+        _cost_model(request.cost, defaults) if request.HasField("cost") else defaults,
+        request.request_id if reserve else "",
+        request.policy,
+        frozenset(request.candidates.worker_ids) if request.HasField("candidates") else None,
+        request.expected_output_tokens,
+        request.ttl_ms,
+        request.explain,
+    )
+
+
+def _cost_model(overrides: router_pb2.CostOverrides, defaults: CostModel) -> CostModel:
+    changes = {field.name: value for field, value in overrides.ListFields()}
+    for name, value in changes.items():
+        most = 1 if name.endswith("_credit") else float("inf")
+        if not 0 <= value <= most or value == float("inf"):
+            raise invalid(f"{name} is {value}; it must be from 0 to {most}.", param=f"cost.{name}")
+    return replace(defaults, **changes)
+
+
+def overlap_of(overlap: Overlap) -> router_pb2.Overlap:
+    """An overlap."""
+    return router_pb2.Overlap(device_blocks=overlap.device, host_blocks=overlap.host, disk_blocks=overlap.disk)
+
+
+def answer_of(route: Route) -> router_pb2.RouteQueryResponse:
+    """The answer to a query."""
+    worker, rank = route.worker, str(route.rank)
+    return router_pb2.RouteQueryResponse(
+        decode=router_pb2.WorkerTarget(
+            worker_id=worker.worker_id, address=worker.address, data_parallel_rank=route.rank
+        ),
+        overlap=overlap_of(route.overlap),
+        tokens_to_compute=route.tokens_to_compute,
+        reservation_id=route.reservation_id,
+        expires_unix_ms=route.expires_unix_ms,
+        index_age_ms=route.index_age_ms,
+        degraded=route.degraded,
+        scores=[
+            router_pb2.CandidateScore(
+                worker_id=score.slot.worker_id,
+                data_parallel_rank=score.slot.rank,
+                cost=score.cost,
+                overlap=overlap_of(score.overlap),
+                prefill_blocks=score.load.prefill,
+                decode_blocks=score.load.decode,
+            )
+            for score in route.scores
+        ],
+        headers={
+            "x-gateway-destination-endpoint": worker.address,
+            "x-dynamo-worker-instance-id": worker.worker_id,
+            "x-dynamo-dp-rank": rank,
+        },
+        best_overlap_blocks=route.best_overlap_blocks,
+    )
+
+
+def change_of(news: News, report: bytes) -> router_pb2.WorkerChange:
+    """What a watcher hears."""
+    worker = None if news.worker is None else worker_info(news.worker, report)
+    return router_pb2.WorkerChange(kind=_KINDS[news.happening], worker=worker)
+
+
+def booked_load(slot: Slot, load: Load, report: bytes) -> router_pb2.BookedLoad:
+    """Booked and reported load of a rank."""
+    loads = reported(report)
+    return router_pb2.BookedLoad(
+        worker_id=slot.worker_id,
+        data_parallel_rank=slot.rank,
+        requests=load.requests,
+        prefill_blocks=load.prefill,
+        decode_blocks=load.decode,
+        reported=loads[slot.rank] if slot.rank < len(loads) else None,
+    )
+
+
+def dump_of(view: ModelView) -> Iterator[router_pb2.IndexDump]:
+    """A view's index, rank by rank and tier by tier; ranks without blocks have one message that says so."""
+    for slot in sorted(view.index.slots):
+        holding = view.index.holding(slot)
+        if holding is None:
+            continue
+        for tier in Tier:
+            hashes = sorted(holding.tiers[tier])
+            for start in range(0, max(len(hashes), 1 if tier is Tier.DEVICE else 0), DUMP_AT_ONCE):
+                yield router_pb2.IndexDump(
+                    worker_id=slot.worker_id,
+                    data_parallel_rank=slot.rank,
+                    tier=_TIER_NUMBERS[tier],
+                    epoch=holding.epoch,
+                    sequence=holding.sequence,
+                    block_hashes=pack_u64(hashes[start : start + DUMP_AT_ONCE]),
+                )

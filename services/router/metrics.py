@@ -1,0 +1,31 @@
+"""The router's instruments; one recording per request or per batch."""
+
+from __future__ import annotations
+
+from services.common import telemetry
+
+
+class Metrics:
+    """Make it after telemetry is configured."""
+
+    def __init__(self) -> None:
+        meter = telemetry.meter("router")
+        self.queries = meter.create_counter(
+            "sluice_router_queries", description="routing decisions, by policy and why they were degraded"
+        )
+        self.query_seconds = meter.create_histogram(
+            "sluice_router_query_seconds",
+            unit="s",
+            description="time to decide",
+            explicit_bucket_boundaries_advisory=[1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 5e-2, 0.25, 1],
+        )
+        self.prompt_blocks = meter.create_counter("sluice_router_prompt_blocks", description="blocks of routed prompts")
+        self.overlap_blocks = meter.create_counter(
+            "sluice_router_overlap_blocks", description="of them, blocks that the chosen worker held"
+        )
+        self.event_batches = meter.create_counter("sluice_router_event_batches", description="KV-event batches taken")
+        self.resyncs = meter.create_counter("sluice_router_resyncs", description="snapshots asked for")
+        self.reloads = meter.create_counter(
+            "sluice_router_reloads", description="views read anew from the store, by reason"
+        )
+        self.workers = meter.create_up_down_counter("sluice_router_attached_workers", description="workers attached")

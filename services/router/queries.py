@@ -1,0 +1,63 @@
+"""What callers ask the router and what it answers, in plain words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from services.router.cost import CostModel, Load
+from services.router.index import Overlap
+from services.router.workers import Slot, Worker
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt by its token ids (packed u32) or its block hashes (packed u64); both empty: by its length alone."""
+
+    token_ids: bytes = b""
+    block_hashes: bytes = b""
+    hash_scheme: str = ""
+    block_size: int = 0
+    prompt_tokens: int = 0
+    lora: str = ""
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """Which worker should run this prompt? `request_id` is set to reserve, `candidates` None for any worker."""
+
+    model: str
+    prompt: Prompt
+    cost: CostModel
+    request_id: str = ""
+    policy: str = ""
+    candidates: frozenset[str] | None = None
+    expected_output_tokens: int = 0
+    ttl_ms: int = 0
+    explain: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Why a candidate was chosen or not."""
+
+    slot: Slot
+    cost: float
+    overlap: Overlap
+    load: Load
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The answer. `reservation_id` is empty and `expires_unix_ms` 0 when nothing was booked."""
+
+    worker: Worker
+    rank: int
+    overlap: Overlap
+    best_overlap_blocks: int
+    tokens_to_compute: int
+    index_age_ms: int
+    reservation_id: str = ""
+    expires_unix_ms: int = 0
+    degraded: str = ""
+    scores: list[Score] = field(default_factory=list)

@@ -1,0 +1,261 @@
+"""The router's RPCs: a thin translation between messages and the domain."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar
+
+import grpc
+from google.protobuf.message import Message
+
+from services.common import logs, telemetry
+from services.common.errors import ErrorKind, SluiceError, invalid, unavailable
+from services.common.grpc_errors import abort, answer
+from services.router import messages
+from services.router.attachment import HEARTBEATS_PER_LEASE, Attachment, Said
+from services.router.cost import CostModel
+from services.router.inbox import Inbox
+from services.router.queries import Query
+from services.router.router import Router, reservation_id
+from services.router.workers import Slot, Worker
+from sluice.v1 import router_pb2, router_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+INBOX_LIMIT = 256  # messages of one worker read and not handled yet
+WRITE_TIMEOUT_S = 10.0
+
+Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+Q = TypeVar("Q", bound=Message)
+A = TypeVar("A", bound=Message)
+
+
+def _stopping() -> SluiceError:
+    return unavailable("This router replica is stopping; use another one.", code="stopping", retry_after_ms=100)
+
+
+@dataclass(frozen=True, slots=True)
+class _Conversation:
+    worker: Worker
+    inbox: Inbox[Said]
+
+
+class RouterService(router_pb2_grpc.RouterServicer):
+    """Serves a router."""
+
+    def __init__(self, router: Router, cost: CostModel) -> None:
+        self._router = router
+        self._cost = cost
+        self._conversations: set[_Conversation] = set()
+        self._stopped = False
+
+    def stop(self) -> None:
+        """Ends the streams that would not end by themselves; workers and watchers go to another replica."""
+        self._stopped = True
+        self._router.stop()
+        for conversation in self._conversations:
+            conversation.inbox.end(_stopping())
+
+    async def RouteQuery(
+        self, request: router_pb2.RouteQueryRequest, context: Context
+    ) -> router_pb2.RouteQueryResponse:
+        async def handle(request: router_pb2.RouteQueryRequest) -> router_pb2.RouteQueryResponse:
+            logs.request_id.set(request.request_id)
+            return messages.answer_of(await self._router.query(messages.query_of(request, self._cost)))
+
+        return await self._unary("query", handle, request, context)
+
+    async def AddRequest(
+        self, request: router_pb2.AddRequestRequest, context: Context
+    ) -> router_pb2.AddRequestResponse:
+        return await self._unary("add", self._add, request, context)
+
+    async def _add(self, request: router_pb2.AddRequestRequest) -> router_pb2.AddRequestResponse:
+        if not request.request_id:
+            raise invalid("A reservation needs a request_id.", param="request_id")
+        prompt = messages.prompt_of(request.prompt, request.lora, request.cache_salt)
+        only = frozenset((request.worker_id,))
+        query = Query(request.model, prompt, self._cost, request.request_id, candidates=only, ttl_ms=request.ttl_ms)
+        choice, overlap = await self._router.add(Slot(request.worker_id, request.data_parallel_rank), query)
+        return router_pb2.AddRequestResponse(
+            reservation_id=reservation_id(request.model, request.request_id),
+            expires_unix_ms=choice.expires_unix_ms,
+            overlap=messages.overlap_of(overlap),
+        )
+
+    async def MarkPrefillComplete(
+        self, request: router_pb2.MarkPrefillCompleteRequest, context: Context
+    ) -> router_pb2.MarkPrefillCompleteResponse:
+        async def handle(request: router_pb2.MarkPrefillCompleteRequest) -> router_pb2.MarkPrefillCompleteResponse:
+            unknown = await self._router.mark_prefill_complete(request.reservation_ids)
+            return router_pb2.MarkPrefillCompleteResponse(unknown=unknown)
+
+        return await self._unary("mark", handle, request, context)
+
+    async def FreeRequest(
+        self, request: router_pb2.FreeRequestRequest, context: Context
+    ) -> router_pb2.FreeRequestResponse:
+        async def handle(request: router_pb2.FreeRequestRequest) -> router_pb2.FreeRequestResponse:
+            return router_pb2.FreeRequestResponse(unknown=await self._router.free(request.reservation_ids))
+
+        return await self._unary("free", handle, request, context)
+
+    async def ListWorkers(
+        self, request: router_pb2.ListWorkersRequest, context: Context
+    ) -> router_pb2.ListWorkersResponse:
+        async def handle(request: router_pb2.ListWorkersRequest) -> router_pb2.ListWorkersResponse:
+            self._router.check_ready()
+            workers = self._router.registry.workers(request.model)
+            return router_pb2.ListWorkersResponse(
+                workers=[messages.worker_info(worker, self._router.report(worker)) for worker in workers]
+            )
+
+        return await self._unary("list", handle, request, context)
+
+    async def GetLoads(self, request: router_pb2.GetLoadsRequest, context: Context) -> router_pb2.GetLoadsResponse:
+        async def handle(request: router_pb2.GetLoadsRequest) -> router_pb2.GetLoadsResponse:
+            self._router.check_ready()
+            loads = await self._router.loads(request.model)
+            return router_pb2.GetLoadsResponse(
+                loads=[
+                    messages.booked_load(slot, load, self._router.report(worker))
+                    for slot, (worker, load) in sorted(loads.items())
+                ]
+            )
+
+        return await self._unary("loads", handle, request, context)
+
+    async def GetOverlaps(
+        self, request: router_pb2.GetOverlapsRequest, context: Context
+    ) -> router_pb2.GetOverlapsResponse:
+        async def handle(request: router_pb2.GetOverlapsRequest) -> router_pb2.GetOverlapsResponse:
+            prompt = messages.prompt_of(request.prompt, request.lora, request.cache_salt)
+            return router_pb2.GetOverlapsResponse(
+                overlaps=[
+                    router_pb2.WorkerOverlap(
+                        worker_id=slot.worker_id, data_parallel_rank=slot.rank, overlap=messages.overlap_of(overlap)
+                    )
+                    for slot, overlap in sorted(self._router.overlaps(request.model, prompt).items())
+                ]
+            )
+
+        return await self._unary("overlaps", handle, request, context)
+
+    async def DumpIndex(
+        self, request: router_pb2.DumpIndexRequest, context: Context
+    ) -> AsyncIterator[router_pb2.IndexDump]:
+        try:
+            self._router.check_ready()
+        except SluiceError as error:
+            await abort(context, error)
+        for view in self._router.indexes(request.model):
+            for message in messages.dump_of(view):
+                yield message
+
+    async def WatchWorkers(
+        self, request: router_pb2.WatchWorkersRequest, context: Context
+    ) -> AsyncIterator[router_pb2.WorkerChange]:
+        if self._stopped:
+            await abort(context, _stopping())
+        try:
+            self._router.check_ready()
+        except SluiceError as error:
+            await abort(context, error)
+        watch = self._router.registry.watch(request.model)
+        try:
+            while not watch.ended:
+                for news in await watch.next():
+                    yield messages.change_of(news, self._router.report(news.worker) if news.worker else b"")
+            await abort(context, _stopping())
+        finally:
+            self._router.registry.unwatch(watch)
+
+    async def Attach(  # type: ignore[override]  # reads and writes by context, for deadlines on both
+        self, requests: AsyncIterator[router_pb2.AttachRequest], context: Context
+    ) -> None:
+        lease_s = self._router.config.lease_ms / 1000
+        try:
+            first = await asyncio.wait_for(context.read(), lease_s)
+            if first is grpc.aio.EOF or first.WhichOneof("message") != "registration":
+                raise invalid("The first message must be a registration.", param="message")
+            if self._stopped:
+                raise _stopping()
+            self._router.check_ready()
+            await self._attached(messages.worker_of(first.registration), context)
+        except SluiceError as error:
+            await abort(context, error)
+        except TimeoutError:
+            await abort(context, SluiceError(ErrorKind.DEADLINE_EXCEEDED, f"Nothing was heard for {lease_s:g} s."))
+        except (asyncio.CancelledError, grpc.aio.AbortError):
+            raise
+        except Exception:
+            log.exception("unexpected failure of an attachment")
+            await abort(context, SluiceError(ErrorKind.INTERNAL, "Unexpected failure; the router's log has more."))
+
+    async def _attached(self, worker: Worker, context: Context) -> None:
+        attachment, sequences = await self._router.workforce.attach(worker)
+        conversation = _Conversation(worker, Inbox(INBOX_LIMIT))
+        self._take_over(conversation)
+        reading = asyncio.create_task(_read(conversation, context))
+        try:
+            lease_ms = self._router.config.lease_ms
+            attached = router_pb2.Attached(
+                lease_ms=lease_ms, heartbeat_interval_ms=lease_ms // HEARTBEATS_PER_LEASE, sequences=sequences
+            )
+            await asyncio.wait_for(context.write(router_pb2.AttachResponse(attached=attached)), WRITE_TIMEOUT_S)
+            await self._converse(attachment, conversation.inbox, context)
+        except SluiceError as error:
+            log.warning("worker is cut off: %s", error.message, extra={"worker": worker.worker_id})
+            raise
+        except TimeoutError:
+            log.warning("worker is cut off: it is silent", extra={"worker": worker.worker_id})
+            raise
+        finally:
+            self._conversations.discard(conversation)
+            self._router.workforce.detach(attachment)
+            reading.cancel()
+
+    def _take_over(self, conversation: _Conversation) -> None:
+        mine = conversation.worker
+        for other in self._conversations:
+            if (other.worker.worker_id, other.worker.model) == (mine.worker_id, mine.model):
+                other.inbox.end(
+                    SluiceError(
+                        ErrorKind.FAILED_PRECONDITION,
+                        f"Worker {mine.worker_id} attached again; this attachment ends.",
+                        code="replaced",
+                    )
+                )
+        self._conversations.add(conversation)
+
+    async def _converse(self, attachment: Attachment, inbox: Inbox[Said], context: Context) -> None:
+        """Handles everything that was read meanwhile as one batch, until the worker is done."""
+        lease_s = self._router.config.lease_ms / 1000
+        metrics = self._router.metrics
+        while said := await inbox.take(lease_s):
+            replies = await attachment.handle(said)
+            metrics.event_batches.add(len(said))
+            if replies.resyncs:
+                metrics.resyncs.add(len(replies.resyncs))
+            for message in messages.replies_of(replies):
+                await asyncio.wait_for(context.write(message), WRITE_TIMEOUT_S)
+
+    async def _unary(self, verb: str, handle: Callable[[Q], Awaitable[A]], request: Q, context: Context) -> A:
+        parent = telemetry.carrier_of_metadata(context.invocation_metadata()) if telemetry.tracing() else None
+        with telemetry.stage(f"router.{verb}", parent=parent):
+            return await answer(context, handle, request)
+
+
+async def _read(conversation: _Conversation, context: Context) -> None:
+    inbox, worker = conversation.inbox, conversation.worker
+    try:
+        while (message := await context.read()) is not grpc.aio.EOF:
+            await inbox.put(messages.said(message, worker))
+        inbox.end()
+    except SluiceError as error:
+        inbox.end(error)
+    except (grpc.aio.UsageError, grpc.aio.InternalError, asyncio.InvalidStateError):
+        inbox.end()  # the call is over

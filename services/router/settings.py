@@ -1,0 +1,35 @@
+"""Settings of the router."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, SecretStr
+
+from services.common.settings import GrpcServiceSettings, settings_config
+
+PolicyName = Literal["kv", "round_robin", "random", "least_loaded", "power_of_two"]
+
+
+class RouterSettings(GrpcServiceSettings):
+    """Chooses the worker that should run a prompt, and keeps the registry, the block index and the load book.
+
+    Every flag is also an environment variable: --log-level is SLUICE_ROUTER_LOG_LEVEL.
+    """
+
+    model_config = settings_config("router")
+
+    listen: str = Field("127.0.0.1:50052", description="host:port of the gRPC server")
+    redis_url: SecretStr = Field(
+        SecretStr(""), description="redis://host:port/db shared by all replicas; empty: state in this process's memory"
+    )
+    redis_prefix: str = Field("sluice", min_length=1, pattern=r"^[^{}]+$", description="first part of every Redis key")
+    redis_timeout_s: float = Field(1.0, gt=0, description="seconds Redis gets to answer before it counts as away")
+    policy: PolicyName = Field("kv", description="how a worker is chosen when the request does not say")
+    prefill_load_scale: float = Field(1.0, ge=0, description="weight of prefill load against decode load")
+    device_credit: float = Field(1.0, ge=0, le=1, description="credit for a block in device memory")
+    host_credit: float = Field(0.75, ge=0, le=1, description="credit for a block in the worker's main memory")
+    disk_credit: float = Field(0.25, ge=0, le=1, description="credit for a block on disk")
+    temperature: float = Field(0.0, ge=0, description="0: the cheapest worker; above: a softmax over the costs")
+    lease_ms: int = Field(6_000, ge=300, description="a worker that is silent for this long is gone, milliseconds")
+    reservation_ttl_s: float = Field(600.0, gt=0, description="seconds until a reservation nobody freed expires")

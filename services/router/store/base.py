@@ -1,0 +1,173 @@
+"""The store interface.
+
+A store holds the truth that router replicas share: workers with leases, what their caches hold, and the load book.
+Every method is one atomic step. Everything belongs to one model; nothing mixes models. Whatever changes workers or
+caches is appended to the model's change feed, from which each replica keeps its view.
+
+Any method may raise StoreUnavailable.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from services.common.errors import ErrorKind, SluiceError
+from services.router.book import Choice, Reservation, Terms
+from services.router.cost import Load, Offer
+from services.router.events import Change, EventBatch, Snapshot
+from services.router.holding import Outcome
+from services.router.workers import Slot, Worker
+
+KNOWN_FOR_S = 3600  # a model stays known this long after a worker last registered for it
+
+
+class StoreUnavailable(SluiceError):
+    """The store cannot be reached; whether the step was done is not known."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            ErrorKind.UNAVAILABLE, f"The router's store cannot be reached ({reason}).", code="store_unavailable"
+        )
+
+
+class FellBehind(Exception):
+    """The change feed does not reach back to where the follower was: load again."""
+
+
+class Position(NamedTuple):
+    """A place in a change feed: changes are numbered without holes; `entry` is the store's own name for it."""
+
+    number: int
+    entry: bytes = b""
+
+
+class Lease(Enum):
+    """What became of a worker's lease."""
+
+    HELD = "held"
+    REPLACED = "replaced"  # another attachment of this worker took over
+    GONE = "gone"  # expired and cleared, or the store lost it: register again
+
+
+class Applied(NamedTuple):
+    """What became of a batch or snapshot, and the last sequence number that is durable for the rank."""
+
+    outcome: Outcome
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelState:
+    """The workers of a model and the place in the feed from where to follow. Blocks are read slot by slot."""
+
+    position: Position
+    workers: list[Worker]
+
+
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """Loads now: booked by all replicas, by rank, and as last reported by each worker."""
+
+    loads: dict[Slot, Load]
+    reports: dict[str, bytes]
+
+
+class Store(ABC):
+    """See the module."""
+
+    embedded = False
+    """True when the state lives and dies with this process and followers see a change at once."""
+
+    shortlist: int | None = None
+    """Most offers `select` should get; None for no limit."""
+
+    @abstractmethod
+    async def ping(self) -> None:
+        """Returns when the store works; prepares it after it was away."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Lets go of connections."""
+
+    @abstractmethod
+    async def models(self) -> list[str]:
+        """Models that a worker registered for within KNOWN_FOR_S."""
+
+    @abstractmethod
+    async def register(self, worker: Worker, session: str, lease_ms: int) -> dict[int, int]:
+        """Enters a worker, or renews its entry; the attachment `session` owns it from now on.
+
+        A higher epoch than the one known starts with empty caches and without reservations; the same keeps both.
+
+        Returns:
+            The last sequence number applied, by rank, for ranks that have one.
+
+        Raises:
+            SluiceError: FAILED_PRECONDITION when a higher epoch is registered.
+        """
+
+    @abstractmethod
+    async def renew(self, model: str, worker_id: str, session: str, lease_ms: int, report: bytes | None) -> Lease:
+        """Prolongs a lease; keeps the worker's load report if one is given. Not a change of the feed."""
+
+    @abstractmethod
+    async def leave(self, model: str, worker_id: str, session: str) -> None:
+        """The worker takes no new requests; what is booked on it stays."""
+
+    @abstractmethod
+    async def remove(self, model: str, worker_id: str, session: str, keep_reservations: bool = False) -> None:
+        """The worker is gone, if `session` still owns it."""
+
+    @abstractmethod
+    async def apply(
+        self, model: str, worker_id: str, epoch: int, capacity: int, batches: Sequence[EventBatch]
+    ) -> list[Applied]:
+        """Applies event batches of one worker in order, each atomically; see Outcome for what may become of one."""
+
+    @abstractmethod
+    async def replace(self, model: str, worker_id: str, epoch: int, capacity: int, snapshot: Snapshot) -> Applied:
+        """Replaces what a rank holds, unless the snapshot is older than that."""
+
+    @abstractmethod
+    async def load(self, model: str) -> ModelState:
+        """Workers and feed position, from one moment."""
+
+    @abstractmethod
+    async def blocks(self, model: str, slot: Slot) -> tuple[int, Snapshot] | None:
+        """Epoch and content of one rank, from one moment; None when its worker is not there."""
+
+    @abstractmethod
+    def follow(self, model: str, position: Position) -> AsyncIterator[list[Change]]:
+        """Changes after a position, in order, in batches; an empty batch says that there was nothing for a while.
+
+        Raises:
+            FellBehind: the feed does not reach back to the position.
+        """
+
+    @abstractmethod
+    async def select(self, model: str, offers: Sequence[Offer], terms: Terms) -> Choice:
+        """Chooses the cheapest of at least one offer by what all replicas booked, and books it, in one step."""
+
+    @abstractmethod
+    async def book(self, model: str, reservation: Reservation) -> None:
+        """Enters a reservation made elsewhere, unless its request id is booked already."""
+
+    @abstractmethod
+    async def mark_prefill_complete(self, model: str, request_ids: Sequence[str]) -> list[str]:
+        """Gives prefill load back; returns the ids that are not booked."""
+
+    @abstractmethod
+    async def free(self, model: str, request_ids: Sequence[str]) -> list[str]:
+        """Gives all load back; returns the ids that are not booked."""
+
+    @abstractmethod
+    async def pulse(self, model: str) -> Pulse:
+        """Booked and reported loads now."""
+
+    @abstractmethod
+    async def sweep(self, model: str) -> int:
+        """Clears workers whose lease expired and reservations nobody freed in time; returns how many of both."""

@@ -1,0 +1,218 @@
+"""The embedded store: the state of one router process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, replace
+from random import Random
+
+from services.common.errors import ErrorKind, SluiceError
+from services.router.book import Book, Choice, Reservation, Terms
+from services.router.cost import Offer
+from services.router.events import (
+    BlocksChanged,
+    BlocksReplaced,
+    Change,
+    EventBatch,
+    Snapshot,
+    WorkerDown,
+    WorkerDraining,
+    WorkerUp,
+)
+from services.router.holding import Holding, Outcome
+from services.router.store.base import KNOWN_FOR_S, Applied, Lease, ModelState, Position, Pulse, Store
+from services.router.store.feed import Feed
+from services.router.workers import Slot, Worker
+
+FEED_LIMIT = 4_096
+
+
+def unix_ms() -> int:
+    """Now, Unix milliseconds."""
+    return time.time_ns() // 1_000_000
+
+
+def older_epoch(worker: Worker) -> SluiceError:
+    """A start of the worker that is over wants to register."""
+    return SluiceError(
+        ErrorKind.FAILED_PRECONDITION,
+        f"Worker {worker.worker_id} is registered with a higher epoch than {worker.epoch}; raise it at every start.",
+        param="epoch",
+        code="stale_epoch",
+    )
+
+
+@dataclass(slots=True)
+class _Record:
+    worker: Worker
+    session: str
+    lease_until_ms: int
+    report: bytes = b""
+
+
+class _Model:
+    def __init__(self, now_ms: Callable[[], int], random: Random, feed_limit: int) -> None:
+        self.records: dict[str, _Record] = {}
+        self.holdings: dict[Slot, Holding] = {}
+        self.book = Book(now_ms, random)
+        self.feed = Feed(feed_limit)
+        self.registered_ms = 0
+
+    def owned(self, worker_id: str, session: str) -> _Record | None:
+        record = self.records.get(worker_id)
+        return record if record is not None and record.session == session else None
+
+    def drop(self, worker_id: str, keep_reservations: bool) -> None:
+        record = self.records.pop(worker_id)
+        for slot in record.worker.slots:
+            self.holdings.pop(slot, None)
+        if not keep_reservations:
+            self.book.drop_worker(worker_id)
+
+
+class MemoryStore(Store):
+    """See Store.
+
+    Args:
+        now_ms: Unix milliseconds; tests bring their own.
+        feed_limit: changes kept for followers.
+    """
+
+    embedded = True
+
+    def __init__(
+        self,
+        now_ms: Callable[[], int] = unix_ms,
+        random: Random | None = None,
+        feed_limit: int = FEED_LIMIT,
+    ) -> None:
+        self._now_ms = now_ms
+        self._random = random or Random()
+        self._feed_limit = feed_limit
+        self._models: dict[str, _Model] = {}
+
+    def _model(self, model: str) -> _Model:
+        found = self._models.get(model)
+        if found is None:
+            found = self._models[model] = _Model(self._now_ms, self._random, self._feed_limit)
+        return found
+
+    async def ping(self) -> None:
+        """Always there."""
+
+    async def close(self) -> None:
+        """Nothing to let go of."""
+
+    async def models(self) -> list[str]:
+        since = self._now_ms() - KNOWN_FOR_S * 1000
+        return [name for name, model in self._models.items() if model.registered_ms > since]
+
+    async def register(self, worker: Worker, session: str, lease_ms: int) -> dict[int, int]:
+        model = self._model(worker.model)
+        known = model.records.get(worker.worker_id)
+        if known is not None and known.worker.epoch > worker.epoch:
+            raise older_epoch(worker)
+        if known is not None and known.worker.epoch < worker.epoch:
+            model.drop(worker.worker_id, keep_reservations=False)
+        now = self._now_ms()
+        worker = replace(worker, draining=False)
+        model.records[worker.worker_id] = _Record(worker, session, now + lease_ms)
+        model.registered_ms = now
+        for slot in worker.slots:
+            model.holdings.setdefault(slot, Holding(worker.epoch, worker.total_blocks))
+        model.feed.append(WorkerUp(worker))
+        sequences = {slot.rank: model.holdings[slot].sequence for slot in worker.slots}
+        return {rank: sequence for rank, sequence in sequences.items() if sequence}
+
+    async def renew(self, model: str, worker_id: str, session: str, lease_ms: int, report: bytes | None) -> Lease:
+        record = self._model(model).records.get(worker_id)
+        if record is None:
+            return Lease.GONE
+        if record.session != session:
+            return Lease.REPLACED
+        record.lease_until_ms = self._now_ms() + lease_ms
+        if report is not None:
+            record.report = report
+        return Lease.HELD
+
+    async def leave(self, model: str, worker_id: str, session: str) -> None:
+        state = self._model(model)
+        record = state.owned(worker_id, session)
+        if record is not None and not record.worker.draining:
+            record.worker = replace(record.worker, draining=True)
+            state.feed.append(WorkerDraining(worker_id, record.worker.epoch))
+
+    async def remove(self, model: str, worker_id: str, session: str, keep_reservations: bool = False) -> None:
+        state = self._model(model)
+        record = state.owned(worker_id, session)
+        if record is not None:
+            state.drop(worker_id, keep_reservations)
+            state.feed.append(WorkerDown(worker_id, record.worker.epoch))
+
+    async def apply(
+        self, model: str, worker_id: str, epoch: int, capacity: int, batches: Sequence[EventBatch]
+    ) -> list[Applied]:
+        state = self._model(model)
+        applied = []
+        for batch in batches:
+            slot = Slot(worker_id, batch.rank)
+            holding = state.holdings.get(slot)
+            if holding is None:
+                applied.append(Applied(Outcome.STALE, 0))
+                continue
+            outcome = holding.apply(epoch, batch)
+            if outcome is Outcome.APPLIED:
+                state.feed.append(BlocksChanged(slot, epoch, batch))
+            applied.append(Applied(outcome, holding.sequence))
+        return applied
+
+    async def replace(self, model: str, worker_id: str, epoch: int, capacity: int, snapshot: Snapshot) -> Applied:
+        state = self._model(model)
+        slot = Slot(worker_id, snapshot.rank)
+        holding = state.holdings.get(slot)
+        if holding is None:
+            return Applied(Outcome.STALE, 0)
+        outcome = holding.replace(epoch, snapshot)
+        if outcome is Outcome.APPLIED:
+            state.feed.append(BlocksReplaced(slot, epoch, snapshot.sequence))
+        return Applied(outcome, holding.sequence)
+
+    async def load(self, model: str) -> ModelState:
+        state = self._model(model)
+        return ModelState(state.feed.position, [record.worker for record in state.records.values()])
+
+    async def blocks(self, model: str, slot: Slot) -> tuple[int, Snapshot] | None:
+        holding = self._model(model).holdings.get(slot)
+        return None if holding is None else (holding.epoch, holding.snapshot(slot.rank))
+
+    def follow(self, model: str, position: Position) -> AsyncIterator[list[Change]]:
+        return self._model(model).feed.follow(position)
+
+    async def select(self, model: str, offers: Sequence[Offer], terms: Terms) -> Choice:
+        return self._model(model).book.select(offers, terms)
+
+    async def book(self, model: str, reservation: Reservation) -> None:
+        book = self._model(model).book
+        if not book.holds(reservation.request_id):
+            book.put(reservation)
+
+    async def mark_prefill_complete(self, model: str, request_ids: Sequence[str]) -> list[str]:
+        return self._model(model).book.mark_prefill_complete(request_ids)
+
+    async def free(self, model: str, request_ids: Sequence[str]) -> list[str]:
+        return self._model(model).book.free(request_ids)
+
+    async def pulse(self, model: str) -> Pulse:
+        state = self._model(model)
+        state.book.expire()
+        reports = {worker_id: record.report for worker_id, record in state.records.items() if record.report}
+        return Pulse(state.book.loads, reports)
+
+    async def sweep(self, model: str) -> int:
+        state = self._model(model)
+        now = self._now_ms()
+        expired = [record for record in state.records.values() if record.lease_until_ms <= now]
+        for record in expired:
+            await self.remove(model, record.worker.worker_id, record.session)
+        return len(expired) + state.book.expire()

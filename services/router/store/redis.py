@@ -1,0 +1,272 @@
+"""The Redis store: state shared by all router replicas, kept over their restarts.
+
+Every change is one script, so it is atomic, costs one round trip, and reads Redis' own clock. docs/redis.md lists the
+keys; all of a model's keys share one hash tag.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from random import Random
+from typing import Any
+
+from services.router.book import Choice, Reservation, Terms
+from services.router.cost import MILLI, Load, Offer
+from services.router.events import (
+    BlocksChanged,
+    BlocksReplaced,
+    Change,
+    EventBatch,
+    Snapshot,
+    WorkerDown,
+    WorkerDraining,
+    WorkerUp,
+    decode_ops,
+    encode_ops,
+)
+from services.router.holding import Outcome
+from services.router.store.base import (
+    KNOWN_FOR_S,
+    Applied,
+    FellBehind,
+    Lease,
+    ModelState,
+    Position,
+    Pulse,
+    Store,
+)
+from services.router.store.memory import older_epoch
+from services.router.store.redis_client import RedisClient, reaching
+from services.router.workers import Slot, Worker
+
+FEED_LIMIT = 10_000
+LARGEST_PASSED_ON = 32 << 10  # bytes of operations; followers read the rank instead when a batch holds more
+READ_AT_ONCE = 512
+QUIET_MS = 500
+SWEEP_AT_ONCE = 500
+MOST_IDS = 5_000  # of one mark or free script
+
+
+def _epoch(epoch: int) -> str:
+    return f"{epoch:020d}"  # u64 does not fit Lua's numbers; padded texts compare alike
+
+
+class RedisStore(Store):
+    """See Store.
+
+    Args:
+        url: of the server.
+        prefix: first part of every key.
+        timeout_s: how long Redis gets to answer.
+        feed_limit: changes kept for followers of a model, approximately.
+    """
+
+    shortlist = 32
+
+    def __init__(
+        self,
+        url: str,
+        prefix: str = "sluice",
+        timeout_s: float = 1.0,
+        random: Random | None = None,
+        feed_limit: int = FEED_LIMIT,
+    ) -> None:
+        self._prefix = prefix
+        self._random = random or Random()
+        self._feed_limit = feed_limit
+        self._client = RedisClient(url, timeout_s)
+        self._reader = RedisClient(url, timeout_s + QUIET_MS / 1000, connections=1_000)  # one waits per model
+
+    def _tag(self, model: str) -> str:
+        # Braces would end the hash tag early.
+        return f"{{{self._prefix}:{model.replace('%', '%25').replace('{', '%7B').replace('}', '%7D')}}}"
+
+    @property
+    def _models_key(self) -> str:
+        return f"{{{self._prefix}}}:models"
+
+    async def ping(self) -> None:
+        await self._client.load_scripts()
+
+    async def close(self) -> None:
+        await self._client.close()
+        await self._reader.close()
+
+    async def models(self) -> list[str]:
+        with reaching():
+            seconds, _ = await self._client.redis.time()
+            names = await self._client.redis.zrangebyscore(self._models_key, seconds - KNOWN_FOR_S, "+inf")
+        return [name.decode() for name in names]
+
+    async def register(self, worker: Worker, session: str, lease_ms: int) -> dict[int, int]:
+        answer = await self._client.run(
+            "register",
+            self._tag(worker.model),
+            worker.worker_id,
+            _epoch(worker.epoch),
+            session,
+            worker.ranks,
+            worker.to_json(),
+            lease_ms,
+            self._feed_limit,
+        )
+        if not answer[0]:
+            raise older_epoch(worker)
+        with reaching():
+            seconds, _ = await self._client.redis.time()
+            await self._client.redis.zadd(self._models_key, {worker.model: seconds})
+        return dict(zip(answer[1::2], answer[2::2], strict=True))
+
+    async def renew(self, model: str, worker_id: str, session: str, lease_ms: int, report: bytes | None) -> Lease:
+        given = "0" if report is None else "1"
+        answer = await self._client.run("renew", self._tag(model), worker_id, session, lease_ms, given, report or b"")
+        return Lease(answer.decode())
+
+    async def leave(self, model: str, worker_id: str, session: str) -> None:
+        await self._client.run("leave", self._tag(model), worker_id, session, self._feed_limit)
+
+    async def remove(self, model: str, worker_id: str, session: str, keep_reservations: bool = False) -> None:
+        keep = "1" if keep_reservations else "0"
+        await self._client.run("remove", self._tag(model), worker_id, session, keep, self._feed_limit)
+
+    async def apply(
+        self, model: str, worker_id: str, epoch: int, capacity: int, batches: Sequence[EventBatch]
+    ) -> list[Applied]:
+        calls = [
+            (
+                worker_id,
+                _epoch(epoch),
+                batch.rank,
+                batch.sequence,
+                capacity,
+                encode_ops(batch.ops),
+                self._feed_limit,
+                LARGEST_PASSED_ON,
+            )
+            for batch in batches
+        ]
+        return [_applied(answer) for answer in await self._client.run_many("apply", self._tag(model), calls)]
+
+    async def replace(self, model: str, worker_id: str, epoch: int, capacity: int, snapshot: Snapshot) -> Applied:
+        answer = await self._client.run(
+            "replace",
+            self._tag(model),
+            worker_id,
+            _epoch(epoch),
+            snapshot.rank,
+            snapshot.sequence,
+            capacity,
+            encode_ops(snapshot.ops),
+            self._feed_limit,
+        )
+        return _applied(answer)
+
+    async def load(self, model: str) -> ModelState:
+        number, entry, workers = await self._client.run("load", self._tag(model))
+        return ModelState(
+            Position(number, entry),
+            [Worker.from_json(card, draining=draining == b"1") for _, _, card, draining in workers],
+        )
+
+    async def blocks(self, model: str, slot: Slot) -> tuple[int, Snapshot] | None:
+        answer = await self._client.run("blocks", self._tag(model), slot.worker_id, slot.rank)
+        if answer is None:
+            return None
+        epoch, sequence, device, host, disk = answer
+        return int(epoch), Snapshot(slot.rank, sequence, (device, host, disk))
+
+    async def follow(self, model: str, position: Position) -> AsyncIterator[list[Change]]:
+        key = f"{self._tag(model)}:changes"
+        number, entry = position
+        while True:
+            with reaching():
+                answer: Any = await self._reader.redis.execute_command(
+                    "XREAD", "COUNT", READ_AT_ONCE, "BLOCK", QUIET_MS, "STREAMS", key, entry
+                )
+            changes: list[Change] = []
+            for entry_id, fields in answer[0][1] if answer else ():
+                entry, number = entry_id, number + 1
+                if int(fields[b"n"]) != number:
+                    raise FellBehind
+                changes.append(_change(fields))
+            yield changes
+
+    async def select(self, model: str, offers: Sequence[Offer], terms: Terms) -> Choice:
+        args: list[str | bytes | int | float] = [
+            terms.request_id,
+            terms.ttl_ms,
+            terms.prefill_load_scale,
+            terms.temperature,
+            self._random.random(),
+            len(offers),
+            "*" if terms.allowed is None else "",
+        ]
+        for offer in offers:
+            slot = offer.slot
+            args += (slot.worker_id, slot.field, offer.uncached, offer.added)
+            args += (offer.held, offer.book_prefill, offer.book_decode)
+        args += terms.allowed or ()
+        field, expires, repeated = await self._client.run("select", self._tag(model), *args)
+        return Choice(Slot.of_field(field.decode()), expires, bool(repeated))
+
+    async def book(self, model: str, reservation: Reservation) -> None:
+        slot = reservation.slot
+        await self._client.run(
+            "book",
+            self._tag(model),
+            reservation.request_id,
+            slot.worker_id,
+            slot.field,
+            reservation.prefill,
+            reservation.decode,
+            reservation.expires_unix_ms,
+        )
+
+    async def mark_prefill_complete(self, model: str, request_ids: Sequence[str]) -> list[str]:
+        return await self._finish("mark", model, request_ids)
+
+    async def free(self, model: str, request_ids: Sequence[str]) -> list[str]:
+        return await self._finish("free", model, request_ids)
+
+    async def _finish(self, script: str, model: str, request_ids: Sequence[str]) -> list[str]:
+        unknown: list[str] = []
+        for start in range(0, len(request_ids), MOST_IDS):
+            some = request_ids[start : start + MOST_IDS]
+            unknown += [each.decode() for each in await self._client.run(script, self._tag(model), *some)]
+        return unknown
+
+    async def pulse(self, model: str) -> Pulse:
+        prefill, decode, requests, reports = await self._client.run("pulse", self._tag(model))
+        prefills, decodes, counts = _pairs(prefill), _pairs(decode), _pairs(requests)
+        loads = {
+            Slot.of_field(field.decode()): Load(
+                int(prefills.get(field, 0)) / MILLI, int(decodes.get(field, 0)) / MILLI, int(count)
+            )
+            for field, count in counts.items()
+        }
+        return Pulse(loads, {worker_id.decode(): report for worker_id, report in _pairs(reports).items()})
+
+    async def sweep(self, model: str) -> int:
+        return int(await self._client.run("sweep", self._tag(model), SWEEP_AT_ONCE, self._feed_limit))
+
+
+def _applied(answer: tuple[bytes, int]) -> Applied:
+    return Applied(Outcome(answer[0].decode()), answer[1])
+
+
+def _pairs(flat: list[bytes]) -> dict[bytes, bytes]:
+    return dict(zip(flat[::2], flat[1::2], strict=True))
+
+
+def _change(fields: dict[bytes, bytes]) -> Change:
+    kind, worker_id, epoch = fields[b"k"], fields[b"w"].decode(), int(fields[b"e"])
+    if kind == b"up":
+        return WorkerUp(Worker.from_json(fields[b"card"]))
+    if kind == b"draining":
+        return WorkerDraining(worker_id, epoch)
+    if kind == b"down":
+        return WorkerDown(worker_id, epoch)
+    slot, sequence = Slot(worker_id, int(fields[b"r"])), int(fields[b"s"])
+    if kind == b"blocks":
+        return BlocksChanged(slot, epoch, EventBatch(slot.rank, sequence, decode_ops(fields[b"o"])))
+    return BlocksReplaced(slot, epoch, sequence)

@@ -1,0 +1,34 @@
+"""The Lua scripts of the Redis store, one atomic step each."""
+
+from __future__ import annotations
+
+import hashlib
+from importlib.resources import files
+
+
+class Script:
+    """One script with the common part before it; Redis knows it by `sha`."""
+
+    def __init__(self, name: str) -> None:
+        folder = files(__name__)
+        self.name = name
+        self.text = "\n".join((folder / f"{part}.lua").read_text("utf-8") for part in ("common", name))
+        self.sha = hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
+
+
+NAMES = (
+    "register",
+    "renew",
+    "leave",
+    "remove",
+    "apply",
+    "replace",
+    "load",
+    "blocks",
+    "select",
+    "book",
+    "mark",
+    "free",
+    "pulse",
+    "sweep",
+)

@@ -1,0 +1,107 @@
+-- Put before every script. KEYS[1] is the model's tag, "{prefix:model}": every key of a model starts with it, so all
+-- of them live in one hash slot and a script may name them itself. docs/redis.md lists them.
+local base = KEYS[1]
+local WORKERS = base .. ':workers'
+local CHANGES = base .. ':changes'
+local PREFILL = base .. ':prefill'
+local DECODE = base .. ':decode'
+local REQUESTS = base .. ':requests'
+local RESERVATIONS = base .. ':reservations'
+local EXPIRIES = base .. ':expiries'
+local OP_HEADER = 6
+local CHUNK = 4000 -- Lua's stack limits how many arguments one call can have
+
+local function now_ms()
+  local time = redis.call('TIME')
+  return time[1] * 1000 + math.floor(time[2] / 1000)
+end
+
+local function worker_key(id) return base .. ':worker:' .. id end
+local function booked_key(id) return base .. ':booked:' .. id end
+local function blocks_key(id, epoch, rank, tier)
+  return base .. ':blocks:' .. id .. ':' .. epoch .. ':' .. rank .. ':' .. tier
+end
+
+-- Appends a change: n numbers changes without holes, so that a follower notices what it missed.
+local function feed(limit, kind, id, epoch, ...)
+  local n = redis.call('INCR', base .. ':changed')
+  redis.call('XADD', CHANGES, 'MAXLEN', '~', limit, '*', 'n', n, 'k', kind, 'w', id, 'e', epoch, ...)
+end
+
+local function unlink_rank(id, epoch, rank)
+  redis.call('UNLINK', blocks_key(id, epoch, rank, 0), blocks_key(id, epoch, rank, 1), blocks_key(id, epoch, rank, 2))
+end
+
+local function unbook(request, packed)
+  local held = cmsgpack.unpack(packed)
+  redis.call('HDEL', RESERVATIONS, request)
+  redis.call('ZREM', EXPIRIES, request)
+  redis.call('SREM', booked_key(held.w), request)
+  if redis.call('HINCRBY', REQUESTS, held.s, -1) <= 0 then
+    redis.call('HDEL', REQUESTS, held.s)
+    redis.call('HDEL', PREFILL, held.s)
+    redis.call('HDEL', DECODE, held.s)
+  else -- 0 - x, because Lua's -0 is not an integer to Redis
+    redis.call('HINCRBY', PREFILL, held.s, 0 - held.p)
+    redis.call('HINCRBY', DECODE, held.s, 0 - held.d)
+  end
+end
+
+local function book(request, worker, slot, prefill, decode, expires)
+  redis.call('HSET', RESERVATIONS, request,
+    cmsgpack.pack({w = worker, s = slot, p = prefill, d = decode, x = expires}))
+  redis.call('ZADD', EXPIRIES, expires, request)
+  redis.call('SADD', booked_key(worker), request)
+  redis.call('HINCRBY', REQUESTS, slot, 1)
+  redis.call('HINCRBY', PREFILL, slot, prefill)
+  redis.call('HINCRBY', DECODE, slot, decode)
+end
+
+local function unbook_worker(id)
+  for _, request in ipairs(redis.call('SMEMBERS', booked_key(id))) do
+    local packed = redis.call('HGET', RESERVATIONS, request)
+    if packed then unbook(request, packed) end
+  end
+  redis.call('DEL', booked_key(id))
+end
+
+local function drop_worker(id, keep_reservations)
+  local key = worker_key(id)
+  local epoch = redis.call('HGET', key, 'epoch')
+  if epoch then
+    for rank = 0, tonumber(redis.call('HGET', key, 'ranks')) - 1 do unlink_rank(id, epoch, rank) end
+  end
+  redis.call('UNLINK', key)
+  redis.call('ZREM', WORKERS, id)
+  if not keep_reservations then unbook_worker(id) end
+  return epoch
+end
+
+-- Adds or removes the 8-byte hashes of blob[from, to] in chunks.
+local function change_set(command, key, blob, from, to)
+  while from <= to do
+    local stop = math.min(from + CHUNK * 8 - 1, to)
+    local members = {}
+    for at = from, stop, 8 do members[#members + 1] = string.sub(blob, at, at + 7) end
+    redis.call(command, key, unpack(members))
+    from = stop + 1
+  end
+end
+
+-- Applies encoded operations to a rank's sets; false when a tier holds more than the capacity afterwards.
+local function apply_ops(id, epoch, rank, blob, capacity)
+  local at = 1
+  while at <= #blob do
+    local kind, tier, count = struct.unpack('<BBI4', blob, at)
+    local from = at + OP_HEADER
+    at = from + count * 8
+    if kind == 2 then
+      unlink_rank(id, epoch, rank)
+    else
+      local key = blocks_key(id, epoch, rank, tier)
+      change_set(kind == 0 and 'SADD' or 'SREM', key, blob, from, at - 1)
+      if kind == 0 and redis.call('SCARD', key) > capacity then return false end
+    end
+  end
+  return true
+end

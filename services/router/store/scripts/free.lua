@@ -1,0 +1,7 @@
+-- ARGV: request ids that are over. Returns those that are not booked.
+local unknown = {}
+for _, request in ipairs(ARGV) do
+  local packed = redis.call('HGET', RESERVATIONS, request)
+  if packed then unbook(request, packed) else unknown[#unknown + 1] = request end
+end
+return unknown

@@ -1,0 +1,127 @@
+"""One replica's view of one model: built from the store, kept current by its change feed, answered from without I/O."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable
+
+from services.router.cost import Load
+from services.router.events import BlocksChanged, BlocksReplaced, Change, Snapshot, WorkerDown, WorkerDraining, WorkerUp
+from services.router.holding import Outcome
+from services.router.index import BlockIndex
+from services.router.registry import Registry
+from services.router.store.base import Position, Store
+from services.router.workers import Slot, Worker
+
+LOADS_AT_ONCE = 16
+
+
+class ModelView:
+    """The index of a model, and the loads last seen. Its workers are in the registry."""
+
+    def __init__(self, model: str, registry: Registry) -> None:
+        self.model = model
+        self.index = BlockIndex()
+        self.loads: dict[Slot, Load] = {}
+        self.reports: dict[str, bytes] = {}
+        self.loaded = asyncio.Event()
+        self._registry = registry
+        self._current_at = time.monotonic()
+
+    @property
+    def age_ms(self) -> int:
+        """Since the view was last known to be current."""
+        return int((time.monotonic() - self._current_at) * 1000)
+
+    def touch(self) -> None:
+        """The view is current."""
+        self._current_at = time.monotonic()
+
+    @property
+    def workers(self) -> list[Worker]:
+        """Of this model, draining ones included."""
+        return self._registry.workers(self.model)
+
+    def sequences(self, worker: Worker) -> dict[int, int]:
+        """The last sequence number applied, by rank, for ranks that have one."""
+        holdings = {slot.rank: self.index.holding(slot) for slot in worker.slots}
+        return {rank: holding.sequence for rank, holding in holdings.items() if holding and holding.sequence}
+
+    async def rebuild(self, store: Store) -> Position:
+        """Reads everything anew while the old view goes on answering; returns the position to follow from."""
+        state = await store.load(self.model)
+        index = BlockIndex()
+        gate = asyncio.Semaphore(LOADS_AT_ONCE)
+
+        async def read(worker: Worker, slot: Slot) -> None:
+            async with gate:
+                found = await store.blocks(self.model, slot)
+            index.open(slot, worker.epoch, worker.total_blocks)
+            if found is not None:
+                index.replace(slot, *found)
+
+        await asyncio.gather(*(read(worker, slot) for worker in state.workers for slot in worker.slots))
+        self.index = index
+        alive = {worker.worker_id for worker in state.workers}
+        for worker in self.workers:
+            if worker.worker_id not in alive:
+                self._registry.down(self.model, worker.worker_id, worker.epoch)
+        for worker in state.workers:
+            self._registry.up(worker)
+        self.touch()
+        self.loaded.set()
+        return state.position
+
+    async def follow(self, store: Store, changes: Iterable[Change]) -> int:
+        """Applies changes in order; reads ranks from the store where the feed alone does not do. Returns how many."""
+        unsure = {slot for change in changes if (slot := self.apply(change)) is not None}
+        for slot in unsure:
+            found = await store.blocks(self.model, slot)
+            if found is not None:
+                self.index.replace(slot, *found)
+        self.touch()
+        return len(unsure)
+
+    def apply(self, change: Change) -> Slot | None:
+        """Applies one change; returns the rank whose blocks have to be read from the store, if any.
+
+        Changes may come twice or late: epochs and sequence numbers tell.
+        """
+        match change:
+            case BlocksChanged(slot, epoch, batch):
+                outcome = self.index.apply(slot, epoch, batch)
+                return slot if outcome in (Outcome.GAP, Outcome.OVERFLOW) else None
+            case BlocksReplaced(slot, epoch, sequence):
+                holding = self.index.holding(slot)
+                stale = holding is None or holding.epoch != epoch or holding.sequence > sequence
+                return None if stale else slot
+            case WorkerUp(worker):
+                self._up(worker)
+            case WorkerDraining(worker_id, epoch):
+                self._registry.drain(self.model, worker_id, epoch)
+            case WorkerDown(worker_id, epoch):
+                gone = self._registry.down(self.model, worker_id, epoch)
+                if gone is not None:
+                    self._forget(gone)
+        return None
+
+    def replace(self, slot: Slot, epoch: int, snapshot: Snapshot) -> None:
+        """Takes a rank's snapshot."""
+        self.index.replace(slot, epoch, snapshot)
+
+    def _up(self, worker: Worker) -> None:
+        known = self._registry.get(self.model, worker.worker_id)
+        if known is not None and known.epoch > worker.epoch:
+            return
+        if known is not None and known.epoch < worker.epoch:
+            self._forget(known)
+        for slot in worker.slots:
+            self.index.open(slot, worker.epoch, worker.total_blocks)
+        self._registry.up(worker)
+
+    def _forget(self, worker: Worker) -> None:
+        for slot in worker.slots:
+            self.index.drop(slot)
+            self.loads.pop(slot, None)
+        self.reports.pop(worker.worker_id, None)

@@ -1,0 +1,75 @@
+"""Workers as the router knows them."""
+
+from __future__ import annotations
+
+import base64
+import json
+from dataclasses import asdict, dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+
+class Role(IntEnum):
+    """The part a worker plays; the numbers of `sluice.v1.WorkerRole`."""
+
+    AGGREGATED = 1
+    PREFILL = 2
+    DECODE = 3
+
+
+class Slot(NamedTuple):
+    """One data-parallel rank of one worker: what a cache belongs to and what a request is booked on."""
+
+    worker_id: str
+    rank: int
+
+    @property
+    def field(self) -> str:
+        """Its name in the load book."""
+        return f"{self.worker_id}/{self.rank}"
+
+    @classmethod
+    def of_field(cls, field: str) -> Slot:
+        """The slot behind `field`."""
+        worker_id, _, rank = field.rpartition("/")
+        return cls(worker_id, int(rank))
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A registered worker; constant for its epoch but for `draining`.
+
+    `total_blocks` bounds what the index takes per rank and tier. `document` is what the transport wants back when it
+    describes this worker; the domain does not look into it.
+    """
+
+    worker_id: str
+    address: str
+    epoch: int
+    model: str
+    role: Role
+    block_size: int
+    hash_scheme: str
+    total_blocks: int
+    ranks: int
+    document: bytes
+    draining: bool = False
+
+    @property
+    def slots(self) -> list[Slot]:
+        """One per data-parallel rank."""
+        return [Slot(self.worker_id, rank) for rank in range(self.ranks)]
+
+    def to_json(self) -> str:
+        """As a store keeps it; `draining` is kept beside it."""
+        fields = asdict(self)
+        del fields["draining"]
+        return json.dumps(fields | {"document": base64.b64encode(self.document).decode()})
+
+    @classmethod
+    def from_json(cls, text: str | bytes, draining: bool = False) -> Worker:
+        """Undoes `to_json`."""
+        fields = json.loads(text)
+        fields["role"] = Role(fields["role"])
+        fields["document"] = base64.b64decode(fields["document"])
+        return cls(**fields, draining=draining)

@@ -1,0 +1,93 @@
+"""The workers attached to this replica."""
+
+from __future__ import annotations
+
+import logging
+
+from services.common.tasks import TaskOwner
+from services.router.attachment import Attachment
+from services.router.bookkeeper import Bookkeeper
+from services.router.keeper import Keeper
+from services.router.link import Link
+from services.router.metrics import Metrics
+from services.router.store.base import Store, StoreUnavailable
+from services.router.workers import Worker
+
+log = logging.getLogger(__name__)
+
+
+class Workforce:
+    """Attaches and detaches workers, and brings a returning store up to date about them."""
+
+    def __init__(
+        self,
+        store: Store,
+        link: Link,
+        keeper: Keeper,
+        bookkeeper: Bookkeeper,
+        tasks: TaskOwner,
+        metrics: Metrics,
+        lease_ms: int,
+    ) -> None:
+        self._store = store
+        self._link = link
+        self._keeper = keeper
+        self._bookkeeper = bookkeeper
+        self._tasks = tasks
+        self._metrics = metrics
+        self._lease_ms = lease_ms
+        self._attachments: dict[tuple[str, str], Attachment] = {}
+        self._untold: list[Attachment] = []
+        self._stopping = False
+
+    async def attach(self, worker: Worker) -> tuple[Attachment, dict[int, int]]:
+        """Registers a worker; returns its attachment and the last sequence number held, by rank.
+
+        Raises:
+            SluiceError: as Attachment.open.
+        """
+        view = self._keeper.view(worker.model)
+        attachment = Attachment(worker, self._store, self._link, view, self._lease_ms)
+        sequences = await attachment.open()
+        self._keeper.known.add(worker.model)
+        self._attachments[worker.model, worker.worker_id] = attachment
+        self._metrics.workers.add(1)
+        log.info("worker attached", extra={"worker": worker.worker_id, "model": worker.model, "epoch": worker.epoch})
+        return attachment, sequences
+
+    def detach(self, attachment: Attachment) -> None:
+        """A worker's stream ended: it is gone. While this router stops, its workers attach to another replica."""
+        worker = attachment.worker
+        key = (worker.model, worker.worker_id)
+        self._metrics.workers.add(-1)
+        if self._attachments.get(key) is not attachment:
+            return
+        del self._attachments[key]
+        if self._stopping:
+            return
+        log.info("worker detached", extra={"worker": worker.worker_id, "model": worker.model})
+        if not attachment.left:
+            self._bookkeeper.drop_worker(worker.model, worker.worker_id)
+        attachment.close()
+        self._tasks.spawn(self._tell(attachment), f"remove-{worker.worker_id}")
+
+    def stop(self) -> None:
+        """From now on the end of a stream does not mean the end of its worker."""
+        self._stopping = True
+
+    async def recover(self) -> None:
+        """Tells the store what it missed; StoreUnavailable when it is away again."""
+        while self._untold:
+            await self._untold[-1].remove()
+            self._untold.pop()
+        for attachment in list(self._attachments.values()):
+            await attachment.reopen()
+
+    async def _tell(self, attachment: Attachment) -> None:
+        if self._link.there:
+            try:
+                await attachment.remove()
+                return
+            except StoreUnavailable as error:
+                self._link.lost(error)
+        self._untold.append(attachment)

@@ -1,0 +1,75 @@
+"""A real Redis for tests: its own process on a free port, no persistence unless asked for."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+BUNDLED = Path(__file__).parents[2] / ".venv" / "opt" / "redis" / "bin" / "redis-server"
+
+
+def redis_binary() -> str:
+    """The redis-server to run; fails when there is none, because skipping would hide half of the router."""
+    found = shutil.which("redis-server") or (str(BUNDLED) if BUNDLED.is_file() else None)
+    if found is None:
+        raise AssertionError("No redis-server on PATH or in .venv/opt/redis/bin: run scripts/redis.sh or install one.")
+    return found
+
+
+class RedisServer:
+    """One redis-server; `stop`, `start` and `freeze` make it fail the way servers do."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._process: subprocess.Popen[bytes] | None = None
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = int(probe.getsockname()[1])
+
+    @property
+    def url(self) -> str:
+        """For settings."""
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    def start(self) -> None:
+        """Starts and waits until it answers."""
+        self._process = subprocess.Popen(
+            [redis_binary(), "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"],
+            cwd=self._folder,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        deadline = time.monotonic() + 20
+        while not self._answers():
+            assert self._process.poll() is None, "redis-server ended at once"
+            assert time.monotonic() < deadline, "redis-server did not start in 20 s"
+            time.sleep(0.02)
+
+    def stop(self) -> None:
+        """Ends it; what it held is lost."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(10)
+            self._process = None
+
+    def freeze(self) -> None:
+        """It keeps its connections and answers nothing."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Undoes `freeze`."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
+    def _answers(self) -> bool:
+        try:
+            with socket.create_connection(("127.0.0.1", self.port), timeout=1) as connection:
+                connection.sendall(b"PING\r\n")
+                return connection.recv(7) == b"+PONG\r\n"
+        except OSError:
+            return False

@@ -1,0 +1,358 @@
+"""The store contract: the same suite for memory and for a real Redis."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from services.common.errors import ErrorKind, SluiceError
+from services.common.packing import pack_u64, unpack_u64
+from services.router.book import Reservation, Terms
+from services.router.cost import Load, Offer
+from services.router.events import (
+    BlockOp,
+    BlocksChanged,
+    BlocksReplaced,
+    Change,
+    EventBatch,
+    Kind,
+    Snapshot,
+    Tier,
+    WorkerDown,
+    WorkerDraining,
+    WorkerUp,
+)
+from services.router.holding import Outcome
+from services.router.store.base import FellBehind, Lease, Position, Store
+from services.router.store.memory import MemoryStore, unix_ms
+from services.router.store.redis import RedisStore
+from services.router.workers import Role, Slot, Worker
+from tests.support.redis_server import RedisServer
+
+M = "org/model"
+A, B = Slot("a", 0), Slot("b", 0)
+
+
+@pytest.fixture(scope="module")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(params=["memory", "redis"])
+async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Store]:
+    if request.param == "memory":
+        made: Store = MemoryStore(random=Random(1), feed_limit=100)
+    else:
+        server: RedisServer = request.getfixturevalue("redis_server")
+        made = RedisStore(server.url, prefix=tmp_path.name, timeout_s=10, random=Random(1), feed_limit=100)
+    await made.ping()
+    yield made
+    await made.close()
+
+
+def worker(worker_id: str = "a", epoch: int = 1, model: str = M, ranks: int = 1, total_blocks: int = 10_000) -> Worker:
+    return Worker(
+        worker_id,
+        f"{worker_id}:1",
+        epoch,
+        model,
+        Role.AGGREGATED,
+        16,
+        "sluice-xxh3-v1",
+        total_blocks,
+        ranks,
+        b"\x00doc",
+    )
+
+
+def batch(sequence: int, *hashes: int, rank: int = 0, kind: Kind = Kind.STORED, tier: Tier = Tier.DEVICE) -> EventBatch:
+    return EventBatch(rank, sequence, (BlockOp(kind, tier, pack_u64(hashes)),))
+
+
+def offer(slot: Slot, uncached: float = 10, added: float = 10, held: int = 0) -> Offer:
+    return Offer(slot, uncached, added, held, int(uncached * 1000), int(added * 1000))
+
+
+async def held(store: Store, slot: Slot, model: str = M) -> list[list[int]] | None:
+    found = await store.blocks(model, slot)
+    return None if found is None else [sorted(unpack_u64(tier)) for tier in found[1].tiers]
+
+
+async def apply(
+    store: Store, *batches: EventBatch, epoch: int = 1, capacity: int = 10_000
+) -> list[tuple[Outcome, int]]:
+    return [tuple(each) for each in await store.apply(M, "a", epoch, capacity, batches)]
+
+
+async def changes_after(store: Store, position: Position, count: int) -> list[Change]:
+    found: list[Change] = []
+    async with asyncio.timeout(10), aclosing(store.follow(M, position)) as feed:
+        async for changes in feed:
+            found += changes
+            if len(found) >= count:
+                break
+    return found
+
+
+async def test_registered_workers_are_loaded(store: Store) -> None:
+    assert await store.register(worker("a"), "s1", 5000) == {}
+    await store.register(worker("b"), "s2", 5000)
+    state = await store.load(M)
+    assert sorted(state.workers, key=lambda each: each.worker_id) == [worker("a"), worker("b")]
+    assert await store.models() == [M]
+
+
+async def test_models_do_not_mix(store: Store) -> None:
+    await store.register(worker("a"), "s1", 5000)
+    await store.register(worker("a", model="{other}"), "s2", 5000)
+    await apply(store, batch(1, 7))
+    await store.select("{other}", [offer(A)], Terms("r", 1000))
+    assert await held(store, A) == [[7], [], []]
+    assert await held(store, A, "{other}") == [[], [], []]
+    assert (await store.pulse(M)).loads == {}
+    assert (await store.load("third")).workers == []
+    assert sorted(await store.models()) == sorted([M, "{other}"])
+
+
+async def test_a_higher_epoch_starts_empty_and_a_lower_is_refused(store: Store) -> None:
+    await store.register(worker(epoch=1), "s1", 5000)
+    await apply(store, batch(1, 1, 2))
+    await store.select(M, [offer(A)], Terms("r", 1000))
+    assert await store.register(worker(epoch=2**63), "s2", 5000) == {}
+    assert await held(store, A) == [[], [], []]
+    assert (await store.pulse(M)).loads == {}
+    with pytest.raises(SluiceError) as refused:
+        await store.register(worker(epoch=2**63 - 1), "s3", 5000)
+    assert refused.value.kind is ErrorKind.FAILED_PRECONDITION
+
+
+async def test_the_same_epoch_keeps_blocks_and_says_where_it_is(store: Store) -> None:
+    await store.register(worker(ranks=2), "s1", 5000)
+    await apply(store, batch(1, 1), batch(2, 2), batch(1, 9, rank=1))
+    assert await store.register(worker(ranks=2), "s2", 5000) == {0: 2, 1: 1}
+    assert await held(store, A) == [[1, 2], [], []]
+    assert await held(store, Slot("a", 1)) == [[9], [], []]
+
+
+async def test_sequence_rules(store: Store) -> None:
+    await store.register(worker(), "s1", 5000)
+    assert await apply(store, batch(1, 1), batch(2, 2)) == [(Outcome.APPLIED, 1), (Outcome.APPLIED, 2)]
+    assert await apply(store, batch(2, 3)) == [(Outcome.DUPLICATE, 2)]
+    assert await apply(store, batch(4, 4)) == [(Outcome.GAP, 2)]
+    assert (await apply(store, batch(3, 5), epoch=2))[0][0] is Outcome.STALE
+    assert (await store.apply(M, "unknown", 1, 10, [batch(1, 1)]))[0].outcome is Outcome.STALE
+    assert await held(store, A) == [[1, 2], [], []]
+
+
+async def test_tiers_removal_and_clearing(store: Store) -> None:
+    await store.register(worker(), "s1", 5000)
+    await apply(store, batch(1, 1, 2), batch(2, 2, 3, tier=Tier.HOST), batch(3, 4, tier=Tier.DISK))
+    assert await held(store, A) == [[1, 2], [2, 3], [4]]
+    await apply(store, batch(4, 1, 99, kind=Kind.REMOVED), batch(5, 2, kind=Kind.REMOVED, tier=Tier.HOST))
+    assert await held(store, A) == [[2], [3], [4]]
+    await apply(store, EventBatch(0, 6, (BlockOp(Kind.CLEARED, Tier.DEVICE, b""),)))
+    assert await held(store, A) == [[], [], []]
+
+
+async def test_large_batches(store: Store) -> None:
+    await store.register(worker(total_blocks=50_000), "s1", 5000)
+    many = range(1, 20_001)
+    assert await apply(store, batch(1, *many), capacity=50_000) == [(Outcome.APPLIED, 1)]
+    assert await held(store, A) == [list(many), [], []]
+    await apply(store, batch(2, *range(1, 15_001), kind=Kind.REMOVED), capacity=50_000)
+    assert await held(store, A) == [list(range(15_001, 20_001)), [], []]
+
+
+async def test_more_blocks_than_the_capacity_overflow(store: Store) -> None:
+    await store.register(worker(total_blocks=2), "s1", 5000)
+    assert await apply(store, batch(1, 1, 2), batch(2, 2, 1), capacity=2) == [
+        (Outcome.APPLIED, 1),
+        (Outcome.APPLIED, 2),
+    ]
+    assert (await apply(store, batch(3, 3), capacity=2))[0][0] is Outcome.OVERFLOW
+    too_many = Snapshot(0, 9, (pack_u64([1, 2, 3]), b"", b""))
+    assert (await store.replace(M, "a", 1, 2, too_many)).outcome is Outcome.OVERFLOW
+
+
+async def test_a_snapshot_replaces_unless_it_is_older(store: Store) -> None:
+    await store.register(worker(), "s1", 5000)
+    await apply(store, batch(1, 1, 2), batch(2, 5, tier=Tier.HOST))
+    snapshot = Snapshot(0, 7, (pack_u64([3]), b"", pack_u64([4])))
+    assert await store.replace(M, "a", 1, 10_000, snapshot) == (Outcome.APPLIED, 7)
+    assert await held(store, A) == [[3], [], [4]]
+    assert await store.replace(M, "a", 1, 10_000, Snapshot(0, 6, (b"", b"", b""))) == (Outcome.DUPLICATE, 7)
+    assert (await store.replace(M, "a", 2, 10_000, snapshot)).outcome is Outcome.STALE
+    assert await apply(store, batch(8, 8)) == [(Outcome.APPLIED, 8)]
+
+
+async def test_changes_come_in_order_and_say_everything(store: Store) -> None:
+    start = (await store.load(M)).position
+    await store.register(worker(), "s1", 5000)
+    first, second = batch(1, 1), batch(2, 1, kind=Kind.REMOVED)
+    await apply(store, first, second, batch(2, 2), batch(9, 2))
+    await store.replace(M, "a", 1, 10_000, Snapshot(0, 5, (pack_u64([3]), b"", b"")))
+    await store.leave(M, "a", "s1")
+    await store.remove(M, "a", "s1")
+    assert await changes_after(store, start, 6) == [
+        WorkerUp(worker()),
+        BlocksChanged(A, 1, first),
+        BlocksChanged(A, 1, second),
+        BlocksReplaced(A, 1, 5),
+        WorkerDraining("a", 1),
+        WorkerDown("a", 1),
+    ]
+
+
+async def test_following_from_the_middle(store: Store) -> None:
+    await store.register(worker(), "s1", 5000)
+    await apply(store, batch(1, 1))
+    middle = (await store.load(M)).position
+    await apply(store, batch(2, 2))
+    assert await changes_after(store, middle, 1) == [BlocksChanged(A, 1, batch(2, 2))]
+
+
+async def test_a_follower_that_fell_behind_hears_of_it(store: Store) -> None:
+    start = (await store.load(M)).position
+    await store.register(worker(), "s1", 5000)
+    for first in range(1, 2_000, 200):
+        await apply(store, *(batch(sequence, 1) for sequence in range(first, first + 200)))
+    with pytest.raises(FellBehind):
+        await changes_after(store, start, 2_001)
+
+
+async def test_a_lease_has_one_owner(store: Store) -> None:
+    await store.register(worker(), "s1", 5000)
+    assert await store.renew(M, "a", "s1", 5000, b"report") is Lease.HELD
+    assert (await store.pulse(M)).reports == {"a": b"report"}
+    await store.register(worker(), "s2", 5000)
+    assert await store.renew(M, "a", "s1", 5000, None) is Lease.REPLACED
+    await store.remove(M, "a", "s1")
+    await store.leave(M, "a", "s1")
+    assert (await store.load(M)).workers == [worker()]
+    await store.remove(M, "a", "s2")
+    assert await store.renew(M, "a", "s2", 5000, None) is Lease.GONE
+    assert await held(store, A) is None
+
+
+async def test_expired_leases_are_swept_with_blocks_and_reservations(store: Store) -> None:
+    await store.register(worker("a"), "s1", 1)
+    await store.register(worker("b"), "s2", 60_000)
+    await apply(store, batch(1, 1))
+    await store.select(M, [offer(A)], Terms("r", 60_000))
+    position = (await store.load(M)).position
+    await asyncio.sleep(0.01)
+    assert await store.sweep(M) >= 1
+    assert (await store.load(M)).workers == [worker("b")]
+    assert await held(store, A) is None
+    assert (await store.pulse(M)).loads == {}
+    assert await changes_after(store, position, 1) == [WorkerDown("a", 1)]
+
+
+async def test_draining_is_kept_and_ends_with_a_new_registration(store: Store) -> None:
+    await store.register(worker(), "s1", 5000)
+    await store.leave(M, "a", "s1")
+    assert (await store.load(M)).workers[0].draining
+    await store.register(worker(), "s2", 5000)
+    assert not (await store.load(M)).workers[0].draining
+
+
+async def test_a_worker_that_left_keeps_its_reservations_when_it_goes(store: Store) -> None:
+    await store.register(worker(), "s1", 5000)
+    await store.select(M, [offer(A)], Terms("r", 60_000))
+    await store.remove(M, "a", "s1", keep_reservations=True)
+    assert (await store.pulse(M)).loads == {A: Load(10, 10, 1)}
+    assert await store.free(M, ["r"]) == []
+    assert (await store.pulse(M)).loads == {}
+
+
+async def test_select_books_the_cheapest_by_what_is_booked(store: Store) -> None:
+    offers = [offer(A, uncached=2, added=2), offer(B, uncached=10, added=10)]
+    first = await store.select(M, offers, Terms("r1", 60_000))
+    assert first.slot == A
+    assert not first.repeated
+    assert abs(first.expires_unix_ms - unix_ms() - 60_000) < 30_000
+    for number in range(2, 7):
+        await store.select(M, offers, Terms(f"r{number}", 60_000))
+    loads = (await store.pulse(M)).loads
+    assert loads[B].requests >= 1
+    assert loads[A].requests + loads[B].requests == 6
+
+
+async def test_select_without_a_request_id_books_nothing(store: Store) -> None:
+    choice = await store.select(M, [offer(A, 5), offer(B, 1)], Terms("", 1000))
+    assert (choice.slot, choice.expires_unix_ms) == (B, 0)
+    assert (await store.pulse(M)).loads == {}
+
+
+async def test_select_is_idempotent_by_request_id(store: Store) -> None:
+    first = await store.select(M, [offer(A)], Terms("r", 60_000))
+    again = await store.select(M, [offer(B)], Terms("r", 60_000))
+    assert (again.slot, again.expires_unix_ms, again.repeated) == (A, first.expires_unix_ms, True)
+    moved = await store.select(M, [offer(B)], Terms("r", 60_000, allowed=frozenset({"b", "c"})))
+    assert (moved.slot, moved.repeated) == (B, False)
+    assert list((await store.pulse(M)).loads) == [B]
+
+
+async def test_ties_go_to_the_emptiest_then_to_any(store: Store) -> None:
+    for _ in range(20):
+        assert (await store.select(M, [offer(A, held=3), offer(B, held=2)], Terms("", 1))).slot == B
+    seen = {(await store.select(M, [offer(A, held=3), offer(B, held=3)], Terms("", 1))).slot for _ in range(60)}
+    assert seen == {A, B}
+
+
+async def test_temperature_samples(store: Store) -> None:
+    terms = Terms("", 1, temperature=1.0)
+    offers = [offer(Slot(name, 0), cost, 0) for name, cost in (("x", 1), ("y", 2), ("z", 3))]
+    seen = [(await store.select(M, offers, terms)).slot.worker_id for _ in range(1_500)]
+    shares = [seen.count(name) / 1_500 for name in "xyz"]
+    assert shares == pytest.approx([0.506, 0.307, 0.186], abs=0.06)
+
+
+async def test_prefill_scale_weighs(store: Store) -> None:
+    offers = [offer(A, uncached=10, added=1), offer(B, uncached=1, added=5)]
+    assert (await store.select(M, offers, Terms("", 1, prefill_load_scale=1.0))).slot == B
+    assert (await store.select(M, offers, Terms("", 1, prefill_load_scale=0.1))).slot == A
+
+
+async def test_mark_and_free_are_batched_and_count_the_unknown(store: Store) -> None:
+    for number in range(3):
+        await store.select(M, [offer(A)], Terms(f"r{number}", 60_000))
+    assert await store.mark_prefill_complete(M, ["r0", "x", "r1"]) == ["x"]
+    assert await store.mark_prefill_complete(M, ["r0"]) == []
+    assert (await store.pulse(M)).loads == {A: Load(10, 30, 3)}
+    assert await store.free(M, ["r0", "y", "r2"]) == ["y"]
+    assert (await store.pulse(M)).loads == {A: Load(0, 10, 1)}
+    assert await store.free(M, ["r1", "r1"]) == ["r1"]
+    assert (await store.pulse(M)).loads == {}
+
+
+async def test_expired_reservations_are_swept(store: Store) -> None:
+    await store.select(M, [offer(A)], Terms("r", 1))
+    await asyncio.sleep(0.01)
+    assert await store.sweep(M) == 1
+    assert (await store.pulse(M)).loads == {}
+    assert await store.free(M, ["r"]) == ["r"]
+
+
+async def test_booking_a_reservation_made_elsewhere(store: Store) -> None:
+    reservation = Reservation("r", A, 2_500, 4_000, unix_ms() + 60_000)
+    await store.book(M, reservation)
+    await store.book(M, reservation)
+    assert (await store.pulse(M)).loads == {A: Load(2.5, 4, 1)}
+
+
+async def test_concurrent_selects_do_not_herd(store: Store) -> None:
+    slots = [Slot(f"w{number}", 0) for number in range(8)]
+    await asyncio.gather(
+        *(store.select(M, [offer(slot) for slot in slots], Terms(f"r{number}", 60_000)) for number in range(64))
+    )
+    loads = (await store.pulse(M)).loads
+    assert [loads[slot].requests for slot in slots] == [8] * 8
