@@ -15,6 +15,8 @@ import grpc
 from services.common.errors import ErrorKind, SluiceError
 from services.common.grpc_errors import from_rpc_error
 
+LAST_WRITE_S = 5.0
+
 In = TypeVar("In")
 Out = TypeVar("Out")
 
@@ -42,6 +44,15 @@ class BatchWriter(Generic[Out]):
         self._closing = True
         self.wake()
 
+    def give_up(self) -> None:
+        """Ends `run` after the write that is under way; what is still to be written is dropped."""
+        self._drain = _nothing
+        self.close()
+
+
+def _nothing() -> None:
+    return None
+
 
 async def serve_session(
     context: grpc.aio.ServicerContext[In, Out],
@@ -64,6 +75,11 @@ async def serve_session(
     except asyncio.CancelledError:
         if writing.done() and not writing.cancelled():
             writing.result()  # the writer's failure is the reason, not the cancellation it caused
+        raise
+    except Exception:
+        # gRPC cannot tell the peer that the call failed while a write is under way: the peer would wait forever.
+        writer.give_up()
+        await asyncio.wait([writing], timeout=LAST_WRITE_S)
         raise
     finally:
         writing.cancel()

@@ -1,0 +1,254 @@
+"""Balancing over real replicas: calls spread, a dead replica gets none, a returned one gets some again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, cast
+
+import pytest
+
+from services.common import replicas
+from services.common.errors import ErrorKind, SluiceError, invalid, unavailable
+from services.common.grpc_errors import abort
+from services.common.replicas import ReplicaSet
+from services.common.server import GrpcServer
+from services.common.settings import GrpcServiceSettings
+from sluice.v1 import worker_pb2, worker_pb2_grpc
+
+DEADLINE_S = 20
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "WATCH_RETRY_S", 0.05)
+    monkeypatch.setattr(replicas, "RESOLVE_EVERY_S", 0.05)
+
+
+class Worker(worker_pb2_grpc.WorkerServicer):
+    """Says its name, or why not."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.refusal: SluiceError | None = None
+        self.calls = 0
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def GetInfo(self, request: Any, context: Any) -> worker_pb2.GetInfoResponse:
+        self.calls += 1
+        await self.gate.wait()
+        if self.refusal is not None:
+            await abort(context, self.refusal)
+        return worker_pb2.GetInfoResponse(worker_id=self.name)
+
+
+class Host:
+    """A replica that can be stopped and started again on its port."""
+
+    def __init__(self, name: str) -> None:
+        self.worker = Worker(name)  # type: ignore[abstract]
+        self.port = 0
+        self.server: GrpcServer | None = None
+
+    async def start(self, serving: bool = True) -> Host:
+        self.server = GrpcServer(GrpcServiceSettings(listen=f"127.0.0.1:{self.port}"), worker_pb2.DESCRIPTOR)
+        worker_pb2_grpc.add_WorkerServicer_to_server(self.worker, self.server.server)
+        await self.server.start()
+        self.port = self.server.port
+        await self.server.set_serving(serving)
+        return self
+
+    async def stop(self) -> None:
+        if self.server is not None:
+            await self.server.stop(0)
+        self.server = None
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+
+Set = ReplicaSet[worker_pb2_grpc.WorkerStub]
+
+
+@asynccontextmanager
+async def suite(count: int) -> AsyncIterator[tuple[list[Host], Set]]:
+    hosts = [await Host(f"w{index}").start() for index in range(count)]
+    chosen: Set = ReplicaSet("worker", [host.address for host in hosts], worker_pb2_grpc.WorkerStub)
+    await chosen.start()
+    try:
+        await until(lambda: len(chosen.serving) == count)
+        yield hosts, chosen
+    finally:
+        await chosen.close()
+        for host in hosts:
+            await host.stop()
+
+
+async def until(what: Any) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not what():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+async def ask(chosen: Set, attempts: int = 2, timeout_s: float = DEADLINE_S) -> str:
+    answer: worker_pb2.GetInfoResponse = await chosen.call(
+        lambda stub: cast(Any, stub).GetInfo, worker_pb2.GetInfoRequest(), timeout_s, attempts
+    )
+    return answer.worker_id
+
+
+async def test_calls_spread_over_both() -> None:
+    async with suite(2) as (_, chosen):
+        answers = Counter([await ask(chosen) for _ in range(60)])
+        assert set(answers) == {"w0", "w1"}
+        assert all(replica.outstanding == 0 for replica in chosen.serving)
+
+
+async def test_a_busy_replica_gets_fewer() -> None:
+    async with suite(2) as (hosts, chosen):
+        hosts[0].worker.gate.clear()
+        stuck = [asyncio.create_task(ask(chosen)) for _ in range(40)]
+        await until(lambda: hosts[1].worker.calls >= 20)
+        await until(lambda: sum(task.done() for task in stuck) >= 20)
+        before = hosts[0].worker.calls
+        assert [await ask(chosen) for _ in range(20)] == ["w1"] * 20
+        assert hosts[0].worker.calls == before
+        hosts[0].worker.gate.set()
+        await asyncio.gather(*stuck)
+
+
+async def test_dead_replica_costs_no_call_and_a_returned_one_serves_again() -> None:
+    async with suite(2) as (hosts, chosen):
+        await hosts[0].stop()
+        assert [await ask(chosen) for _ in range(40)] == ["w1"] * 40  # also before the watch has noticed
+        await until(lambda: len(chosen.serving) == 1)
+        await hosts[0].start()
+        await until(lambda: len(chosen.serving) == 2)
+        assert {await ask(chosen) for _ in range(60)} == {"w0", "w1"}
+
+
+async def test_draining_replica_gets_no_new_calls() -> None:
+    async with suite(2) as (hosts, chosen):
+        assert hosts[0].server is not None
+        await hosts[0].server.set_serving(False)
+        await until(lambda: len(chosen.serving) == 1)
+        assert {await ask(chosen) for _ in range(20)} == {"w1"}
+
+
+async def test_nobody_ready_is_a_typed_refusal() -> None:
+    async with suite(1) as (hosts, chosen):
+        await hosts[0].stop()
+        await until(lambda: not chosen.serving)
+        assert await chosen.wait_ready(0.1) is False
+        with pytest.raises(SluiceError, match="No worker replica is ready") as refused:
+            chosen.pick()
+        assert refused.value.kind is ErrorKind.UNAVAILABLE
+        assert refused.value.retry_after_ms > 0
+        with pytest.raises(SluiceError, match="No worker replica is ready"):
+            await ask(chosen)
+
+
+async def test_refusal_that_may_go_elsewhere_goes_elsewhere_and_others_do_not() -> None:
+    async with suite(2) as (hosts, chosen):
+        hosts[0].worker.refusal = unavailable("Draining.")
+        assert {await ask(chosen) for _ in range(20)} == {"w1"}
+        hosts[1].worker.refusal = invalid("Never.", param="x")
+        hosts[0].worker.refusal = None
+        answers = set()
+        for _ in range(40):
+            try:
+                answers.add(await ask(chosen))
+            except SluiceError as error:
+                answers.add(f"{error.kind.name} {error.param}")
+        assert answers == {"w0", "INVALID_ARGUMENT x"}
+
+
+async def test_both_refusing_gives_the_last_reason() -> None:
+    async with suite(2) as (hosts, chosen):
+        for host in hosts:
+            host.worker.refusal = unavailable("Draining.", code="draining")
+        with pytest.raises(SluiceError, match=r"Draining\.") as refused:
+            await ask(chosen)
+        assert refused.value.code == "draining"
+        assert hosts[0].worker.calls + hosts[1].worker.calls == 2
+
+
+async def test_slow_replica_is_a_deadline_not_a_hang() -> None:
+    async with suite(1) as (hosts, chosen):
+        hosts[0].worker.gate.clear()
+        with pytest.raises(SluiceError) as refused:
+            await ask(chosen, timeout_s=0.2)
+        assert refused.value.kind is ErrorKind.DEADLINE_EXCEEDED
+        hosts[0].worker.gate.set()
+
+
+async def test_exclude_and_changes() -> None:
+    changes = 0
+
+    def count() -> None:
+        nonlocal changes
+        changes += 1
+
+    host = await Host("w").start(serving=False)
+    chosen: Set = ReplicaSet("worker", [host.address], worker_pb2_grpc.WorkerStub, on_change=count)
+    try:
+        await chosen.start()
+        assert changes == 0
+        assert host.server is not None
+        await host.server.set_serving(True)
+        assert await chosen.wait_ready(DEADLINE_S)
+        assert changes == 1
+        assert chosen.pick().address == host.address
+        with pytest.raises(SluiceError):
+            chosen.pick(exclude=frozenset({host.address}))
+    finally:
+        await chosen.close()
+        await host.stop()
+
+
+async def test_name_that_changes_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    known: list[Host] = [await Host("w0").start()]
+
+    async def resolve(target: str) -> list[tuple[str, str]]:
+        assert target == "worker:1"
+        return [(host.address, "worker") for host in known]
+
+    monkeypatch.setattr(replicas, "_resolve", resolve)
+    chosen: Set = ReplicaSet("worker", ["worker:1"], worker_pb2_grpc.WorkerStub)
+    await chosen.start()
+    first, second = known[0], await Host("w1").start()
+    try:
+        await until(lambda: len(chosen.serving) == 1)
+        known.append(second)
+        await until(lambda: len(chosen.serving) == 2)
+        known.remove(first)
+        await first.stop()
+        await until(lambda: [replica.address for replica in chosen.serving] == [second.address])
+        known.clear()  # a name service that is away: what is known stays
+        await asyncio.sleep(0.2)
+        assert await ask(chosen) == "w1"
+    finally:
+        await chosen.close()
+        await first.stop()
+        await second.stop()
+
+
+async def test_target_without_a_port_is_refused() -> None:
+    chosen: Set = ReplicaSet("worker", ["worker"], worker_pb2_grpc.WorkerStub)
+    with pytest.raises(SluiceError, match="host:port"):
+        await chosen.start()
+    await chosen.close()
+
+
+async def test_closing_leaves_no_task(caplog: pytest.LogCaptureFixture) -> None:
+    before = asyncio.all_tasks()
+    with caplog.at_level(logging.ERROR):
+        async with suite(2) as (_, chosen):
+            await ask(chosen)
+        await until(lambda: asyncio.all_tasks() <= before)
+    assert caplog.text == ""
