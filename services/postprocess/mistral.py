@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from services.common.errors import ErrorKind, SluiceError, internal
-from services.postprocess.detokenizer import EACH_BYTE, ByteTable, TableDetokenizer
+from services.postprocess.detokenizer import EACH_BYTE, ByteTable
 from services.postprocess.hf import fallback_byte
 from services.postprocess.vocabulary import TableVocabulary, Vocabulary
 
@@ -41,11 +42,16 @@ def _tekken(file: Path) -> Vocabulary:
     kept = ByteTable.of([piece(token, keep) for token in range(tekken.n_words)])
     # mistral-common decodes what is between two special ids by itself, so that a character never spans one.
     vocabulary = TableVocabulary(kept, frozenset(tekken.special_ids), specials_break=True)
-    sample = list(range(0, tekken.n_words, max(1, tekken.n_words // SAMPLES)))
-    detokenizer = TableDetokenizer(kept)
-    if "".join(map(detokenizer.step, sample)) + detokenizer.flush() != tekken.decode(sample, keep):
-        raise internal(f"The table of {file.name} does not decode as mistral-common does.")
+    _prove(vocabulary, range(vocabulary.size), tekken.decode, file)
     return vocabulary
+
+
+def _prove(vocabulary: Vocabulary, tokens: Sequence[int], decode: Callable[[list[int]], str], file: Path) -> None:
+    """Compares a sample of all tokens with the library; SluiceError(INTERNAL) when it decodes differently."""
+    sample = list(tokens[:: max(1, len(tokens) // SAMPLES)])
+    detokenizer = vocabulary.detokenizer(skip_special_tokens=True)
+    if "".join(map(detokenizer.step, sample)) + detokenizer.flush() != decode(sample):
+        raise internal(f"The table of {file.name} does not decode as its library does.")
 
 
 def _sentencepiece(file: Path) -> Vocabulary:
@@ -61,12 +67,21 @@ def _sentencepiece(file: Path) -> Vocabulary:
     processor = sentencepiece.SentencePieceProcessor(model_file=str(file))
     size = processor.vocab_size()
     pieces = [_sentencepiece_bytes(processor, token) for token in range(size)]
-    table = ByteTable.of(pieces, EACH_BYTE, opening=lambda token: pieces[token].removeprefix(b" "))
-    return TableVocabulary(table, frozenset(token for token in range(size) if processor.is_control(token)))
+
+    def opening(token: int) -> bytes:
+        return pieces[token] if processor.is_unknown(token) else pieces[token].removeprefix(b" ")
+
+    table = ByteTable.of(pieces, EACH_BYTE, opening=opening)
+    vocabulary = TableVocabulary(table, frozenset(token for token in range(size) if processor.is_control(token)))
+    _prove(vocabulary, [token for token in range(size) if not processor.is_byte(token)], processor.decode, file)
+    return vocabulary
 
 
 def _sentencepiece_bytes(processor: Any, token: int) -> bytes:
     piece: str = processor.id_to_piece(token)
     if processor.is_byte(token):
         return fallback_byte(piece)
+    if processor.is_unknown(token):
+        surface: str = processor.decode([token])
+        return surface.encode()
     return piece.replace("▁", " ").encode()

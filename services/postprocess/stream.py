@@ -65,8 +65,8 @@ class Stream:
 
     The semantics are those of checking after every token, in this order:
 
-    1. A stop id, or an end-of-sequence id unless `ignore_eos`, ends the stream once `min_tokens` tokens are there, it
-       included. Its own text is left out, except with `include_stop_string`.
+    1. After the first `min_tokens` tokens, a stop id, or an end-of-sequence id unless `ignore_eos`, ends the stream.
+       Its own text is left out, except with `include_stop_string`.
     2. A stop string that is complete with a token after the first `min_tokens` ends the stream; it may have begun
        earlier.
 
@@ -108,7 +108,7 @@ class Stream:
         if self.finish is not None:
             return ""
         self.tokens_seen = seen = self.tokens_seen + 1
-        if token in self._ends and seen >= self._min_tokens:
+        if token in self._ends and seen > self._min_tokens:
             return self._end_at(token)
         try:
             text = self._detokenizer.step(token)

@@ -8,7 +8,11 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
 import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from services.common import telemetry
 from services.common.errors import ErrorKind, SluiceError
 from services.common.models import ModelSpec
 from services.postprocess.library import VocabularyLibrary
@@ -256,3 +260,22 @@ async def test_draining_ends_with_the_last_answer(session: PostSession) -> None:
     assert not session.drained.is_set(), "the answer is not written yet"
     assert session.drain() is None
     assert session.drained.is_set()
+
+
+async def test_a_traced_stream_is_a_span_of_its_request(session: PostSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(telemetry, "_tracer", provider.get_tracer("test"))
+    parent = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
+    session.open(1, "good", OPTIONS, parent)
+    session.open(2, "bad", OPTIONS, parent)
+    session.open(3, "closed", OPTIONS, parent)
+    feed(session, (1, [2]), (2, [200_000]))
+    session.close([3])
+    spans = {span.attributes["request_id"]: span for span in exporter.get_finished_spans() if span.attributes}
+    assert {name: span.status.is_ok for name, span in spans.items()} == {"good": True, "bad": False, "closed": True}
+    for span in spans.values():
+        assert span.name == "postprocess.stream"
+        assert span.parent is not None
+        assert span.parent.span_id == 0xB7AD6B7169203331

@@ -103,8 +103,8 @@ def test_a_stop_id_outside_the_vocabulary_only_ends() -> None:
     assert stream.finish == Finish(FinishReason.STOP, 2, stop_token_id=UNKNOWN)
 
 
-def test_stop_ids_count_from_min_tokens_on() -> None:
-    stream = start(replace(OPTIONS, min_tokens=3, skip_special_tokens=False))
+def test_stop_ids_count_after_min_tokens() -> None:
+    stream = start(replace(OPTIONS, min_tokens=2, skip_special_tokens=False))
     assert stream.feed([EOS, EOS, EOS]) == "</s></s>"
     assert stream.finish == Finish(FinishReason.STOP, 3, stop_token_id=EOS)
 
