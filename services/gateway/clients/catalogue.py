@@ -58,7 +58,8 @@ class Catalogue:
     @property
     def models(self) -> dict[str, WorkerEntry]:
         """One worker of each model that can be served now, by model name."""
-        return dict(sorted((entry.model, entry) for entry in self.workers.values()))
+        by_name = {entry.model: entry for entry in self.workers.values()}
+        return {name: by_name[name] for name in sorted(by_name)}
 
     def model(self, name: str) -> WorkerEntry:
         """A worker of this model.
