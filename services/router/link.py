@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_exponential_jitter
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_exponential, wait_random
 
 from services.router.store.base import Store, StoreUnavailable
 
@@ -51,7 +51,7 @@ class Link:
         """Reaches the store, again whenever it is lost, and runs `recover` before anybody else uses it."""
         while True:
             async for attempt in AsyncRetrying(
-                wait=wait_exponential_jitter(initial=FIRST_RETRY_S, max=LAST_RETRY_S, jitter=FIRST_RETRY_S),
+                wait=wait_exponential(multiplier=FIRST_RETRY_S, max=LAST_RETRY_S) + wait_random(0, FIRST_RETRY_S),
                 retry=retry_if_exception_type(StoreUnavailable),
                 before_sleep=_say,
             ):

@@ -208,7 +208,8 @@ class RouterService(router_pb2_grpc.RouterServicer):
             await asyncio.wait_for(context.write(router_pb2.AttachResponse(attached=attached)), WRITE_TIMEOUT_S)
             await self._converse(attachment, conversation.inbox, context)
         except SluiceError as error:
-            log.warning("worker is cut off: %s", error.message, extra={"worker": worker.worker_id})
+            if not self._stopped:
+                log.warning("worker is cut off: %s", error.message, extra={"worker": worker.worker_id})
             raise
         except TimeoutError:
             log.warning("worker is cut off: it is silent", extra={"worker": worker.worker_id})

@@ -1,0 +1,105 @@
+"""The registry and its watches; the inbox of a stream; settings."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from services.common.errors import SluiceError, invalid
+from services.router.inbox import Inbox
+from services.router.registry import Happening, News, Registry
+from services.router.settings import RouterSettings
+from services.router.workers import Role, Slot, Worker
+
+
+def worker(worker_id: str, epoch: int = 1, model: str = "m") -> Worker:
+    return Worker(worker_id, "x:1", epoch, model, Role.AGGREGATED, 16, "s", 10, 2, b"\xffdoc")
+
+
+async def test_a_watch_starts_with_who_is_there() -> None:
+    registry = Registry()
+    registry.up(worker("a"))
+    registry.up(worker("b", model="other"))
+    watch = registry.watch("m")
+    assert await watch.next() == [News(Happening.UP, worker("a")), News(Happening.SYNCED, None)]
+    assert len(await registry.watch().next()) == 3
+
+
+async def test_a_slow_watcher_gets_only_the_latest_of_each_worker() -> None:
+    registry = Registry()
+    watch = registry.watch()
+    await watch.next()
+    for epoch in range(1, 1000):
+        registry.up(worker("a", epoch))
+        registry.up(worker("b", epoch))
+        registry.down("m", "b", epoch)
+    assert await watch.next() == [News(Happening.UP, worker("a", 999)), News(Happening.DOWN, worker("b", 999))]
+
+
+async def test_draining_is_said_once() -> None:
+    registry = Registry()
+    registry.up(worker("a"))
+    watch = registry.watch()
+    await watch.next()
+    registry.drain("m", "a", 1)
+    assert await watch.next() == [News(Happening.DOWN, replace(worker("a"), draining=True))]
+    assert registry.down("m", "a", 1) is not None
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(watch.next(), 0.02)
+
+
+def test_another_epoch_changes_nothing() -> None:
+    registry = Registry()
+    registry.up(worker("a", 2))
+    registry.drain("m", "a", 1)
+    assert registry.down("m", "a", 1) is None
+    assert registry.workers("m") == [worker("a", 2)]
+
+
+async def test_closing_ends_watches() -> None:
+    registry = Registry()
+    watch = registry.watch()
+    await watch.next()
+    registry.close()
+    assert await watch.next() == []
+    assert watch.ended
+
+
+def test_workers_survive_json() -> None:
+    assert Worker.from_json(worker("a", 2**63).to_json()) == worker("a", 2**63)
+    assert Worker.from_json(worker("a").to_json(), draining=True).draining
+    assert Slot.of_field(Slot("a/b", 3).field) == Slot("a/b", 3)
+
+
+async def test_an_inbox_gives_all_there_is_and_bounds_the_reader() -> None:
+    inbox: Inbox[int] = Inbox(2)
+    await inbox.put(1)
+    await inbox.put(2)
+    waiting = asyncio.create_task(inbox.put(3))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    assert await inbox.take(1) == [1, 2]
+    await waiting
+    inbox.end()
+    assert await inbox.take(1) == [3]
+    assert await inbox.take(1) == []
+
+
+async def test_an_inbox_that_failed_says_why() -> None:
+    inbox: Inbox[int] = Inbox(2)
+    await inbox.put(1)
+    inbox.end(invalid("nonsense"))
+    with pytest.raises(SluiceError, match="nonsense"):
+        await inbox.take(1)
+    with pytest.raises(TimeoutError):
+        await Inbox[int](1).take(0.01)
+
+
+def test_settings_refuse_bad_values(capsys: pytest.CaptureFixture[str]) -> None:
+    assert RouterSettings.load(["--policy", "round_robin"]).policy == "round_robin"
+    with pytest.raises(SystemExit) as ended:
+        RouterSettings.load(["--policy", "best"])
+    assert ended.value.code == 2
+    assert "--policy" in capsys.readouterr().err
