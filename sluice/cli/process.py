@@ -17,7 +17,7 @@ from sluice.cli.plan import Process
 _LONGEST_LINE = 32 << 10
 _READ_BYTES = 64 << 10
 _PUMP_ENDS_WITHIN_S = 1.0
-_COMPLAINT = re.compile(r"^[\d:.]+ (?:WARNING|ERROR|CRITICAL) +\S+  (.+)$")
+_COMPLAINT = re.compile(r"^[\d:.]+ (?:WARNING|ERROR|CRITICAL) +\S+  (.+?)(?:  \w+=.*)?$")
 
 
 class Child:
