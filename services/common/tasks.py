@@ -9,6 +9,9 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
+CANCEL_AGAIN_S = 0.25
+CANCEL_ATTEMPTS = 20
+
 
 class TaskOwner:
     """Holds tasks that should run until closed.
@@ -46,9 +49,17 @@ class TaskOwner:
         return len(self._tasks)
 
     async def close(self) -> None:
-        """Cancels what still runs, the caller excepted, and waits for it."""
+        """Cancels what still runs and waits for it.
+
+        A cancellation can get lost: a timeout inside a library that expires in the same moment takes it for its own.
+        So it is said again until it is heard, within a bound.
+        """
         self._closing = True
-        tasks = self._tasks - {asyncio.current_task()}  # one of them may be what closes
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        pending = set(self._tasks)
+        for _ in range(CANCEL_ATTEMPTS):
+            if not pending:
+                return
+            for task in pending:
+                task.cancel()
+            _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
+        log.error("tasks do not end: %s", ", ".join(sorted(task.get_name() for task in pending)))

@@ -100,3 +100,22 @@ async def test_close_from_one_of_its_own_tasks_does_not_hang() -> None:
     owner.spawn(closer(), "closer")
     async with asyncio.timeout(5):
         await closed.wait()
+
+
+async def test_a_cancellation_that_got_lost_is_said_again() -> None:
+    heard = 0
+
+    async def loses_the_first() -> None:
+        nonlocal heard
+        while heard < 2:
+            try:
+                await asyncio.sleep(3600)
+            except asyncio.CancelledError:
+                heard += 1
+
+    owner = TaskOwner()
+    owner.spawn(loses_the_first(), "stubborn")
+    await asyncio.sleep(0)
+    await asyncio.wait_for(owner.close(), 10)
+    assert heard == 2
+    assert owner.alive == 0
