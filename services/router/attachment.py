@@ -7,16 +7,15 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 from services.common.errors import ErrorKind, SluiceError, invalid
+from services.router.dialogue import Leaving, Replies, Report, Said, SnapshotChunk
 from services.router.events import (
     HASH_BYTES,
     MAX_SEQUENCE,
     BlocksChanged,
     EventBatch,
     Snapshot,
-    Tier,
     WorkerDown,
     WorkerDraining,
     WorkerUp,
@@ -31,42 +30,6 @@ log = logging.getLogger(__name__)
 
 MOST_BUFFERED = 4_096  # batches of one rank kept back while its snapshot is under way
 HEARTBEATS_PER_LEASE = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """How the worker is doing, as the transport encodes it."""
-
-    document: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class SnapshotChunk:
-    """A piece of a rank's snapshot."""
-
-    rank: int
-    sequence: int
-    tier: Tier
-    hashes: bytes
-    last: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Leaving:
-    """The worker takes no new requests."""
-
-    reason: str
-
-
-Said: TypeAlias = Report | EventBatch | SnapshotChunk | Leaving
-
-
-@dataclass(slots=True)
-class Replies:
-    """What the worker should hear: durable sequence numbers by rank, and ranks to send a snapshot of, with reasons."""
-
-    acks: dict[int, int] = field(default_factory=dict)
-    resyncs: dict[int, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -163,16 +126,30 @@ class Attachment:
             raise self._refused
         return replies
 
-    def close(self) -> None:
-        """The worker's stream ended, so for this replica it is gone; `remove` tells the others."""
-        self._view.apply(WorkerDown(self.worker.worker_id, self.worker.epoch))
-
-    async def remove(self) -> None:
-        """Tells the store that the worker is gone, unless another attachment has it.
+    async def close(self) -> bool:
+        """The worker's stream ended: it is gone, unless it attached elsewhere meanwhile.
 
         What is booked on it goes too, unless it left in order: then its requests still run.
+
+        Returns:
+            False when the store cannot be told now; tell it with `remove` when it is back.
         """
-        await self._store.remove(self.worker.model, self.worker.worker_id, self.session, keep_reservations=self.left)
+        gone = WorkerDown(self.worker.worker_id, self.worker.epoch)
+        try:
+            if self._link.there:
+                if await self.remove():
+                    self._view.apply(gone)
+                return True
+        except StoreUnavailable as error:
+            self._link.lost(error)
+        self._view.apply(gone)
+        return False
+
+    async def remove(self) -> bool:
+        """Removes the worker from the store; False when another attachment has it."""
+        return await self._store.remove(
+            self.worker.model, self.worker.worker_id, self.session, keep_reservations=self.left
+        )
 
     def _check_fits(self) -> None:
         mine = self.worker
@@ -191,11 +168,13 @@ class Attachment:
     async def _leave(self, message: Leaving) -> None:
         self.left = True
         log.info("worker leaves", extra={"worker": self.worker.worker_id, "reason": message.reason})
-        self._view.apply(WorkerDraining(self.worker.worker_id, self.worker.epoch))
         try:
-            await self._store.leave(self.worker.model, self.worker.worker_id, self.session)
+            owned = await self._store.leave(self.worker.model, self.worker.worker_id, self.session)
         except StoreUnavailable as error:
             self._link.lost(error)
+            owned = True
+        if owned:
+            self._view.apply(WorkerDraining(self.worker.worker_id, self.worker.epoch))
 
     async def _renew(self, report: Report | None, now: bool = False) -> None:
         if report is not None:

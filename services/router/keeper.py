@@ -88,11 +88,10 @@ class Keeper:
         await self._bookkeeper.settle()
         await self.discover()
         for view in self.views:
+            view.drop_orphans(self._lease_s)
             if self._link.there_for_s > self._lease_s:
                 await self._store.sweep(view.model)
-            pulse = await self._store.pulse(view.model)
-            view.loads = pulse.loads
-            view.reports = view.reports | pulse.reports
+            view.take(await self._store.pulse(view.model))
 
     async def _follow(self, view: ModelView) -> None:
         reason = "start"

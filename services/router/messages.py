@@ -8,8 +8,8 @@ from dataclasses import replace
 from services.common.errors import invalid
 from services.common.hashing import HASH_SCHEME
 from services.common.packing import pack_u64
-from services.router.attachment import Leaving, Replies, Report, Said, SnapshotChunk
 from services.router.cost import CostModel, Load
+from services.router.dialogue import Leaving, Replies, Report, Said, SnapshotChunk
 from services.router.events import HASH_BYTES, BlockOp, EventBatch, Kind, Tier
 from services.router.index import Overlap
 from services.router.queries import Prompt, Query, Route

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
-from urllib.parse import quote, unquote
 
 from services.common.errors import ErrorKind, SluiceError, invalid, not_found, unavailable
 from services.common.tasks import TaskOwner
@@ -22,23 +21,13 @@ from services.router.policies import Candidate, Demand, all_policies, direct, sh
 from services.router.prompts import Blocks, in_blocks
 from services.router.queries import Prompt, Query, Route, Score
 from services.router.registry import Registry
+from services.router.reservations import by_model, reservation_id
 from services.router.store.base import Store, StoreUnavailable
 from services.router.view import ModelView
 from services.router.workers import Role, Slot, Worker
 from services.router.workforce import Workforce
 
 BLIND = "no_block_hashes"
-
-
-def reservation_id(model: str, request_id: str) -> str:
-    """Names a reservation; `request_of` undoes it."""
-    return f"{quote(model, safe='')}:{request_id}"
-
-
-def request_of(reservation: str) -> tuple[str, str]:
-    """(model, request id) of a reservation id."""
-    model, _, request_id = reservation.partition(":")
-    return unquote(model), request_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,12 +153,12 @@ class Router:
 
     async def mark_prefill_complete(self, reservations: Sequence[str]) -> int:
         """Gives prefill load back; returns how many ids were unknown."""
-        groups = _by_model(reservations)
+        groups = by_model(reservations)
         return sum([await self._bookkeeper.mark_prefill_complete(model, ids) for model, ids in groups.items()])
 
     async def free(self, reservations: Sequence[str]) -> int:
         """Gives all load back; returns how many ids were unknown."""
-        groups = _by_model(reservations)
+        groups = by_model(reservations)
         return sum([await self._bookkeeper.free(model, ids) for model, ids in groups.items()])
 
     def report(self, worker: Worker) -> bytes:
@@ -266,8 +255,7 @@ class Router:
         """Booked loads, live while the store is there."""
         if self._link.there:
             try:
-                pulse = await self._store.pulse(view.model)
-                view.loads, view.reports = pulse.loads, view.reports | pulse.reports
+                view.take(await self._store.pulse(view.model))
             except StoreUnavailable as error:
                 self._link.lost(error)
         return view.loads
@@ -290,11 +278,3 @@ class Router:
         self.metrics.query_seconds.record(seconds)
         self.metrics.prompt_blocks.add(blocks.count)
         self.metrics.overlap_blocks.add(route.overlap.blocks)
-
-
-def _by_model(reservations: Sequence[str]) -> dict[str, list[str]]:
-    groups: dict[str, list[str]] = {}
-    for reservation in reservations:
-        model, request_id = request_of(reservation)
-        groups.setdefault(model, []).append(request_id)
-    return groups

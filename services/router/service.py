@@ -15,11 +15,13 @@ from services.common import logs, telemetry
 from services.common.errors import ErrorKind, SluiceError, invalid, unavailable
 from services.common.grpc_errors import abort, answer
 from services.router import messages
-from services.router.attachment import HEARTBEATS_PER_LEASE, Attachment, Said
+from services.router.attachment import HEARTBEATS_PER_LEASE, Attachment
 from services.router.cost import CostModel
+from services.router.dialogue import Said
 from services.router.inbox import Inbox
 from services.router.queries import Query
-from services.router.router import Router, reservation_id
+from services.router.reservations import reservation_id
+from services.router.router import Router
 from services.router.workers import Slot, Worker
 from sluice.v1 import router_pb2, router_pb2_grpc
 

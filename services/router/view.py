@@ -11,7 +11,7 @@ from services.router.events import BlocksChanged, BlocksReplaced, Change, Snapsh
 from services.router.holding import Outcome
 from services.router.index import BlockIndex
 from services.router.registry import Registry
-from services.router.store.base import Position, Store
+from services.router.store.base import Position, Pulse, Store
 from services.router.workers import Slot, Worker
 
 LOADS_AT_ONCE = 16
@@ -28,6 +28,9 @@ class ModelView:
         self.loaded = asyncio.Event()
         self._registry = registry
         self._current_at = time.monotonic()
+        self._meanwhile: list[Change] | None = None
+        self._generation: bytes | None = None
+        self._orphans: dict[str, tuple[int, float]] = {}  # epoch, since when
 
     @property
     def age_ms(self) -> int:
@@ -50,7 +53,45 @@ class ModelView:
 
     async def rebuild(self, store: Store) -> Position:
         """Reads everything anew while the old view goes on answering; returns the position to follow from."""
-        state = await store.load(self.model)
+        self._meanwhile = []
+        try:
+            state = await store.load(self.model)
+            index = await self._read(store, state.workers)
+        finally:
+            meanwhile, self._meanwhile = self._meanwhile, None
+        old, self.index = self.index, index
+        alive = {worker.worker_id for worker in state.workers}
+        alive |= {change.worker.worker_id for change in meanwhile if isinstance(change, WorkerUp)}
+        missing = [worker for worker in self.workers if worker.worker_id not in alive]
+        self._missed(missing, old, forgotten=self._generation not in (None, state.generation))
+        self._generation = state.generation
+        for worker in state.workers:
+            self._registry.up(worker)
+        for change in meanwhile:  # made here while reading, and perhaps not in what was read
+            self.apply(change)
+        self.touch()
+        self.loaded.set()
+        return state.position
+
+    def _missed(self, missing: list[Worker], old: BlockIndex, forgotten: bool) -> None:
+        """Workers the store does not know are gone; but a store that lost everything hears of them again soon."""
+        for worker in missing:
+            if not forgotten:
+                self._registry.down(self.model, worker.worker_id, worker.epoch)
+                continue
+            self._orphans[worker.worker_id] = (worker.epoch, time.monotonic())
+            for slot in worker.slots:
+                self.index.open(slot, worker.epoch, worker.total_blocks)
+                if (holding := old.holding(slot)) is not None:
+                    self.index.replace(slot, holding.epoch, holding.snapshot(slot.rank))
+
+    def drop_orphans(self, after_s: float) -> None:
+        """Gives up on workers that a store which lost everything did not hear of again in this time."""
+        for worker_id, (epoch, since) in list(self._orphans.items()):
+            if time.monotonic() - since > after_s:
+                self.apply(WorkerDown(worker_id, epoch))
+
+    async def _read(self, store: Store, workers: list[Worker]) -> BlockIndex:
         index = BlockIndex()
         gate = asyncio.Semaphore(LOADS_AT_ONCE)
 
@@ -61,17 +102,8 @@ class ModelView:
             if found is not None:
                 index.replace(slot, *found)
 
-        await asyncio.gather(*(read(worker, slot) for worker in state.workers for slot in worker.slots))
-        self.index = index
-        alive = {worker.worker_id for worker in state.workers}
-        for worker in self.workers:
-            if worker.worker_id not in alive:
-                self._registry.down(self.model, worker.worker_id, worker.epoch)
-        for worker in state.workers:
-            self._registry.up(worker)
-        self.touch()
-        self.loaded.set()
-        return state.position
+        await asyncio.gather(*(read(worker, slot) for worker in workers for slot in worker.slots))
+        return index
 
     async def follow(self, store: Store, changes: Iterable[Change]) -> int:
         """Applies changes in order; reads ranks from the store where the feed alone does not do. Returns how many."""
@@ -88,6 +120,8 @@ class ModelView:
 
         Changes may come twice or late: epochs and sequence numbers tell.
         """
+        if self._meanwhile is not None:
+            self._meanwhile.append(change)
         match change:
             case BlocksChanged(slot, epoch, batch):
                 outcome = self.index.apply(slot, epoch, batch)
@@ -101,10 +135,17 @@ class ModelView:
             case WorkerDraining(worker_id, epoch):
                 self._registry.drain(self.model, worker_id, epoch)
             case WorkerDown(worker_id, epoch):
+                self._orphans.pop(worker_id, None)
                 gone = self._registry.down(self.model, worker_id, epoch)
                 if gone is not None:
                     self._forget(gone)
         return None
+
+    def take(self, pulse: Pulse) -> None:
+        """Takes the loads last read; reports of workers that are gone are forgotten."""
+        self.loads = pulse.loads
+        alive = {worker.worker_id for worker in self.workers}
+        self.reports = {name: report for name, report in (self.reports | pulse.reports).items() if name in alive}
 
     def replace(self, slot: Slot, epoch: int, snapshot: Snapshot) -> None:
         """Takes a rank's snapshot."""
@@ -114,6 +155,7 @@ class ModelView:
         known = self._registry.get(self.model, worker.worker_id)
         if known is not None and known.epoch > worker.epoch:
             return
+        self._orphans.pop(worker.worker_id, None)
         if known is not None and known.epoch < worker.epoch:
             self._forget(known)
         for slot in worker.slots:

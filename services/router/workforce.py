@@ -10,7 +10,7 @@ from services.router.bookkeeper import Bookkeeper
 from services.router.keeper import Keeper
 from services.router.link import Link
 from services.router.metrics import Metrics
-from services.router.store.base import Store, StoreUnavailable
+from services.router.store.base import Store
 from services.router.workers import Worker
 
 log = logging.getLogger(__name__)
@@ -68,7 +68,6 @@ class Workforce:
         log.info("worker detached", extra={"worker": worker.worker_id, "model": worker.model})
         if not attachment.left:
             self._bookkeeper.drop_worker(worker.model, worker.worker_id)
-        attachment.close()
         self._tasks.spawn(self._tell(attachment), f"remove-{worker.worker_id}")
 
     def stop(self) -> None:
@@ -84,10 +83,5 @@ class Workforce:
             await attachment.reopen()
 
     async def _tell(self, attachment: Attachment) -> None:
-        if self._link.there:
-            try:
-                await attachment.remove()
-                return
-            except StoreUnavailable as error:
-                self._link.lost(error)
-        self._untold.append(attachment)
+        if not await attachment.close():
+            self._untold.append(attachment)

@@ -194,6 +194,26 @@ async def test_workers_move_to_another_replica_when_theirs_stops(redis: RedisSer
         assert await overlap(stays, PROMPT) == ("w1", len(PROMPT) // BLOCK)
 
 
+async def test_a_worker_that_moved_stays_known_when_its_old_stream_ends(pair: list[RouterProcess]) -> None:
+    first, second = pair
+    old, new = FakeWorker("w1"), FakeWorker("w1")
+    await old.attach(first)
+    await old.store([1, 2, 3])
+    await new.attach(second)
+    assert new.attached is not None
+    assert dict(new.attached.sequences) == {0: 1}
+    await old.heartbeat()
+    await until(lambda: old.ended is not None)
+    await new.send(2, [4])
+    await until(lambda: new.acked == 2)
+
+    async def equal() -> bool:
+        return await dump(first) == await dump(second)
+
+    await until(equal)
+    assert await names(first) == await names(second) == ["w1"]
+
+
 async def test_the_lease_of_a_worker_whose_router_died_runs_out(redis: RedisServer) -> None:
     async with routers(redis_url=redis.url, lease_ms=2_000) as (stays,):
         async with routers(redis_url=redis.url, lease_ms=2_000) as (goes,):
@@ -228,12 +248,13 @@ async def test_without_redis_the_router_waits_and_says_not_serving(
 
 @pytest.mark.parametrize("how", ["lost", "frozen"])
 async def test_an_outage_degrades_visibly_and_heals(redis: RedisServer, how: str) -> None:
-    async with routers(2, redis_url=redis.url, redis_timeout_s=0.5) as (first, second):
+    async with routers(2, redis_url=redis.url, redis_timeout_s=0.5, lease_ms=3_000) as (first, second):
         for replica in (first, second):
             await until(lambda replica=replica: serving(replica))
         w1, w2 = FakeWorker("w1"), FakeWorker("w2")
         await w1.attach(first)
         await w2.attach(second)
+        w1.keep_beating()
         await w1.store(block_hashes(PROMPT, BLOCK))
         await knows(first, "w1", "w2")
         booked = await first.stub.RouteQuery(query(PROMPT, "before"))
@@ -256,6 +277,7 @@ async def test_an_outage_degrades_visibly_and_heals(redis: RedisServer, how: str
         await until(sees_new_blocks)
         w3 = FakeWorker("w3")
         await w3.attach(first)
+        w3.keep_beating()
         await w2.detach()
         freed = await first.stub.FreeRequest(router_pb2.FreeRequestRequest(reservation_ids=[booked.reservation_id]))
         assert freed.unknown == 0
@@ -269,12 +291,7 @@ async def test_an_outage_degrades_visibly_and_heals(redis: RedisServer, how: str
             answer = await second.stub.RouteQuery(query(OTHER))
             return answer.degraded == "" and answer.overlap.device_blocks == len(OTHER) // BLOCK
 
-        async def beat_until_healed() -> bool:
-            for worker in (w1, w3):
-                await worker.heartbeat()
-            return await healed()
-
-        await until(beat_until_healed, 40)
+        await until(healed)
         await knows(second, "w1", "w3")
         await knows(first, "w1", "w3")
         assert await dump(first) == await dump(second)
@@ -285,3 +302,5 @@ async def test_an_outage_degrades_visibly_and_heals(redis: RedisServer, how: str
         await until(only_during_is_booked)
         await second.stub.FreeRequest(router_pb2.FreeRequestRequest(reservation_ids=[away.reservation_id]))
         assert await requests_booked(first) == {"w1": 0, "w3": 0}
+        for worker in (w1, w3):
+            await worker.detach()

@@ -77,6 +77,7 @@ class FakeWorker:
         self.attached: router_pb2.Attached | None = None
         self.resyncs: list[str] = []
         self.ended: grpc.aio.AioRpcError | None = None
+        self._beating: asyncio.Task[None] | None = None
 
     async def attach(self, router: RouterProcess) -> None:
         """Opens the stream; returns when the router has answered."""
@@ -126,12 +127,24 @@ class FakeWorker:
         beat = router_pb2.Heartbeat(loads=[common_pb2.WorkerLoad(**load)])
         await self.call.write(router_pb2.AttachRequest(heartbeat=beat))
 
+    def keep_beating(self) -> None:
+        """Sends heartbeats as often as the router asked, until detached."""
+        assert self.attached is not None
+        self._beating = asyncio.create_task(self._beat(self.attached.heartbeat_interval_ms / 1000))
+
+    async def _beat(self, every_s: float) -> None:
+        while self.ended is None:
+            await self.heartbeat()
+            await asyncio.sleep(every_s)
+
     async def leave(self) -> None:
         """Takes no new requests."""
         await self.call.write(router_pb2.AttachRequest(leave=router_pb2.Leave(reason="test")))
 
     async def detach(self) -> None:
         """Its process is gone."""
+        if self._beating is not None:
+            self._beating.cancel()
         self.call.cancel()
         await asyncio.wait([self._listening])
 

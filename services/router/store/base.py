@@ -62,10 +62,14 @@ class Applied(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModelState:
-    """The workers of a model and the place in the feed from where to follow. Blocks are read slot by slot."""
+    """The workers of a model and the place in the feed from where to follow. Blocks are read slot by slot.
+
+    `generation` is another one after the store has lost what it held.
+    """
 
     position: Position
     workers: list[Worker]
+    generation: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +119,12 @@ class Store(ABC):
         """Prolongs a lease; keeps the worker's load report if one is given. Not a change of the feed."""
 
     @abstractmethod
-    async def leave(self, model: str, worker_id: str, session: str) -> None:
-        """The worker takes no new requests; what is booked on it stays."""
+    async def leave(self, model: str, worker_id: str, session: str) -> bool:
+        """The worker takes no new requests; what is booked on it stays. False when `session` does not own it."""
 
     @abstractmethod
-    async def remove(self, model: str, worker_id: str, session: str, keep_reservations: bool = False) -> None:
-        """The worker is gone, if `session` still owns it."""
+    async def remove(self, model: str, worker_id: str, session: str, keep_reservations: bool = False) -> bool:
+        """The worker is gone. False when `session` does not own it any more: then it is elsewhere."""
 
     @abstractmethod
     async def apply(

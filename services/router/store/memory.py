@@ -136,19 +136,21 @@ class MemoryStore(Store):
             record.report = report
         return Lease.HELD
 
-    async def leave(self, model: str, worker_id: str, session: str) -> None:
+    async def leave(self, model: str, worker_id: str, session: str) -> bool:
         state = self._model(model)
         record = state.owned(worker_id, session)
         if record is not None and not record.worker.draining:
             record.worker = replace(record.worker, draining=True)
             state.feed.append(WorkerDraining(worker_id, record.worker.epoch))
+        return record is not None
 
-    async def remove(self, model: str, worker_id: str, session: str, keep_reservations: bool = False) -> None:
+    async def remove(self, model: str, worker_id: str, session: str, keep_reservations: bool = False) -> bool:
         state = self._model(model)
         record = state.owned(worker_id, session)
         if record is not None:
             state.drop(worker_id, keep_reservations)
             state.feed.append(WorkerDown(worker_id, record.worker.epoch))
+        return record is not None
 
     async def apply(
         self, model: str, worker_id: str, epoch: int, capacity: int, batches: Sequence[EventBatch]

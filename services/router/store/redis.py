@@ -6,6 +6,7 @@ keys; all of a model's keys share one hash tag.
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import AsyncIterator, Sequence
 from random import Random
 from typing import Any
@@ -122,12 +123,12 @@ class RedisStore(Store):
         answer = await self._client.run("renew", self._tag(model), worker_id, session, lease_ms, given, report or b"")
         return Lease(answer.decode())
 
-    async def leave(self, model: str, worker_id: str, session: str) -> None:
-        await self._client.run("leave", self._tag(model), worker_id, session, self._feed_limit)
+    async def leave(self, model: str, worker_id: str, session: str) -> bool:
+        return bool(await self._client.run("leave", self._tag(model), worker_id, session, self._feed_limit))
 
-    async def remove(self, model: str, worker_id: str, session: str, keep_reservations: bool = False) -> None:
+    async def remove(self, model: str, worker_id: str, session: str, keep_reservations: bool = False) -> bool:
         keep = "1" if keep_reservations else "0"
-        await self._client.run("remove", self._tag(model), worker_id, session, keep, self._feed_limit)
+        return bool(await self._client.run("remove", self._tag(model), worker_id, session, keep, self._feed_limit))
 
     async def apply(
         self, model: str, worker_id: str, epoch: int, capacity: int, batches: Sequence[EventBatch]
@@ -162,10 +163,11 @@ class RedisStore(Store):
         return _applied(answer)
 
     async def load(self, model: str) -> ModelState:
-        number, entry, workers = await self._client.run("load", self._tag(model))
+        number, entry, workers, generation = await self._client.run("load", self._tag(model), uuid.uuid4().hex)
         return ModelState(
             Position(number, entry),
             [Worker.from_json(card, draining=draining == b"1") for _, _, card, draining in workers],
+            generation,
         )
 
     async def blocks(self, model: str, slot: Slot) -> tuple[int, Snapshot] | None:

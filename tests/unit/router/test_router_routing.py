@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -17,7 +19,8 @@ from services.router.events import BlockOp, EventBatch, Kind, Tier
 from services.router.index import Overlap
 from services.router.policies import Candidate, Demand, all_policies, shortlist
 from services.router.queries import Prompt, Query, Route
-from services.router.router import Router, RouterConfig, request_of, reservation_id
+from services.router.reservations import request_of, reservation_id
+from services.router.router import Router, RouterConfig
 from services.router.store.memory import MemoryStore
 from services.router.workers import Role, Slot, Worker
 
@@ -52,6 +55,13 @@ class Cluster:
             attachment, _ = await self.router.workforce.attach(each)
             self.attachments[each.model, each.worker_id] = attachment
 
+    async def lose(self, attachment: Attachment) -> None:
+        watch = self.router.registry.watch()
+        known = len(await watch.next())
+        self.router.workforce.detach(attachment)
+        assert known
+        await asyncio.wait_for(watch.next(), 10)
+
     async def cache(self, model: str, slot: Slot, hashes: bytes) -> None:
         key = (model, slot.worker_id, slot.rank)
         self.sequences[key] = sequence = self.sequences.get(key, 0) + 1
@@ -68,8 +78,8 @@ class Cluster:
         await self.router.free([route.reservation_id])
         return route
 
-    async def ask(self, ref: Prompt, **more: object) -> Route:
-        return await self.router.query(Query(**{"model": "m", "prompt": ref, "cost": COST, **more}))  # type: ignore[arg-type]
+    async def ask(self, ref: Prompt, **more: Any) -> Route:
+        return await self.router.query(replace(Query("m", ref, COST), **more))
 
 
 @pytest.fixture
@@ -141,14 +151,14 @@ async def test_a_reservation_on_a_worker_that_left_and_went_is_made_anew(cluster
     await cluster.ask(prompt("AB"), request_id="r")
     leaving = cluster.attachments["m", "a"]
     leaving.left = True
-    cluster.router.workforce.detach(leaving)
+    await cluster.lose(leaving)
     await cluster.add(worker("b"))
     assert (await cluster.ask(prompt("AB"), request_id="r")).worker.worker_id == "b"
 
 
 async def test_a_known_model_without_workers_is_unavailable_and_an_unknown_one_not_found(cluster: Cluster) -> None:
     await cluster.add(worker("a"))
-    cluster.router.workforce.detach(cluster.attachments["m", "a"])
+    await cluster.lose(cluster.attachments["m", "a"])
     for model, kind, code in (
         ("m", ErrorKind.UNAVAILABLE, "no_workers"),
         ("x", ErrorKind.NOT_FOUND, "model_not_found"),

@@ -1,7 +1,8 @@
--- ARGV: worker id, session, feed limit
+-- ARGV: worker id, session, feed limit. Returns 1, or 0 when the session does not own the worker.
 local key = worker_key(ARGV[1])
 local known = redis.call('HMGET', key, 'session', 'draining', 'epoch')
-if known[1] == ARGV[2] and known[2] ~= '1' then
+if known[1] ~= ARGV[2] then return 0 end
+if known[2] ~= '1' then
   redis.call('HSET', key, 'draining', '1')
   feed(ARGV[3], 'draining', ARGV[1], known[3])
 end
