@@ -1,0 +1,21 @@
+#!/bin/sh
+# Generates src/sluice_client/_wire from protos/. `generate.sh DIR` writes elsewhere.
+set -eu
+cd "$(dirname "$0")/../.."
+root=$PWD
+mkdir -p "${1:-clients/python/src/sluice_client/_wire}"
+out=$(cd "${1:-clients/python/src/sluice_client/_wire}" && pwd)
+# The plugin leaves out packages that exist where it runs, and formats by the settings it finds there.
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+cd "$work"
+if ! PATH="$root/.venv/bin:$PATH" python -m grpc_tools.protoc -I "$root/protos" --python_betterproto2_out=. \
+    --python_betterproto2_opt=client_generation=none sluice/v1/common.proto sluice/v1/router.proto \
+    sluice/v1/worker.proto 2>log; then
+    cat log >&2
+    exit 1
+fi
+rm -f log py.typed
+rm -rf "$out"
+cp -R "$work" "$out"
+chmod 755 "$out"

@@ -1,0 +1,59 @@
+"""Sluice's router and workers for external schedulers: choose, reserve, run, free.
+
+`RouterClient` and `WorkerClient` are the way in; `prompts` prepares prompts, `errors` has what can go wrong, and
+`wire` every message as a dataclass.
+"""
+
+from sluice_client.errors import (
+    ConnectionFailedError,
+    DeadlineExceededError,
+    FailedPreconditionError,
+    InvalidRequestError,
+    NotFoundError,
+    OverloadedError,
+    RequestCancelledError,
+    SluiceError,
+    UnauthenticatedError,
+    UnavailableError,
+)
+from sluice_client.hashing import HASH_SCHEME, block_hashes
+from sluice_client.options import Tls
+from sluice_client.packing import pack_u32, pack_u64, unpack_u32, unpack_u64
+from sluice_client.prompts import by_hashes, by_length, by_tokens, hashed_here
+from sluice_client.reservation import Reservation
+from sluice_client.router import RouterClient
+from sluice_client.wire import ErrorKind, FinishReason, SamplingOptions, StopOptions, WorkerChangeKind
+from sluice_client.worker import Delta, WorkerClient
+
+__all__ = [
+    "HASH_SCHEME",
+    "ConnectionFailedError",
+    "DeadlineExceededError",
+    "Delta",
+    "ErrorKind",
+    "FailedPreconditionError",
+    "FinishReason",
+    "InvalidRequestError",
+    "NotFoundError",
+    "OverloadedError",
+    "RequestCancelledError",
+    "Reservation",
+    "RouterClient",
+    "SamplingOptions",
+    "SluiceError",
+    "StopOptions",
+    "Tls",
+    "UnauthenticatedError",
+    "UnavailableError",
+    "WorkerChangeKind",
+    "WorkerClient",
+    "block_hashes",
+    "by_hashes",
+    "by_length",
+    "by_tokens",
+    "hashed_here",
+    "pack_u32",
+    "pack_u64",
+    "unpack_u32",
+    "unpack_u64",
+]

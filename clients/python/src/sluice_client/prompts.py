@@ -1,0 +1,47 @@
+"""Prompts as the router takes them: by their token ids, by their block hashes, or by their length alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeAlias
+
+from sluice_client.hashing import HASH_SCHEME, block_hashes
+from sluice_client.packing import TokenIds, pack_u64, packed_ids
+from sluice_client.wire import PromptRef
+
+PromptLike: TypeAlias = PromptRef | TokenIds
+"""A prompt that was prepared by one of the functions here, or simply its token ids."""
+
+
+def by_tokens(token_ids: TokenIds) -> PromptRef:
+    """The router hashes the ids itself. 4 bytes a token on the wire."""
+    return PromptRef(token_ids=packed_ids(token_ids))
+
+
+def by_hashes(hashes: Iterable[int], block_size: int, prompt_tokens: int = 0) -> PromptRef:
+    """Hashes that are there already, such as those of Preprocess.Tokenize.
+
+    Args:
+        hashes: chained, one per full block; adapter and salt are part of them.
+        block_size: tokens a block; must be the model's.
+        prompt_tokens: length of the prompt; 0 for a prompt that ends with its last full block.
+    """
+    return PromptRef(
+        block_hashes=pack_u64(hashes), hash_scheme=HASH_SCHEME, block_size=block_size, prompt_tokens=prompt_tokens
+    )
+
+
+def hashed_here(token_ids: TokenIds, block_size: int, lora: str = "", cache_salt: str = "") -> PromptRef:
+    """Hashes the ids in this process: 8 bytes a block on the wire, and the prompt stays here."""
+    packed = packed_ids(token_ids)
+    return by_hashes(block_hashes(packed, block_size, lora, cache_salt), block_size, len(packed) // 4)
+
+
+def by_length(prompt_tokens: int) -> PromptRef:
+    """Nothing but the number of tokens: enough for policies that do not look at prefixes."""
+    return PromptRef(prompt_tokens=prompt_tokens)
+
+
+def prompt_ref(prompt: PromptLike) -> PromptRef:
+    """What goes on the wire."""
+    return prompt if isinstance(prompt, PromptRef) else by_tokens(prompt)
