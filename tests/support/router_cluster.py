@@ -77,17 +77,22 @@ class FakeWorker:
         self.attached: router_pb2.Attached | None = None
         self.resyncs: list[str] = []
         self.ended: grpc.aio.AioRpcError | None = None
+        self._writing = asyncio.Lock()
         self._beating: asyncio.Task[None] | None = None
 
     async def attach(self, router: RouterProcess) -> None:
         """Opens the stream; returns when the router has answered."""
         self.call = router.stub.Attach()
-        await self.call.write(router_pb2.AttachRequest(registration=self.registration))
+        await self._write(router_pb2.AttachRequest(registration=self.registration))
         first = await asyncio.wait_for(self.call.read(), 20)
         if first is grpc.aio.EOF:
             raise AssertionError("the router ended the stream")
         self.attached = first.attached
         self._listening = asyncio.create_task(self._listen())
+
+    async def _write(self, message: router_pb2.AttachRequest) -> None:
+        async with self._writing:  # a call takes one write at a time
+            await self.call.write(message)
 
     async def _listen(self) -> None:
         try:
@@ -112,7 +117,7 @@ class FakeWorker:
         """Sends an event batch as it is."""
         stored = router_pb2.BlocksStored(block_hashes=pack_u64(hashes), tier=common_pb2.CACHE_TIER_DEVICE)
         batch = router_pb2.KvEventBatch(sequence=sequence, events=[router_pb2.KvEvent(stored=stored)])
-        await self.call.write(router_pb2.AttachRequest(events=batch))
+        await self._write(router_pb2.AttachRequest(events=batch))
 
     async def snapshot(self) -> None:
         """Sends everything it holds, in two chunks."""
@@ -120,12 +125,12 @@ class FakeWorker:
         middle = len(hashes) // 2
         for part, last in ((hashes[:middle], False), (hashes[middle:], True)):
             chunk = router_pb2.Snapshot(sequence=self.sequence, block_hashes=pack_u64(part), last=last)
-            await self.call.write(router_pb2.AttachRequest(snapshot=chunk))
+            await self._write(router_pb2.AttachRequest(snapshot=chunk))
 
     async def heartbeat(self, **load: Any) -> None:
         """Reports its load."""
         beat = router_pb2.Heartbeat(loads=[common_pb2.WorkerLoad(**load)])
-        await self.call.write(router_pb2.AttachRequest(heartbeat=beat))
+        await self._write(router_pb2.AttachRequest(heartbeat=beat))
 
     def keep_beating(self) -> None:
         """Sends heartbeats as often as the router asked, until detached."""
@@ -139,7 +144,7 @@ class FakeWorker:
 
     async def leave(self) -> None:
         """Takes no new requests."""
-        await self.call.write(router_pb2.AttachRequest(leave=router_pb2.Leave(reason="test")))
+        await self._write(router_pb2.AttachRequest(leave=router_pb2.Leave(reason="test")))
 
     async def detach(self) -> None:
         """Its process is gone."""
