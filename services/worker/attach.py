@@ -76,11 +76,12 @@ class Attachment:
             kv_log.on_change = self._wake.set
         try:
             await asyncio.wait((reading, writing), return_when=asyncio.FIRST_COMPLETED)
-            if writing.done():
-                writing.result()
-                await self._say_goodbye(reading)
-            else:
-                reading.result()
+            for task in (reading, writing):  # the reader first: it knows better why a stream was lost
+                if task.done() and not task.cancelled():
+                    task.result()
+            if not writing.done() or writing.cancelled():
+                raise SluiceError(ErrorKind.DISCONNECTED, "The stream to the router is gone.")
+            await self._say_goodbye(reading)
         finally:
             for task in (reading, writing):
                 task.cancel()
@@ -90,7 +91,7 @@ class Attachment:
     async def _register(self) -> None:
         try:
             async with asyncio.timeout(ATTACH_S):
-                await self._call.write(router_pb2.AttachRequest(registration=self._registration))
+                await self._write(router_pb2.AttachRequest(registration=self._registration))
                 answer = await self._call.read()
         except TimeoutError as error:
             self._call.cancel()
@@ -145,9 +146,12 @@ class Attachment:
                 await self._call.write(message)
         except TimeoutError as error:
             raise SluiceError(ErrorKind.RESPONSE_TIMEOUT, "The router does not read.") from error
+        except asyncio.InvalidStateError as error:
+            raise SluiceError(ErrorKind.DISCONNECTED, "The stream to the router is gone.") from error
 
     async def _say_goodbye(self, reading: asyncio.Task[None]) -> None:
-        await self._call.done_writing()
+        if not self._call.done():
+            await self._call.done_writing()
         await asyncio.wait((reading,), timeout=LEAVE_S)
 
     def _changes(self) -> Iterator[router_pb2.AttachRequest]:

@@ -56,6 +56,7 @@ class MockEngine(LLMEngine):
         self._context_length = 0
         self._source = KvEventSource(rank=0)
         self._unpublished: list[KvEvent] = []
+        self._step = Step()
 
     @classmethod
     def from_args(cls, settings: WorkerSettings) -> Self:
@@ -127,8 +128,10 @@ class MockEngine(LLMEngine):
         sequence = self._running.pop(context.request_id, None)
         if sequence is None:
             return
+        # A step that is under way may have computed a token that nobody gets any more.
+        undelivered = sum(1 for row, _ in self._step.rows if row is sequence)
         self._started().cancel(sequence)
-        self._deliver_end(sequence, FinishReason.CANCELLED, sequence.usage())
+        self._deliver_end(sequence, FinishReason.CANCELLED, sequence.usage(undelivered))
         self._note_idle()
 
     async def drain(self) -> None:
@@ -163,9 +166,10 @@ class MockEngine(LLMEngine):
                 self._work.clear()
                 await self._work.wait()
                 pacer.resume()
-            step = scheduler.step(pacer.now)
+            self._step = step = scheduler.step(pacer.now)
             self._unpublished += step.events
             await pacer.spend(step.duration_s)
+            self._step = Step()
             self._emit(step)
 
     def _emit(self, step: Step) -> None:

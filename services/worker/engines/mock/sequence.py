@@ -93,6 +93,6 @@ class Sequence:
             )
         return self.hashes
 
-    def usage(self) -> Usage:
-        """Token counts so far."""
-        return Usage(self.prompt_tokens, self.known - self.prompt_tokens, self.cached_tokens)
+    def usage(self, undelivered: int = 0) -> Usage:
+        """Token counts so far, without the last `undelivered` ones."""
+        return Usage(self.prompt_tokens, self.known - self.prompt_tokens - undelivered, self.cached_tokens)

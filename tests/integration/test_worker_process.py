@@ -1,0 +1,115 @@
+"""`python -m services.worker` as a process: it starts, says what is wrong, and ends when told."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from services.common.channels import open_channel
+from sluice.v1 import worker_pb2_grpc
+from tests.support.tiny_models import build_tiny_model
+from tests.support.workers import Caller, generation
+
+DEADLINE_S = 60
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@asynccontextmanager
+async def process(*arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """The service as a child, never left behind."""
+    child = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "services.worker",
+        *arguments,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "SLUICE_WORKER_LOG_FORMAT": "text"},
+    )
+    try:
+        yield child
+    finally:
+        if child.returncode is None:
+            child.kill()
+            await child.wait()
+
+
+async def line_with(child: asyncio.subprocess.Process, text: str) -> str:
+    assert child.stderr is not None
+    async with asyncio.timeout(DEADLINE_S):
+        while line := (await child.stderr.readline()).decode():
+            if text in line:
+                return line
+    raise AssertionError(f"the worker ended without saying {text!r}")
+
+
+async def output(child: asyncio.subprocess.Process) -> tuple[int, str, str]:
+    async with asyncio.timeout(DEADLINE_S):
+        out, err = await child.communicate()
+    assert child.returncode is not None
+    return child.returncode, out.decode(), err.decode()
+
+
+async def test_it_serves_and_ends_with_zero_on_sigterm(folder: Path) -> None:
+    listen = ("--listen", "127.0.0.1:0", "--model", f"tiny={folder}", "--speedup", "100", "--grace-s", "0")
+    async with process(*listen) as child:
+        line = await line_with(child, "gRPC server listens")
+        port = line.split("address=127.0.0.1:")[1].split()[0]
+        await line_with(child, "engine is ready")
+        channel = open_channel(f"127.0.0.1:{port}")
+        try:
+            health = health_pb2_grpc.HealthStub(channel)
+            caller = Caller(worker_pb2_grpc.WorkerStub(channel))
+            await caller.send({1: generation("a")})
+            await caller.ended(1)
+            answer = await health.Check(health_pb2.HealthCheckRequest(service="sluice.v1.Worker"))
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+            await caller.send({2: generation("b", max_tokens=30, ignore_eos=True)})
+            await caller.began(2)
+            child.send_signal(signal.SIGTERM)
+            await caller.ended(2)
+            assert len(caller.token_ids[2]) == 30
+            await caller.close()
+        finally:
+            await channel.close()
+        code, _, errors = await output(child)
+    assert code == 0
+    assert "Traceback" not in errors
+
+
+async def test_help_lists_the_settings() -> None:
+    async with process("--help") as child:
+        code, text, _ = await output(child)
+    assert code == 0
+    for flag in ("--engine", "--model", "--routers", "--speedup", "--block-size", "--advertise", "--drain-s"):
+        assert flag in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (("--speedup", "0"), 2, "speedup"),
+        (("--model", "x=y@nothing"), 2, "processor"),
+        (("--engine", "warp"), 1, "mock"),
+        (("--role", "decode"), 1, "decode"),
+        (("--model", "tiny=./no/such/folder"), 1, "does not exist"),
+    ],
+)
+async def test_what_is_wrong_is_one_sentence(arguments: tuple[str, ...], code: int, said: str) -> None:
+    async with process("--listen", "127.0.0.1:0", *arguments) as child:
+        ended, _, errors = await output(child)
+    assert ended == code
+    assert said in errors
+    assert "Traceback" not in errors

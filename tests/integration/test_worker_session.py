@@ -1,0 +1,309 @@
+"""A worker over real gRPC: sessions, the streaming twin, and every other call."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from services.common import models
+from services.common.errors import ErrorKind
+from services.common.grpc_errors import from_rpc_error
+from services.common.packing import pack_u32, unpack_u32
+from services.worker import outbox
+from services.worker.hosting import WorkerHost
+from sluice.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+from tests.support.engines import until
+from tests.support.tiny_models import build_tiny_model
+from tests.support.workers import Caller, generation, hosted, stub_of
+
+LENGTH = common_pb2.FINISH_REASON_LENGTH
+STOP = common_pb2.FINISH_REASON_STOP
+CANCELLED = common_pb2.FINISH_REASON_CANCELLED
+ERROR = common_pb2.FINISH_REASON_ERROR
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+async def host(folder: Path) -> AsyncIterator[WorkerHost]:
+    async with hosted(folder, adapters=["polite"]) as host:
+        yield host
+
+
+@pytest.fixture
+async def slow(folder: Path) -> AsyncIterator[WorkerHost]:
+    """A worker in real time: a request of thousands of tokens runs for as long as any test."""
+    async with hosted(folder, speedup=1.0, drain_s=0.2) as host:
+        yield host
+
+
+@pytest.fixture
+async def stub(host: WorkerHost) -> AsyncIterator[worker_pb2_grpc.WorkerAsyncStub]:
+    async with stub_of(host) as stub:
+        yield stub
+
+
+async def failure(call: object) -> object:
+    """The typed error of a call that must fail."""
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await call  # type: ignore[misc]
+    return from_rpc_error(raised.value, "worker")
+
+
+async def test_interleaved_requests_all_get_their_own_tokens(
+    host: WorkerHost, stub: worker_pb2_grpc.WorkerAsyncStub
+) -> None:
+    caller = Caller(stub)
+    prompts = {slot: (0, 20 + slot, 21, 1) for slot in range(64)}
+    await caller.send({slot: generation(f"r{slot}", prompt) for slot, prompt in prompts.items()})
+    await caller.ended(*prompts)
+    together = {slot: ids.tobytes() for slot, ids in caller.token_ids.items()}
+    for slot, prompt in list(prompts.items())[:5]:
+        caller.forget(slot)
+        await caller.send({slot: generation("again", prompt)})
+        await caller.ended(slot)
+        assert caller.token_ids[slot].tobytes() == together[slot]
+    for slot, terminal in caller.terminals.items():
+        assert terminal.finish_reason == STOP
+        assert terminal.stop_token_id == caller.token_ids[slot][-1]
+        assert terminal.usage.completion_tokens == len(caller.token_ids[slot])
+        assert terminal.usage.prompt_tokens == 4
+        assert caller.cached[slot] == terminal.usage.cached_tokens
+    assert len(set(together.values())) == 64
+    assert host.worker.live_requests == 0
+    await caller.close()
+
+
+async def test_a_step_of_many_requests_is_one_message(stub: worker_pb2_grpc.WorkerAsyncStub) -> None:
+    caller = Caller(stub)
+    await caller.send({slot: generation(f"r{slot}", max_tokens=100, ignore_eos=True) for slot in range(32)})
+    await caller.ended(*range(32))
+    assert sum(map(len, caller.token_ids.values())) == 3200
+    assert caller.batches <= 320
+    await caller.close()
+
+
+async def test_cancel_stops_within_a_step_and_frees_the_blocks(slow: WorkerHost) -> None:
+    async with stub_of(slow) as stub:
+        caller = Caller(stub)
+        await caller.send({1: generation("long", ignore_eos=True), 2: generation("other", ignore_eos=True)})
+        await caller.began(1, 2)
+        await caller.send(cancels=[1, 1, 77])
+        await caller.ended(1)
+        assert caller.terminals[1].finish_reason == CANCELLED
+        assert caller.terminals[1].usage.completion_tokens == len(caller.token_ids[1])
+        assert slow.worker.live_requests == 1
+        said = len(caller.token_ids[2])
+        await until(lambda: len(caller.token_ids[2]) > said)
+        await caller.send(cancels=[2])
+        await caller.ended(2)
+        assert slow.engine.load()[0].used_blocks == 0
+        await caller.close()
+
+
+async def test_a_caller_that_vanishes_takes_its_requests_along(slow: WorkerHost) -> None:
+    async with stub_of(slow) as stub:
+        caller, other = Caller(stub), Caller(stub)
+        await caller.send({slot: generation(f"r{slot}", ignore_eos=True) for slot in range(8)})
+        await other.send({0: generation("other", ignore_eos=True)})
+        await caller.began(*range(8))
+        await caller.close()
+        await until(lambda: slow.worker.live_requests == 1)
+        assert slow.engine.load()[0].running_requests == 1
+        await until(lambda: len(slow.service.sessions) == 1)
+        assert (await stub.Abort(worker_pb2.AbortRequest(request_id="other"))).found
+        await other.ended(0)
+        assert other.terminals[0].finish_reason == CANCELLED
+        assert not (await stub.Abort(worker_pb2.AbortRequest(request_id="other"))).found
+        await other.close()
+
+
+async def test_bad_requests_end_their_own_slot_and_nothing_else(stub: worker_pb2_grpc.WorkerAsyncStub) -> None:
+    caller = Caller(stub)
+    broken = generation("broken")
+    broken.tokens.token_ids = b"\1\2\3"
+    bad = {
+        1: (generation("empty", ()), ErrorKind.INVALID_ARGUMENT, ""),
+        2: (generation("outside", (1 << 20,)), ErrorKind.INVALID_ARGUMENT, ""),
+        3: (generation("long", [5] * 5000), ErrorKind.INVALID_ARGUMENT, "context_length_exceeded"),
+        4: (generation("model", model="gpt"), ErrorKind.NOT_FOUND, "model_not_found"),
+        5: (generation("none", max_tokens=0), ErrorKind.INVALID_ARGUMENT, ""),
+        6: (broken, ErrorKind.INVALID_ARGUMENT, ""),
+        7: (generation(""), ErrorKind.INVALID_ARGUMENT, ""),
+        8: (worker_pb2.GenerateRequest(request_id="t", model="tiny", text="x"), ErrorKind.FAILED_PRECONDITION, ""),
+    }
+    await caller.send({0: generation("good"), **{slot: asked for slot, (asked, _, _) in bad.items()}})
+    await caller.ended(0, *bad)
+    assert caller.terminals[0].finish_reason == STOP
+    for slot, (_, kind, code) in bad.items():
+        terminal = caller.terminals[slot]
+        assert terminal.finish_reason == ERROR
+        assert terminal.error.kind == kind
+        assert terminal.error.code.startswith(code)
+        assert "Traceback" not in terminal.error.message
+        assert slot not in caller.token_ids
+    await caller.close()
+
+
+async def test_a_live_request_id_is_not_taken_twice(slow: WorkerHost) -> None:
+    async with stub_of(slow) as stub:
+        caller = Caller(stub)
+        await caller.send({1: generation("same", ignore_eos=True), 2: generation("same")})
+        await caller.ended(2)
+        assert caller.terminals[2].error.code == "duplicate_request_id"
+        await caller.began(1)
+        await caller.close()
+
+
+async def test_a_caller_that_does_not_read_is_cut_off_and_others_are_not(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outbox, "MOST_TOKENS", 2 * outbox.PAGE_TOKENS)
+    async with (
+        hosted(folder, context_length=200_000, drain_s=0.2) as host,
+        stub_of(host) as stub,
+        stub_of(host) as mine,
+    ):
+        deaf = stub.Session()
+        await deaf.write(
+            worker_pb2.WorkerSessionRequest(
+                starts=[
+                    worker_pb2.SessionStart(slot=slot, request=generation(f"d{slot}", ignore_eos=True))
+                    for slot in range(4)
+                ]
+            )
+        )
+        caller = Caller(mine)
+        await caller.send({0: generation("heard")})
+        await caller.ended(0)
+        await until(lambda: len(host.service.sessions) == 1, timeout_s=60)
+        assert host.worker.live_requests == 0
+        await caller.send({1: generation("still heard")})
+        await caller.ended(1)
+        assert caller.terminals[1].finish_reason == STOP
+        deaf.cancel()
+        await caller.close()
+
+
+async def test_generate_is_the_twin_of_a_session(stub: worker_pb2_grpc.WorkerAsyncStub) -> None:
+    caller = Caller(stub)
+    await caller.send({1: generation("a", max_tokens=25)})
+    await caller.ended(1)
+    deltas = [delta async for delta in stub.Generate(generation("b", max_tokens=25))]
+    token_ids = b"".join(delta.token_ids for delta in deltas)
+    assert unpack_u32(token_ids) == caller.token_ids[1]
+    assert [delta.extra.finish_reason for delta in deltas if delta.extra.finish_reason] == [LENGTH]
+    assert deltas[-1].extra.finish_reason == LENGTH
+    assert deltas[-1].extra.usage == caller.terminals[1].usage
+    await caller.close()
+
+
+async def test_generate_refuses_with_a_typed_status(stub: worker_pb2_grpc.WorkerAsyncStub) -> None:
+    error = await failure(stub.Generate(generation("a", model="gpt")).read())
+    assert error.kind is ErrorKind.NOT_FOUND
+    assert "tiny" in error.message
+
+
+async def test_a_dropped_generate_cancels(slow: WorkerHost) -> None:
+    async with stub_of(slow) as stub:
+        call = stub.Generate(generation("a", ignore_eos=True))
+        await call.read()
+        call.cancel()
+        await until(lambda: slow.worker.live_requests == 0)
+
+
+async def test_stop_options_reach_the_engine(stub: worker_pb2_grpc.WorkerAsyncStub) -> None:
+    async def tokens(request_id: str, **stop: object) -> list[int]:
+        deltas = [delta async for delta in stub.Generate(generation(request_id, **stop))]
+        return [token_id for delta in deltas for token_id in unpack_u32(delta.token_ids)]
+
+    whole = await tokens("a")
+    stop_id = whole[5]
+    assert await tokens("b", stop_token_ids=pack_u32([stop_id])) == whole[: whole.index(stop_id) + 1]
+    assert len(await tokens("c", max_tokens=7)) == 7
+    assert len(await tokens("d", min_tokens=300)) > 300
+    assert len(await tokens("e", ignore_eos=True, max_tokens=500)) == 500
+
+
+async def test_info_says_what_is_served(host: WorkerHost, stub: worker_pb2_grpc.WorkerAsyncStub, folder: Path) -> None:
+    info = await stub.GetInfo(worker_pb2.GetInfoRequest())
+    assert info.worker_id == host.worker.worker_id
+    assert info.worker_id.endswith(f"-{host.server.port}")
+    assert info.epoch == host.worker.epoch
+    assert (info.card.model, info.card.block_size, info.card.hash_scheme) == ("tiny", 16, "sluice-xxh3-v1")
+    assert info.card.tokenizer.fingerprint == models.fingerprint(folder)
+    assert list(info.card.adapters) == ["polite"]
+    assert info.engine == "mock"
+    assert not info.draining
+
+
+async def test_the_tokenizer_arrives_whole(stub: worker_pb2_grpc.WorkerAsyncStub, folder: Path, tmp_path: Path) -> None:
+    fingerprint = ""
+    async for chunk in stub.GetTokenizer(worker_pb2.GetTokenizerRequest()):
+        fingerprint = fingerprint or chunk.fingerprint
+        with (tmp_path / chunk.file_name).open("ab") as file:
+            file.write(chunk.data)
+    assert models.fingerprint(tmp_path) == fingerprint == models.fingerprint(folder)
+    original = hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
+    assert hashlib.sha256((tmp_path / "tokenizer.json").read_bytes()).hexdigest() == original
+
+
+async def test_clear_cache_forgets_prefixes(stub: worker_pb2_grpc.WorkerAsyncStub) -> None:
+    caller = Caller(stub)
+    prompt = list(range(3, 103))
+    await caller.send({1: generation("a", prompt)})
+    await caller.ended(1)
+    await caller.send({2: generation("b", prompt)})
+    await caller.ended(2)
+    await stub.Control(worker_pb2.ControlRequest(action=worker_pb2.ControlRequest.ACTION_CLEAR_CACHE))
+    await caller.send({3: generation("c", prompt)})
+    await caller.ended(3)
+    assert [caller.cached[slot] for slot in (1, 2, 3)] == [0, 96, 0]
+    await caller.close()
+
+
+async def test_what_the_engine_cannot_do_is_said_so(stub: worker_pb2_grpc.WorkerAsyncStub) -> None:
+    sleep = await failure(stub.Control(worker_pb2.ControlRequest(action=worker_pb2.ControlRequest.ACTION_SLEEP)))
+    assert sleep.kind is ErrorKind.FAILED_PRECONDITION
+    assert "sleep" in sleep.message
+    nothing = await failure(stub.Control(worker_pb2.ControlRequest()))
+    assert nothing.kind is ErrorKind.INVALID_ARGUMENT
+    embed = await failure(stub.Embed(worker_pb2.EmbedRequest(request_id="e", model="tiny")))
+    assert embed.kind is ErrorKind.FAILED_PRECONDITION
+
+
+async def test_shutdown_lets_requests_finish_and_tells_the_others(folder: Path) -> None:
+    async with hosted(folder, speedup=10.0, drain_s=30.0) as host, stub_of(host) as stub:
+        caller = Caller(stub)
+        await caller.send({1: generation("short", max_tokens=40, ignore_eos=True)})
+        await caller.began(1)
+        stopping = asyncio.create_task(host.shut_down())
+        await until(lambda: host.worker.draining)
+        await caller.ended(1)
+        assert caller.terminals[1].finish_reason == LENGTH
+        assert len(caller.token_ids[1]) == 40
+        async with asyncio.timeout(10):
+            await stopping
+        await caller.close()
+
+
+async def test_requests_that_outlast_the_drain_hear_why(slow: WorkerHost) -> None:
+    async with stub_of(slow) as stub:
+        caller = Caller(stub)
+        await caller.send({1: generation("endless", ignore_eos=True)})
+        await caller.began(1)
+        async with asyncio.timeout(10):
+            await slow.shut_down()
+        await caller.ended(1)
+        assert caller.terminals[1].error.kind == ErrorKind.ENGINE_SHUTDOWN
+        assert caller.terminals[1].error.retryable
+        assert caller.terminals[1].usage.completion_tokens == len(caller.token_ids[1])
+        await caller.close()
