@@ -22,8 +22,8 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class PromptRef(_message.Message):
-    """A prompt as the router sees it. Exactly one of token_ids and block_hashes is set for policy kv; other policies
-    take prompt_tokens alone.
+    """A prompt as the router sees it. Exactly one of token_ids, block_hashes and openai_body is set for policy kv; other
+    policies take prompt_tokens alone.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -33,6 +33,7 @@ class PromptRef(_message.Message):
     HASH_SCHEME_FIELD_NUMBER: _builtins.int
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    OPENAI_BODY_FIELD_NUMBER: _builtins.int
     token_ids: _builtins.bytes
     """packed u32; the router hashes them itself"""
     block_hashes: _builtins.bytes
@@ -43,6 +44,10 @@ class PromptRef(_message.Message):
     """tokens a block of block_hashes; must equal the model's"""
     prompt_tokens: _builtins.int
     """length of the prompt; 0: taken from token_ids, or hashes times block size"""
+    openai_body: _builtins.bytes
+    """JSON body of an OpenAI chat completion or completion; the router asks preprocess for its tokens.
+    FAILED_PRECONDITION when the router knows no preprocess service.
+    """
     def __init__(
         self,
         *,
@@ -51,10 +56,11 @@ class PromptRef(_message.Message):
         hash_scheme: _builtins.str = ...,
         block_size: _builtins.int = ...,
         prompt_tokens: _builtins.int = ...,
+        openai_body: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "block_size", b"block_size", "hash_scheme", b"hash_scheme", "prompt_tokens", b"prompt_tokens", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "block_size", b"block_size", "hash_scheme", b"hash_scheme", "openai_body", b"openai_body", "prompt_tokens", b"prompt_tokens", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -98,6 +104,10 @@ class RouteQueryRequest(_message.Message):
     EXPLAIN_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
     TTL_MS_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    SESSION_TTL_MS_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
+    MAX_WAIT_MS_FIELD_NUMBER: _builtins.int
     mode: Global___RouteQueryRequest.Mode.ValueType
     request_id: _builtins.str
     """required to reserve"""
@@ -117,6 +127,20 @@ class RouteQueryRequest(_message.Message):
     """"kv", "round_robin", …; empty: the router's setting"""
     ttl_ms: _builtins.int
     """life of the reservation; 0: the router's setting"""
+    session_id: _builtins.str
+    """Requests of one session go to the worker that the session's last request went to, while it is alive and not over
+    the busy thresholds. Empty: no session.
+    """
+    session_ttl_ms: _builtins.int
+    """how long the session is remembered after this request; 0: the router's setting"""
+    owner: _builtins.str
+    """Whose lease holds the reservation: it vanishes when the owner's lease does, see WatchWorkersRequest.owner.
+    Empty: nobody's; it lives until it is freed or expires.
+    """
+    max_wait_ms: _builtins.int
+    """While every candidate is over the busy thresholds: how long to wait in line, by priority, then by arrival, for one
+    that is not. 0: do not wait, fail with RESOURCE_EXHAUSTED at once.
+    """
     @_builtins.property
     def prompt(self) -> Global___PromptRef: ...
     @_builtins.property
@@ -141,10 +165,14 @@ class RouteQueryRequest(_message.Message):
         explain: _builtins.bool = ...,
         policy: _builtins.str = ...,
         ttl_ms: _builtins.int = ...,
+        session_id: _builtins.str = ...,
+        session_ttl_ms: _builtins.int = ...,
+        owner: _builtins.str = ...,
+        max_wait_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates", "cost", b"cost", "prompt", b"prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "candidates", b"candidates", "cost", b"cost", "expected_output_tokens", b"expected_output_tokens", "explain", b"explain", "lora", b"lora", "mode", b"mode", "model", b"model", "policy", b"policy", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "ttl_ms", b"ttl_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "candidates", b"candidates", "cost", b"cost", "expected_output_tokens", b"expected_output_tokens", "explain", b"explain", "lora", b"lora", "max_wait_ms", b"max_wait_ms", "mode", b"mode", "model", b"model", "owner", b"owner", "policy", b"policy", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "session_id", b"session_id", "session_ttl_ms", b"session_ttl_ms", "ttl_ms", b"ttl_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -264,19 +292,25 @@ class Overlap(_message.Message):
     DEVICE_BLOCKS_FIELD_NUMBER: _builtins.int
     HOST_BLOCKS_FIELD_NUMBER: _builtins.int
     DISK_BLOCKS_FIELD_NUMBER: _builtins.int
+    PREDICTED_BLOCKS_FIELD_NUMBER: _builtins.int
     device_blocks: _builtins.int
     host_blocks: _builtins.int
     disk_blocks: _builtins.int
+    predicted_blocks: _builtins.int
+    """Blocks nobody has reported but the router expects, because it sent requests with them there. Counted apart: never
+    part of the other fields.
+    """
     def __init__(
         self,
         *,
         device_blocks: _builtins.int = ...,
         host_blocks: _builtins.int = ...,
         disk_blocks: _builtins.int = ...,
+        predicted_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_blocks", b"device_blocks", "disk_blocks", b"disk_blocks", "host_blocks", b"host_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_blocks", b"device_blocks", "disk_blocks", b"disk_blocks", "host_blocks", b"host_blocks", "predicted_blocks", b"predicted_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -317,6 +351,9 @@ class RouteQueryResponse(_message.Message):
     SCORES_FIELD_NUMBER: _builtins.int
     HEADERS_FIELD_NUMBER: _builtins.int
     BEST_OVERLAP_BLOCKS_FIELD_NUMBER: _builtins.int
+    WAITED_MS_FIELD_NUMBER: _builtins.int
+    SESSION_HIT_FIELD_NUMBER: _builtins.int
+    PREFILL_SKIPPED_FIELD_NUMBER: _builtins.int
     tokens_to_compute: _builtins.int
     """prompt tokens not covered by the device overlap"""
     reservation_id: _builtins.str
@@ -329,6 +366,12 @@ class RouteQueryResponse(_message.Message):
     """why a fallback was taken, such as "store_unavailable"; empty: none"""
     best_overlap_blocks: _builtins.int
     """most blocks any candidate held"""
+    waited_ms: _builtins.int
+    """spent in line for a worker below the busy thresholds"""
+    session_hit: _builtins.bool
+    """the session decided"""
+    prefill_skipped: _builtins.str
+    """why no prefill worker was chosen although there are some; empty: none was skipped"""
     @_builtins.property
     def decode(self) -> Global___WorkerTarget:
         """the worker that answers"""
@@ -363,10 +406,13 @@ class RouteQueryResponse(_message.Message):
         scores: _abc.Iterable[Global___CandidateScore] | None = ...,
         headers: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         best_overlap_blocks: _builtins.int = ...,
+        waited_ms: _builtins.int = ...,
+        session_hit: _builtins.bool = ...,
+        prefill_skipped: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "overlap", b"overlap", "prefill", b"prefill"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["best_overlap_blocks", b"best_overlap_blocks", "decode", b"decode", "degraded", b"degraded", "expires_unix_ms", b"expires_unix_ms", "headers", b"headers", "index_age_ms", b"index_age_ms", "overlap", b"overlap", "prefill", b"prefill", "reservation_id", b"reservation_id", "scores", b"scores", "tokens_to_compute", b"tokens_to_compute"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["best_overlap_blocks", b"best_overlap_blocks", "decode", b"decode", "degraded", b"degraded", "expires_unix_ms", b"expires_unix_ms", "headers", b"headers", "index_age_ms", b"index_age_ms", "overlap", b"overlap", "prefill", b"prefill", "prefill_skipped", b"prefill_skipped", "reservation_id", b"reservation_id", "scores", b"scores", "session_hit", b"session_hit", "tokens_to_compute", b"tokens_to_compute", "waited_ms", b"waited_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -422,6 +468,8 @@ class AddRequestRequest(_message.Message):
     LORA_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     TTL_MS_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
+    EXPECTED_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model: _builtins.str
     worker_id: _builtins.str
@@ -430,6 +478,10 @@ class AddRequestRequest(_message.Message):
     cache_salt: _builtins.str
     ttl_ms: _builtins.int
     """0: the router's setting"""
+    owner: _builtins.str
+    """as in RouteQueryRequest"""
+    expected_output_tokens: _builtins.int
+    """0: unknown"""
     @_builtins.property
     def prompt(self) -> Global___PromptRef: ...
     def __init__(
@@ -443,10 +495,12 @@ class AddRequestRequest(_message.Message):
         lora: _builtins.str = ...,
         cache_salt: _builtins.str = ...,
         ttl_ms: _builtins.int = ...,
+        owner: _builtins.str = ...,
+        expected_output_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "data_parallel_rank", b"data_parallel_rank", "lora", b"lora", "model", b"model", "prompt", b"prompt", "request_id", b"request_id", "ttl_ms", b"ttl_ms", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "data_parallel_rank", b"data_parallel_rank", "expected_output_tokens", b"expected_output_tokens", "lora", b"lora", "model", b"model", "owner", b"owner", "prompt", b"prompt", "request_id", b"request_id", "ttl_ms", b"ttl_ms", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -523,20 +577,241 @@ class FreeRequestRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RESERVATION_IDS_FIELD_NUMBER: _builtins.int
+    OUTCOMES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def reservation_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def outcomes(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestOutcome]:
+        """what became of them, as far as the caller knows; any subset, also others"""
+
     def __init__(
         self,
         *,
         reservation_ids: _abc.Iterable[_builtins.str] | None = ...,
+        outcomes: _abc.Iterable[Global___RequestOutcome] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reservation_ids", b"reservation_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["outcomes", b"outcomes", "reservation_ids", b"reservation_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FreeRequestRequest: _TypeAlias = FreeRequestRequest  # noqa: Y015
+
+@_typing.final
+class RequestOutcome(_message.Message):
+    """What a request turned out to be; completes its decision record."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESERVATION_ID_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    reservation_id: _builtins.str
+    cached_tokens: _builtins.int
+    """prompt tokens the worker found in its cache"""
+    output_tokens: _builtins.int
+    def __init__(
+        self,
+        *,
+        reservation_id: _builtins.str = ...,
+        cached_tokens: _builtins.int | None = ...,
+        output_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "cached_tokens", b"cached_tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "cached_tokens", b"cached_tokens", "output_tokens", b"output_tokens", "reservation_id", b"reservation_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__cached_tokens: _TypeAlias = _typing.Literal["cached_tokens"]  # noqa: Y015
+    _WhichOneofArgType__cached_tokens: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cached_tokens) -> _WhichOneofReturnType__cached_tokens | None: ...
+
+Global___RequestOutcome: _TypeAlias = RequestOutcome  # noqa: Y015
+
+@_typing.final
+class ReportProgressRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROGRESS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def progress(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestProgress]: ...
+    def __init__(
+        self,
+        *,
+        progress: _abc.Iterable[Global___RequestProgress] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportProgressRequest: _TypeAlias = ReportProgressRequest  # noqa: Y015
+
+@_typing.final
+class RequestProgress(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESERVATION_ID_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    reservation_id: _builtins.str
+    output_tokens: _builtins.int
+    """generated so far, all in all"""
+    def __init__(
+        self,
+        *,
+        reservation_id: _builtins.str = ...,
+        output_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["output_tokens", b"output_tokens", "reservation_id", b"reservation_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RequestProgress: _TypeAlias = RequestProgress  # noqa: Y015
+
+@_typing.final
+class ReportProgressResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UNKNOWN_FIELD_NUMBER: _builtins.int
+    unknown: _builtins.int
+    """ids that were expired, freed or never given"""
+    def __init__(
+        self,
+        *,
+        unknown: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["unknown", b"unknown"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportProgressResponse: _TypeAlias = ReportProgressResponse  # noqa: Y015
+
+@_typing.final
+class GetDecisionsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    LIMIT_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """empty: all models"""
+    limit: _builtins.int
+    """most records, newest first; 0: 100"""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        limit: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["limit", b"limit", "model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetDecisionsRequest: _TypeAlias = GetDecisionsRequest  # noqa: Y015
+
+@_typing.final
+class GetDecisionsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DECISIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def decisions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Decision]:
+        """newest first"""
+
+    def __init__(
+        self,
+        *,
+        decisions: _abc.Iterable[Global___Decision] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decisions", b"decisions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetDecisionsResponse: _TypeAlias = GetDecisionsResponse  # noqa: Y015
+
+@_typing.final
+class Decision(_message.Message):
+    """One RouteQuery that reserved."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESERVATION_ID_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    DECODE_FIELD_NUMBER: _builtins.int
+    PREFILL_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    PREDICTED_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    BEST_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    DELIVERED_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    DECIDED_UNIX_MS_FIELD_NUMBER: _builtins.int
+    DECISION_US_FIELD_NUMBER: _builtins.int
+    WAITED_MS_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
+    DEGRADED_FIELD_NUMBER: _builtins.int
+    SESSION_HIT_FIELD_NUMBER: _builtins.int
+    reservation_id: _builtins.str
+    request_id: _builtins.str
+    model: _builtins.str
+    prompt_tokens: _builtins.int
+    predicted_cached_tokens: _builtins.int
+    """overlap on the chosen worker, tokens"""
+    best_cached_tokens: _builtins.int
+    """most overlap any candidate had, tokens"""
+    delivered_cached_tokens: _builtins.int
+    """as reported back; unset: not yet"""
+    output_tokens: _builtins.int
+    decided_unix_ms: _builtins.int
+    decision_us: _builtins.int
+    """time the decision took, without waiting in line"""
+    waited_ms: _builtins.int
+    policy: _builtins.str
+    degraded: _builtins.str
+    session_hit: _builtins.bool
+    @_builtins.property
+    def decode(self) -> Global___WorkerTarget: ...
+    @_builtins.property
+    def prefill(self) -> Global___WorkerTarget:
+        """unset: aggregated"""
+
+    def __init__(
+        self,
+        *,
+        reservation_id: _builtins.str = ...,
+        request_id: _builtins.str = ...,
+        model: _builtins.str = ...,
+        decode: Global___WorkerTarget | None = ...,
+        prefill: Global___WorkerTarget | None = ...,
+        prompt_tokens: _builtins.int = ...,
+        predicted_cached_tokens: _builtins.int = ...,
+        best_cached_tokens: _builtins.int = ...,
+        delivered_cached_tokens: _builtins.int | None = ...,
+        output_tokens: _builtins.int = ...,
+        decided_unix_ms: _builtins.int = ...,
+        decision_us: _builtins.int = ...,
+        waited_ms: _builtins.int = ...,
+        policy: _builtins.str = ...,
+        degraded: _builtins.str = ...,
+        session_hit: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_delivered_cached_tokens", b"_delivered_cached_tokens", "decode", b"decode", "delivered_cached_tokens", b"delivered_cached_tokens", "prefill", b"prefill"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_delivered_cached_tokens", b"_delivered_cached_tokens", "best_cached_tokens", b"best_cached_tokens", "decided_unix_ms", b"decided_unix_ms", "decision_us", b"decision_us", "decode", b"decode", "degraded", b"degraded", "delivered_cached_tokens", b"delivered_cached_tokens", "model", b"model", "output_tokens", b"output_tokens", "policy", b"policy", "predicted_cached_tokens", b"predicted_cached_tokens", "prefill", b"prefill", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "reservation_id", b"reservation_id", "session_hit", b"session_hit", "waited_ms", b"waited_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__delivered_cached_tokens: _TypeAlias = _typing.Literal["delivered_cached_tokens"]  # noqa: Y015
+    _WhichOneofArgType__delivered_cached_tokens: _TypeAlias = _typing.Literal["_delivered_cached_tokens", b"_delivered_cached_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__delivered_cached_tokens) -> _WhichOneofReturnType__delivered_cached_tokens | None: ...
+
+Global___Decision: _TypeAlias = Decision  # noqa: Y015
 
 @_typing.final
 class FreeRequestResponse(_message.Message):
@@ -655,16 +930,22 @@ class WatchWorkersRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MODEL_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """empty: all models"""
+    owner: _builtins.str
+    """The stream is this caller's lease, at any one replica: when it breaks and does not come back within the lease, every
+    reservation made under this owner is given back. Empty: no lease.
+    """
     def __init__(
         self,
         *,
         model: _builtins.str = ...,
+        owner: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "owner", b"owner"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -54,6 +54,16 @@ class RouterStub:
                 request_serializer=sluice_dot_v1_dot_router__pb2.FreeRequestRequest.SerializeToString,
                 response_deserializer=sluice_dot_v1_dot_router__pb2.FreeRequestResponse.FromString,
                 _registered_method=True)
+        self.ReportProgress = channel.unary_unary(
+                '/sluice.v1.Router/ReportProgress',
+                request_serializer=sluice_dot_v1_dot_router__pb2.ReportProgressRequest.SerializeToString,
+                response_deserializer=sluice_dot_v1_dot_router__pb2.ReportProgressResponse.FromString,
+                _registered_method=True)
+        self.GetDecisions = channel.unary_unary(
+                '/sluice.v1.Router/GetDecisions',
+                request_serializer=sluice_dot_v1_dot_router__pb2.GetDecisionsRequest.SerializeToString,
+                response_deserializer=sluice_dot_v1_dot_router__pb2.GetDecisionsResponse.FromString,
+                _registered_method=True)
         self.ListWorkers = channel.unary_unary(
                 '/sluice.v1.Router/ListWorkers',
                 request_serializer=sluice_dot_v1_dot_router__pb2.ListWorkersRequest.SerializeToString,
@@ -113,6 +123,20 @@ class RouterServicer:
 
     def FreeRequest(self, request, context):
         """The requests are over: all their load is given back. Batched; unknown ids are counted, not an error.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReportProgress(self, request, context):
+        """How far running requests have come: decode load grows with them. Batched; unknown ids are counted, not an error.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetDecisions(self, request, context):
+        """The last decisions of this replica: what was predicted, what was possible, what the worker delivered.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -182,6 +206,16 @@ def add_RouterServicer_to_server(servicer, server):
                     servicer.FreeRequest,
                     request_deserializer=sluice_dot_v1_dot_router__pb2.FreeRequestRequest.FromString,
                     response_serializer=sluice_dot_v1_dot_router__pb2.FreeRequestResponse.SerializeToString,
+            ),
+            'ReportProgress': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportProgress,
+                    request_deserializer=sluice_dot_v1_dot_router__pb2.ReportProgressRequest.FromString,
+                    response_serializer=sluice_dot_v1_dot_router__pb2.ReportProgressResponse.SerializeToString,
+            ),
+            'GetDecisions': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetDecisions,
+                    request_deserializer=sluice_dot_v1_dot_router__pb2.GetDecisionsRequest.FromString,
+                    response_serializer=sluice_dot_v1_dot_router__pb2.GetDecisionsResponse.SerializeToString,
             ),
             'ListWorkers': grpc.unary_unary_rpc_method_handler(
                     servicer.ListWorkers,
@@ -322,6 +356,60 @@ class Router:
             '/sluice.v1.Router/FreeRequest',
             sluice_dot_v1_dot_router__pb2.FreeRequestRequest.SerializeToString,
             sluice_dot_v1_dot_router__pb2.FreeRequestResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportProgress(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sluice.v1.Router/ReportProgress',
+            sluice_dot_v1_dot_router__pb2.ReportProgressRequest.SerializeToString,
+            sluice_dot_v1_dot_router__pb2.ReportProgressResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetDecisions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sluice.v1.Router/GetDecisions',
+            sluice_dot_v1_dot_router__pb2.GetDecisionsRequest.SerializeToString,
+            sluice_dot_v1_dot_router__pb2.GetDecisionsResponse.FromString,
             options,
             channel_credentials,
             insecure,

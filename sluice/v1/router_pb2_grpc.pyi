@@ -41,6 +41,10 @@ class RouterStub:
     """The prompts are computed: their prefill load is given back. Batched; unknown ids are counted, not an error."""
     FreeRequest: _grpc.UnaryUnaryMultiCallable[_router_pb2.FreeRequestRequest, _router_pb2.FreeRequestResponse]
     """The requests are over: all their load is given back. Batched; unknown ids are counted, not an error."""
+    ReportProgress: _grpc.UnaryUnaryMultiCallable[_router_pb2.ReportProgressRequest, _router_pb2.ReportProgressResponse]
+    """How far running requests have come: decode load grows with them. Batched; unknown ids are counted, not an error."""
+    GetDecisions: _grpc.UnaryUnaryMultiCallable[_router_pb2.GetDecisionsRequest, _router_pb2.GetDecisionsResponse]
+    """The last decisions of this replica: what was predicted, what was possible, what the worker delivered."""
     ListWorkers: _grpc.UnaryUnaryMultiCallable[_router_pb2.ListWorkersRequest, _router_pb2.ListWorkersResponse]
     """The workers alive now."""
     WatchWorkers: _grpc.UnaryStreamMultiCallable[_router_pb2.WatchWorkersRequest, _router_pb2.WorkerChange]
@@ -67,6 +71,10 @@ class RouterAsyncStub(RouterStub):
     """The prompts are computed: their prefill load is given back. Batched; unknown ids are counted, not an error."""
     FreeRequest: _aio.UnaryUnaryMultiCallable[_router_pb2.FreeRequestRequest, _router_pb2.FreeRequestResponse]  # type: ignore[assignment]
     """The requests are over: all their load is given back. Batched; unknown ids are counted, not an error."""
+    ReportProgress: _aio.UnaryUnaryMultiCallable[_router_pb2.ReportProgressRequest, _router_pb2.ReportProgressResponse]  # type: ignore[assignment]
+    """How far running requests have come: decode load grows with them. Batched; unknown ids are counted, not an error."""
+    GetDecisions: _aio.UnaryUnaryMultiCallable[_router_pb2.GetDecisionsRequest, _router_pb2.GetDecisionsResponse]  # type: ignore[assignment]
+    """The last decisions of this replica: what was predicted, what was possible, what the worker delivered."""
     ListWorkers: _aio.UnaryUnaryMultiCallable[_router_pb2.ListWorkersRequest, _router_pb2.ListWorkersResponse]  # type: ignore[assignment]
     """The workers alive now."""
     WatchWorkers: _aio.UnaryStreamMultiCallable[_router_pb2.WatchWorkersRequest, _router_pb2.WorkerChange]  # type: ignore[assignment]
@@ -114,6 +122,22 @@ class RouterServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.FreeRequestResponse, _abc.Awaitable[_router_pb2.FreeRequestResponse]]:
         """The requests are over: all their load is given back. Batched; unknown ids are counted, not an error."""
+
+    @_abc_1.abstractmethod
+    def ReportProgress(
+        self,
+        request: _router_pb2.ReportProgressRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_router_pb2.ReportProgressResponse, _abc.Awaitable[_router_pb2.ReportProgressResponse]]:
+        """How far running requests have come: decode load grows with them. Batched; unknown ids are counted, not an error."""
+
+    @_abc_1.abstractmethod
+    def GetDecisions(
+        self,
+        request: _router_pb2.GetDecisionsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_router_pb2.GetDecisionsResponse, _abc.Awaitable[_router_pb2.GetDecisionsResponse]]:
+        """The last decisions of this replica: what was predicted, what was possible, what the worker delivered."""
 
     @_abc_1.abstractmethod
     def ListWorkers(
