@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from array import array
+from collections.abc import Sequence
 from enum import Enum
 
 from services.common.packing import pack_u64, unpack_u64
-from services.router.events import EventBatch, Kind, Snapshot, Tier
+from services.router.events import HASH_BYTES, EventBatch, Kind, Snapshot
+from services.router.tier import Shelf
 
 
 class Outcome(Enum):
@@ -25,15 +26,16 @@ class Holding:
     Args:
         epoch: of the worker.
         capacity: most blocks per tier.
+        tiers: empty shelves, by tier.
     """
 
     __slots__ = ("capacity", "epoch", "sequence", "tiers")
 
-    def __init__(self, epoch: int, capacity: int) -> None:
+    def __init__(self, epoch: int, capacity: int, tiers: Sequence[Shelf]) -> None:
         self.epoch = epoch
         self.capacity = capacity
         self.sequence = 0
-        self.tiers: tuple[set[int], set[int], set[int]] = (set(), set(), set())
+        self.tiers = tiers
 
     @property
     def blocks(self) -> int:
@@ -54,15 +56,15 @@ class Holding:
         if outcome is not Outcome.APPLIED:
             return outcome
         for kind, tier, hashes in batch.ops:
-            held = self.tiers[tier]
+            shelf = self.tiers[tier]
             if kind is Kind.CLEARED:
                 self.clear()
             elif kind is Kind.STORED:
-                held.update(unpack_u64(hashes))
-                if len(held) > self.capacity:
+                shelf.store(unpack_u64(hashes))
+                if shelf.count > self.capacity:
                     return Outcome.OVERFLOW
             else:
-                held.difference_update(unpack_u64(hashes))
+                shelf.remove(unpack_u64(hashes))
         self.sequence = batch.sequence
         return outcome
 
@@ -72,19 +74,20 @@ class Holding:
             return Outcome.STALE
         if snapshot.sequence < self.sequence:
             return Outcome.DUPLICATE
-        tiers = tuple(set(unpack_u64(hashes)) for hashes in snapshot.tiers)
-        if max(map(len, tiers)) > self.capacity:
+        if max(map(len, snapshot.tiers)) > self.capacity * HASH_BYTES:
             return Outcome.OVERFLOW
-        self.tiers = (tiers[Tier.DEVICE], tiers[Tier.HOST], tiers[Tier.DISK])
+        self.clear()
+        for shelf, hashes in zip(self.tiers, snapshot.tiers, strict=True):
+            shelf.store(unpack_u64(hashes))
         self.sequence = snapshot.sequence
         return Outcome.APPLIED
 
     def clear(self) -> None:
         """Forgets all blocks of all tiers."""
-        for held in self.tiers:
-            held.clear()
+        for shelf in self.tiers:
+            shelf.clear()
 
     def snapshot(self, rank: int) -> Snapshot:
         """A copy; hashes in no order."""
-        device, host, disk = (pack_u64(array("Q", held)) for held in self.tiers)
+        device, host, disk = (pack_u64(shelf.hashes()) for shelf in self.tiers)
         return Snapshot(rank, self.sequence, (device, host, disk))

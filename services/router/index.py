@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from services.common.packing import unpack_u64
-from services.router.events import EventBatch, Kind, Snapshot, Tier
+from services.router.events import EventBatch, Snapshot
 from services.router.holding import Holding, Outcome
+from services.router.tier import Shelf, TierTable
 from services.router.workers import Slot
 
 # Below this many blocks a walk is cheaper than bisecting, and exact even if an engine evicted out of the middle.
@@ -41,7 +41,7 @@ class BlockIndex:
     """Block hash → ranks, with epochs, sequence numbers and bounds per rank."""
 
     def __init__(self) -> None:
-        self._tables: tuple[dict[int, int], dict[int, int], dict[int, int]] = ({}, {}, {})
+        self._tables = (TierTable(), TierTable(), TierTable())
         self._holdings: dict[Slot, Holding] = {}
         self._bits: dict[Slot, int] = {}
         self._slot_of_bit: dict[int, Slot] = {}
@@ -65,6 +65,11 @@ class BlockIndex:
         holding = self._holdings.get(slot)
         return holding.blocks if holding else 0
 
+    def sequences(self, slots: Iterable[Slot]) -> dict[int, int]:
+        """The last sequence number applied, by rank, for ranks that have one."""
+        holdings = {slot.rank: self._holdings.get(slot) for slot in slots}
+        return {rank: holding.sequence for rank, holding in holdings.items() if holding and holding.sequence}
+
     def open(self, slot: Slot, epoch: int, capacity: int) -> None:
         """Makes room for a rank. A new epoch starts empty; the same epoch keeps what is there."""
         holding = self._holdings.get(slot)
@@ -75,57 +80,25 @@ class BlockIndex:
         bit = _lowest_free(self._slot_of_bit)
         self._bits[slot] = bit
         self._slot_of_bit[bit] = slot
-        self._holdings[slot] = Holding(epoch, capacity)
+        self._holdings[slot] = Holding(epoch, capacity, [Shelf(table, 1 << bit) for table in self._tables])
 
     def drop(self, slot: Slot) -> None:
         """Forgets a rank; O(its blocks)."""
         holding = self._holdings.pop(slot, None)
         if holding is None:
             return
-        bit = self._bits.pop(slot)
-        del self._slot_of_bit[bit]
-        for tier in Tier:
-            self._unset(tier, bit, holding.tiers[tier])
+        holding.clear()
+        del self._slot_of_bit[self._bits.pop(slot)]
 
     def apply(self, slot: Slot, epoch: int, batch: EventBatch) -> Outcome:
         """Applies a batch if it is the next one of its rank; after OVERFLOW the rank must be dropped."""
         holding = self._holdings.get(slot)
-        outcome = Outcome.STALE if holding is None else holding.admit(epoch, batch.sequence)
-        if holding is None or outcome is not Outcome.APPLIED:
-            return outcome
-        bit = self._bits[slot]
-        for kind, tier, hashes in batch.ops:
-            held = holding.tiers[tier]
-            if kind is Kind.STORED:
-                added = set(unpack_u64(hashes)) - held
-                held |= added
-                self._set(tier, bit, added)
-                if len(held) > holding.capacity:
-                    return Outcome.OVERFLOW
-            elif kind is Kind.REMOVED:
-                removed = held.intersection(unpack_u64(hashes))
-                held -= removed
-                self._unset(tier, bit, removed)
-            else:
-                for each in Tier:
-                    self._unset(each, bit, holding.tiers[each])
-                holding.clear()
-        holding.sequence = batch.sequence
-        return Outcome.APPLIED
+        return Outcome.STALE if holding is None else holding.apply(epoch, batch)
 
     def replace(self, slot: Slot, epoch: int, snapshot: Snapshot) -> Outcome:
         """Replaces a rank's blocks unless the snapshot is older than what is held."""
         holding = self._holdings.get(slot)
-        if holding is None:
-            return Outcome.STALE
-        before = holding.tiers
-        outcome = holding.replace(epoch, snapshot)
-        if outcome is Outcome.APPLIED:
-            bit = self._bits[slot]
-            for tier in Tier:
-                self._unset(tier, bit, before[tier] - holding.tiers[tier])
-                self._set(tier, bit, holding.tiers[tier] - before[tier])
-        return outcome
+        return Outcome.STALE if holding is None else holding.replace(epoch, snapshot)
 
     def match(self, hashes: Sequence[int]) -> dict[Slot, Overlap]:
         """How much of a prompt each rank holds as a prefix; ranks with nothing are left out.
@@ -135,7 +108,7 @@ class BlockIndex:
         """
         if not hashes:
             return {}
-        device, host, disk = self._tables
+        device, host, disk = (table.holders for table in self._tables)
         on_device = _depths(device.get, hashes)
         if not host and not disk:
             return {self._slot_of_bit[bit]: Overlap(depth) for bit, depth in on_device.items()}
@@ -146,20 +119,6 @@ class BlockIndex:
             near, middle = on_device.get(bit, 0), up_to_host.get(bit, 0)
             found[self._slot_of_bit[bit]] = Overlap(near, middle - near, reach - middle)
         return found
-
-    def _set(self, tier: Tier, bit: int, hashes: Iterable[int]) -> None:
-        table, mask = self._tables[tier], 1 << bit
-        get = table.get
-        for block in hashes:
-            table[block] = get(block, 0) | mask
-
-    def _unset(self, tier: Tier, bit: int, hashes: Iterable[int]) -> None:
-        table, mask = self._tables[tier], ~(1 << bit)
-        for block in hashes:
-            if rest := table[block] & mask:
-                table[block] = rest
-            else:
-                del table[block]
 
 
 def _lowest_free(taken: dict[int, Slot]) -> int:

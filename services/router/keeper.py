@@ -50,7 +50,7 @@ class Keeper:
         """The view of a model; made, and followed from now on, if there is none."""
         found = self._views.get(model)
         if found is None:
-            found = self._views[model] = ModelView(model, self._registry)
+            found = self._views[model] = ModelView(model, self._registry, self._store.index(model))
             self._tasks.spawn(self._follow(found), f"follow-{model}")
         return found
 

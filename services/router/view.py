@@ -18,11 +18,16 @@ LOADS_AT_ONCE = 16
 
 
 class ModelView:
-    """The index of a model, and the loads last seen. Its workers are in the registry."""
+    """The index of a model, and the loads last seen. Its workers are in the registry.
 
-    def __init__(self, model: str, registry: Registry) -> None:
+    Args:
+        index: kept by an embedded store, and only read here; None for one of the view's own.
+    """
+
+    def __init__(self, model: str, registry: Registry, index: BlockIndex | None = None) -> None:
         self.model = model
-        self.index = BlockIndex()
+        self.index = BlockIndex() if index is None else index
+        self._owns_index = index is None
         self.loads: dict[Slot, Load] = {}
         self.reports: dict[str, bytes] = {}
         self.loaded = asyncio.Event()
@@ -48,15 +53,14 @@ class ModelView:
 
     def sequences(self, worker: Worker) -> dict[int, int]:
         """The last sequence number applied, by rank, for ranks that have one."""
-        holdings = {slot.rank: self.index.holding(slot) for slot in worker.slots}
-        return {rank: holding.sequence for rank, holding in holdings.items() if holding and holding.sequence}
+        return self.index.sequences(worker.slots)
 
     async def rebuild(self, store: Store) -> Position:
         """Reads everything anew while the old view goes on answering; returns the position to follow from."""
         self._meanwhile = []
         try:
             state = await store.load(self.model)
-            index = await self._read(store, state.workers)
+            index = await self._read(store, state.workers) if self._owns_index else self.index
         finally:
             meanwhile, self._meanwhile = self._meanwhile, None
         old, self.index = self.index, index
@@ -123,6 +127,8 @@ class ModelView:
         if self._meanwhile is not None:
             self._meanwhile.append(change)
         match change:
+            case BlocksChanged() | BlocksReplaced() if not self._owns_index:
+                pass
             case BlocksChanged(slot, epoch, batch):
                 outcome = self.index.apply(slot, epoch, batch)
                 return slot if outcome in (Outcome.GAP, Outcome.OVERFLOW) else None
@@ -149,7 +155,8 @@ class ModelView:
 
     def replace(self, slot: Slot, epoch: int, snapshot: Snapshot) -> None:
         """Takes a rank's snapshot."""
-        self.index.replace(slot, epoch, snapshot)
+        if self._owns_index:
+            self.index.replace(slot, epoch, snapshot)
 
     def _up(self, worker: Worker) -> None:
         known = self._registry.get(self.model, worker.worker_id)
@@ -158,12 +165,14 @@ class ModelView:
         self._orphans.pop(worker.worker_id, None)
         if known is not None and known.epoch < worker.epoch:
             self._forget(known)
-        for slot in worker.slots:
-            self.index.open(slot, worker.epoch, worker.total_blocks)
+        if self._owns_index:
+            for slot in worker.slots:
+                self.index.open(slot, worker.epoch, worker.total_blocks)
         self._registry.up(worker)
 
     def _forget(self, worker: Worker) -> None:
         for slot in worker.slots:
-            self.index.drop(slot)
+            if self._owns_index:
+                self.index.drop(slot)
             self.loads.pop(slot, None)
         self.reports.pop(worker.worker_id, None)

@@ -20,6 +20,7 @@ from services.router.book import Choice, Reservation, Terms
 from services.router.cost import Load, Offer
 from services.router.events import Change, EventBatch, Snapshot
 from services.router.holding import Outcome
+from services.router.index import BlockIndex
 from services.router.workers import Slot, Worker
 
 KNOWN_FOR_S = 3600  # a model stays known this long after a worker last registered for it
@@ -85,6 +86,10 @@ class Store(ABC):
 
     embedded = False
     """True when the state lives and dies with this process and followers see a change at once."""
+
+    def index(self, model: str) -> BlockIndex | None:
+        """The index that the store itself keeps and changes, if it lies in this process: views read it as it is."""
+        return None
 
     shortlist: int | None = None
     """Most offers `select` should get; None for no limit."""

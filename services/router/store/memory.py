@@ -20,7 +20,8 @@ from services.router.events import (
     WorkerDraining,
     WorkerUp,
 )
-from services.router.holding import Holding, Outcome
+from services.router.holding import Outcome
+from services.router.index import BlockIndex
 from services.router.store.base import KNOWN_FOR_S, Applied, Lease, ModelState, Position, Pulse, Store
 from services.router.store.feed import Feed
 from services.router.workers import Slot, Worker
@@ -54,7 +55,7 @@ class _Record:
 class _Model:
     def __init__(self, now_ms: Callable[[], int], random: Random, feed_limit: int) -> None:
         self.records: dict[str, _Record] = {}
-        self.holdings: dict[Slot, Holding] = {}
+        self.index = BlockIndex()
         self.book = Book(now_ms, random)
         self.feed = Feed(feed_limit)
         self.registered_ms = 0
@@ -63,10 +64,14 @@ class _Model:
         record = self.records.get(worker_id)
         return record if record is not None and record.session == session else None
 
+    def applied(self, slot: Slot, outcome: Outcome) -> Applied:
+        holding = self.index.holding(slot)
+        return Applied(outcome, 0 if holding is None else holding.sequence)
+
     def drop(self, worker_id: str, keep_reservations: bool) -> None:
         record = self.records.pop(worker_id)
         for slot in record.worker.slots:
-            self.holdings.pop(slot, None)
+            self.index.drop(slot)
         if not keep_reservations:
             self.book.drop_worker(worker_id)
 
@@ -98,6 +103,9 @@ class MemoryStore(Store):
             found = self._models[model] = _Model(self._now_ms, self._random, self._feed_limit)
         return found
 
+    def index(self, model: str) -> BlockIndex:
+        return self._model(model).index
+
     async def ping(self) -> None:
         """Always there."""
 
@@ -120,10 +128,9 @@ class MemoryStore(Store):
         model.records[worker.worker_id] = _Record(worker, session, now + lease_ms)
         model.registered_ms = now
         for slot in worker.slots:
-            model.holdings.setdefault(slot, Holding(worker.epoch, worker.total_blocks))
+            model.index.open(slot, worker.epoch, worker.total_blocks)
         model.feed.append(WorkerUp(worker))
-        sequences = {slot.rank: model.holdings[slot].sequence for slot in worker.slots}
-        return {rank: sequence for rank, sequence in sequences.items() if sequence}
+        return model.index.sequences(worker.slots)
 
     async def renew(self, model: str, worker_id: str, session: str, lease_ms: int, report: bytes | None) -> Lease:
         record = self._model(model).records.get(worker_id)
@@ -159,33 +166,26 @@ class MemoryStore(Store):
         applied = []
         for batch in batches:
             slot = Slot(worker_id, batch.rank)
-            holding = state.holdings.get(slot)
-            if holding is None:
-                applied.append(Applied(Outcome.STALE, 0))
-                continue
-            outcome = holding.apply(epoch, batch)
+            outcome = state.index.apply(slot, epoch, batch)
             if outcome is Outcome.APPLIED:
                 state.feed.append(BlocksChanged(slot, epoch, batch))
-            applied.append(Applied(outcome, holding.sequence))
+            applied.append(state.applied(slot, outcome))
         return applied
 
     async def replace(self, model: str, worker_id: str, epoch: int, capacity: int, snapshot: Snapshot) -> Applied:
         state = self._model(model)
         slot = Slot(worker_id, snapshot.rank)
-        holding = state.holdings.get(slot)
-        if holding is None:
-            return Applied(Outcome.STALE, 0)
-        outcome = holding.replace(epoch, snapshot)
+        outcome = state.index.replace(slot, epoch, snapshot)
         if outcome is Outcome.APPLIED:
             state.feed.append(BlocksReplaced(slot, epoch, snapshot.sequence))
-        return Applied(outcome, holding.sequence)
+        return state.applied(slot, outcome)
 
     async def load(self, model: str) -> ModelState:
         state = self._model(model)
         return ModelState(state.feed.position, [record.worker for record in state.records.values()])
 
     async def blocks(self, model: str, slot: Slot) -> tuple[int, Snapshot] | None:
-        holding = self._model(model).holdings.get(slot)
+        holding = self._model(model).index.holding(slot)
         return None if holding is None else (holding.epoch, holding.snapshot(slot.rank))
 
     def follow(self, model: str, position: Position) -> AsyncIterator[list[Change]]:

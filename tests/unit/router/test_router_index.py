@@ -108,7 +108,7 @@ def test_bits_are_reused_after_a_rank_is_gone() -> None:
         index.open(A, epoch, 10)
         index.apply(A, epoch, stored(1, 1))
     assert index.match([1]) == {A: Overlap(1)}
-    assert max(mask for table in index._tables for mask in table.values()) == 1
+    assert max(mask for table in index._tables for mask in table.holders.values()) == 1
 
 
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 500])
@@ -156,7 +156,7 @@ def test_tables_equal_what_the_ranks_hold(ops: list[tuple[Kind, Tier, list[int],
         else:
             model[slot] = {each: set() for each in Tier}
     for tier in Tier:
-        assert set(index._tables[tier]) == model[A][tier] | model[B][tier]
+        assert set(index._tables[tier].holders) == model[A][tier] | model[B][tier]
     for slot in (A, B):
         holding = index.holding(slot)
         assert holding is not None
