@@ -83,6 +83,7 @@ def worker_of(registration: router_pb2.Registration) -> Worker:
         total_blocks=card.total_blocks,
         ranks=ranks,
         document=info.SerializeToString(),
+        capabilities=tuple(card.capabilities),
     )
 
 

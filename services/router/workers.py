@@ -40,7 +40,7 @@ class Worker:
     """A registered worker; constant for its epoch but for `draining`.
 
     `total_blocks` bounds what the index takes per rank and tier. `document` is what the transport wants back when it
-    describes this worker; the domain does not look into it.
+    describes this worker; the domain does not look into it. `capabilities` is what the card says its engine can do.
     """
 
     worker_id: str
@@ -54,6 +54,7 @@ class Worker:
     ranks: int
     document: bytes
     draining: bool = False
+    capabilities: tuple[str, ...] = ()
 
     @property
     def slots(self) -> list[Slot]:
@@ -72,4 +73,5 @@ class Worker:
         fields = json.loads(text)
         fields["role"] = Role(fields["role"])
         fields["document"] = base64.b64decode(fields["document"])
+        fields["capabilities"] = tuple(fields.get("capabilities", ()))
         return cls(**fields, draining=draining)
