@@ -9,13 +9,17 @@ out=$(cd "${1:-clients/python/src/sluice_client/_wire}" && pwd)
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 cd "$work"
-if ! PATH="$root/.venv/bin:$PATH" python -m grpc_tools.protoc -I "$root/protos" --python_betterproto2_out=. \
+mkdir contracts
+cp -R "$root/protos/sluice" contracts/
+# A field may not be called like a method of betterproto2's messages. Names do not travel, only numbers do.
+sed -i.bak 's/WorkerLoad load = /WorkerLoad worker_load = /' contracts/sluice/v1/*.proto
+if ! PATH="$root/.venv/bin:$PATH" python -m grpc_tools.protoc -I contracts --python_betterproto2_out=. \
     --python_betterproto2_opt=client_generation=none sluice/v1/common.proto sluice/v1/router.proto \
     sluice/v1/worker.proto 2>log; then
     cat log >&2
     exit 1
 fi
-rm -f log py.typed
+rm -rf log py.typed contracts
 rm -rf "$out"
 cp -R "$work" "$out"
 chmod 755 "$out"

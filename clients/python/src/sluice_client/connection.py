@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,6 +34,28 @@ class Method(Generic[Q, A]):
     path: str
     request: type[Q]
     answer: type[A]
+
+
+class _Cancels:
+    """How often the task was asked to cancel.
+
+    grpclib wakes a waiting task by cancelling it, once or twice, and then raises something else. That must not outlive
+    the call, or an asyncio.timeout around it would count those requests as its own and let a CancelledError out.
+    """
+
+    def __init__(self) -> None:
+        self.count()
+
+    def count(self) -> None:
+        """Takes what there is now as given."""
+        task = asyncio.current_task()
+        assert task is not None  # a coroutine that waits runs in one
+        self._task, self._given = task, task.cancelling()
+
+    def forget_new(self) -> None:
+        """Goes back to what was given."""
+        while self._task.cancelling() > self._given:
+            self._task.uncancel()
 
 
 class Connection:
@@ -76,11 +99,12 @@ class Connection:
         """
         stream = self._open(method, Cardinality.UNARY_STREAM, timeout_s)
         try:
-            with self._typed_errors(stream, timeout_s):
+            with self._typed_errors(stream, timeout_s) as cancels:
                 async with stream:
                     await stream.send_message(request, end=True)
-                    async for answer in stream:
+                    while (answer := await stream.recv_message()) is not None:
                         yield answer
+                        cancels.count()
                 if stream.trailing_metadata is None:
                     raise StreamTerminatedError("Connection closed")
         except SluiceError:
@@ -114,19 +138,14 @@ class Connection:
         return Channel(self._host, self._port, ssl=self._ssl, config=config)
 
     @contextmanager
-    def _typed_errors(self, stream: Stream[Any, Any], timeout_s: float | None) -> Iterator[None]:
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        deadline = loop.time() + timeout_s if timeout_s is not None else None
-        cancelling = task.cancelling() if task is not None else 0
+    def _typed_errors(self, stream: Stream[Any, Any], timeout_s: float | None) -> Iterator[_Cancels]:
+        deadline = time.monotonic() + timeout_s if timeout_s is not None else None
+        cancels = _Cancels()
         try:
-            yield
+            yield cancels
         except _CALL_FAILED as error:
-            # grpclib wakes a waiting task by cancelling it and then raises something else. That request to cancel must
-            # not outlive it, or an asyncio.timeout around the call would count it as its own.
-            task = asyncio.current_task()
-            if isinstance(error, TimeoutError | StreamTerminatedError) and task and task.cancelling() > cancelling:
-                task.uncancel()
-            late = deadline is not None and _is_over(deadline - loop.time(), timeout_s)
+            cancels.forget_new()
+            late = deadline is not None and _is_over(deadline - time.monotonic(), timeout_s)
             raise self._typed(error, stream, late) from error
 
     def _typed(self, error: Exception, stream: Stream[Any, Any], late: bool) -> SluiceError:

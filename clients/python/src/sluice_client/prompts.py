@@ -1,4 +1,4 @@
-"""Prompts as the router takes them: by their token ids, by their block hashes, or by their length alone."""
+"""Prompts as the router takes them: by token ids, block hashes, OpenAI body, or length alone."""
 
 from __future__ import annotations
 
@@ -40,6 +40,11 @@ def hashed_here(token_ids: TokenIds, block_size: int, lora: str = "", cache_salt
 def by_length(prompt_tokens: int) -> PromptRef:
     """Nothing but the number of tokens: enough for policies that do not look at prefixes."""
     return PromptRef(prompt_tokens=prompt_tokens)
+
+
+def by_openai_body(body: bytes) -> PromptRef:
+    """The JSON body of an OpenAI chat completion or completion, for a router that may ask a preprocess service."""
+    return PromptRef(openai_body=body)
 
 
 def prompt_ref(prompt: PromptLike) -> PromptRef:

@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Self
 
 from sluice_client.errors import SluiceError
-from sluice_client.wire import Overlap, RouteQueryResponse, WorkerTarget
+from sluice_client.wire import Overlap, RequestOutcome, RouteQueryResponse, WorkerTarget
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -43,6 +43,7 @@ class Reservation:
         self._router = router
         self._marked = False
         self._freed = False
+        self._outcome: RequestOutcome | None = None
         self.id = reservation_id
         self.request_id = request_id
         self.target = target
@@ -64,6 +65,15 @@ class Reservation:
         except SluiceError as error:
             log.warning("reservation %s keeps its prefill load: %s", self.id, error.message)
 
+    def report(self, output_tokens: int, cached_tokens: int | None = None) -> None:
+        """What the request turned out to be, for the router's record of decisions. Travels with `free`.
+
+        Args:
+            output_tokens: generated in all.
+            cached_tokens: prompt tokens that the worker found in its cache; None when it did not say.
+        """
+        self._outcome = RequestOutcome(reservation_id=self.id, output_tokens=output_tokens, cached_tokens=cached_tokens)
+
     async def free(self) -> None:
         """The request is over. Only the first call costs anything.
 
@@ -73,7 +83,7 @@ class Reservation:
             return
         self._freed = True
         try:
-            await self._router.free(self.id)
+            await self._router.free(self.id, outcomes=[self._outcome] if self._outcome else [])
         except SluiceError as error:
             log.warning("reservation %s stays until it expires: %s", self.id, error.message)
 

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequenc
 from types import TracebackType
 from typing import Self
 
+from sluice_client import methods
 from sluice_client.connection import A, Method, Q
 from sluice_client.errors import error_of
 from sluice_client.options import Credential, Options, Tls
@@ -14,23 +15,22 @@ from sluice_client.replicas import Replicas
 from sluice_client.reservation import Reservation
 from sluice_client.wire import (
     AddRequestRequest,
-    AddRequestResponse,
     BookedLoad,
     CandidateSet,
     CostOverrides,
+    Decision,
     DumpIndexRequest,
     ErrorKind,
     FreeRequestRequest,
-    FreeRequestResponse,
+    GetDecisionsRequest,
     GetLoadsRequest,
-    GetLoadsResponse,
     GetOverlapsRequest,
-    GetOverlapsResponse,
     IndexDump,
     ListWorkersRequest,
-    ListWorkersResponse,
     MarkPrefillCompleteRequest,
-    MarkPrefillCompleteResponse,
+    ReportProgressRequest,
+    RequestOutcome,
+    RequestProgress,
     RouteQueryRequest,
     RouteQueryRequestMode,
     RouteQueryResponse,
@@ -40,17 +40,6 @@ from sluice_client.wire import (
     WorkerOverlap,
     WorkerTarget,
 )
-
-_SERVICE = "/sluice.v1.Router/"
-_ROUTE = Method(_SERVICE + "RouteQuery", RouteQueryRequest, RouteQueryResponse)
-_ADD = Method(_SERVICE + "AddRequest", AddRequestRequest, AddRequestResponse)
-_MARK = Method(_SERVICE + "MarkPrefillComplete", MarkPrefillCompleteRequest, MarkPrefillCompleteResponse)
-_FREE = Method(_SERVICE + "FreeRequest", FreeRequestRequest, FreeRequestResponse)
-_LIST = Method(_SERVICE + "ListWorkers", ListWorkersRequest, ListWorkersResponse)
-_WATCH = Method(_SERVICE + "WatchWorkers", WatchWorkersRequest, WorkerChange)
-_LOADS = Method(_SERVICE + "GetLoads", GetLoadsRequest, GetLoadsResponse)
-_OVERLAPS = Method(_SERVICE + "GetOverlaps", GetOverlapsRequest, GetOverlapsResponse)
-_DUMP = Method(_SERVICE + "DumpIndex", DumpIndexRequest, IndexDump)
 
 
 class RouterClient:
@@ -138,6 +127,10 @@ class RouterClient:
         cost: CostOverrides | None = None,
         explain: bool = False,
         ttl_s: float = 0,
+        session_id: str = "",
+        session_ttl_s: float = 0,
+        owner: str = "",
+        max_wait_s: float = 0,
         timeout_s: float | None = None,
     ) -> Reservation:
         """Chooses a worker and books the request on it, in one atomic step.
@@ -159,7 +152,11 @@ class RouterClient:
             cost: weights that differ from the router's settings.
             explain: also asks for the score of every candidate.
             ttl_s: when the reservation expires, seconds; 0 for the router's setting.
-            timeout_s: for this call.
+            session_id: requests of one session go to the worker of the last one while that is possible; empty for none.
+            session_ttl_s: how long the session is remembered; 0 for the router's setting.
+            owner: whose watch holds the reservation, see `watch_workers`; empty for nobody's.
+            max_wait_s: how long to wait in line while every candidate is too busy; 0 fails at once.
+            timeout_s: for this call; None for the client's and the wait together.
         """
         request = RouteQueryRequest(
             mode=RouteQueryRequestMode.SELECT_AND_RESERVE,
@@ -174,9 +171,13 @@ class RouterClient:
             policy=policy,
             cost=cost,
             explain=explain,
-            ttl_ms=int(ttl_s * 1000),
+            ttl_ms=_ms(ttl_s),
+            session_id=session_id,
+            session_ttl_ms=_ms(session_ttl_s),
+            owner=owner,
+            max_wait_ms=_ms(max_wait_s),
         )
-        answer = await self.route(request, timeout_s=timeout_s)
+        answer = await self.route(request, timeout_s=self._timeout_s + max_wait_s if timeout_s is None else timeout_s)
         assert answer.decode is not None  # `route` has looked
         return Reservation(
             self,
@@ -190,7 +191,7 @@ class RouterClient:
 
     async def route(self, request: RouteQueryRequest, *, timeout_s: float | None = None) -> RouteQueryResponse:
         """The call behind `query` and `select_and_reserve`, with every field of the contract."""
-        answer = await self._call(_ROUTE, request, timeout_s)
+        answer = await self._call(methods.ROUTE, request, timeout_s)
         if answer.decode is None:
             raise error_of(ErrorKind.INTERNAL, "The router's answer names no worker.")
         return answer
@@ -205,10 +206,12 @@ class RouterClient:
         data_parallel_rank: int = 0,
         lora: str = "",
         cache_salt: str = "",
+        expected_output_tokens: int = 0,
         ttl_s: float = 0,
+        owner: str = "",
         timeout_s: float | None = None,
     ) -> Reservation:
-        """Books a request on a worker that the caller chose itself."""
+        """Books a request on a worker that the caller chose itself. The arguments are those of `select_and_reserve`."""
         request = AddRequestRequest(
             request_id=request_id,
             model=model,
@@ -217,9 +220,11 @@ class RouterClient:
             prompt=prompt_ref(prompt),
             lora=lora,
             cache_salt=cache_salt,
-            ttl_ms=int(ttl_s * 1000),
+            ttl_ms=_ms(ttl_s),
+            owner=owner,
+            expected_output_tokens=expected_output_tokens,
         )
-        answer = await self._call(_ADD, request, timeout_s)
+        answer = await self._call(methods.ADD, request, timeout_s)
         return Reservation(
             self,
             answer.reservation_id,
@@ -232,45 +237,74 @@ class RouterClient:
     async def mark_prefill_complete(self, *reservation_ids: str, timeout_s: float | None = None) -> int:
         """These prompts are computed: gives their prefill load back. Returns how many ids the router did not know."""
         request = MarkPrefillCompleteRequest(reservation_ids=list(reservation_ids))
-        return (await self._call(_MARK, request, timeout_s)).unknown
+        return (await self._call(methods.MARK, request, timeout_s)).unknown
 
-    async def free(self, *reservation_ids: str, timeout_s: float | None = None) -> int:
-        """These requests are over: gives their load back. Returns how many ids the router did not know."""
-        request = FreeRequestRequest(reservation_ids=list(reservation_ids))
-        return (await self._call(_FREE, request, timeout_s)).unknown
+    async def free(
+        self, *reservation_ids: str, outcomes: Iterable[RequestOutcome] = (), timeout_s: float | None = None
+    ) -> int:
+        """These requests are over: gives their load back. Returns how many ids the router did not know.
+
+        Args:
+            outcomes: what requests turned out to be, these or others, as far as the caller knows.
+        """
+        request = FreeRequestRequest(reservation_ids=list(reservation_ids), outcomes=list(outcomes))
+        return (await self._call(methods.FREE, request, timeout_s)).unknown
+
+    async def report_progress(self, output_tokens: Mapping[str, int], *, timeout_s: float | None = None) -> int:
+        """How many tokens requests have generated so far, by reservation id: decode load grows with them.
+
+        Meant for a batch every now and then. Returns how many ids the router did not know.
+        """
+        progress = [RequestProgress(reservation_id=each, output_tokens=n) for each, n in output_tokens.items()]
+        return (await self._call(methods.PROGRESS, ReportProgressRequest(progress=progress), timeout_s)).unknown
+
+    async def get_decisions(
+        self, model: str = "", limit: int = 0, *, timeout_s: float | None = None
+    ) -> Sequence[Decision]:
+        """The last reservations that one replica made for a model, or all, newest first; at most `limit`, 0 for 100."""
+        request = GetDecisionsRequest(model=model, limit=limit)
+        return (await self._call(methods.DECISIONS, request, timeout_s)).decisions
 
     async def list_workers(self, model: str = "", *, timeout_s: float | None = None) -> Sequence[WorkerInfo]:
         """The workers of a model, or all, by worker id."""
-        return (await self._call(_LIST, ListWorkersRequest(model=model), timeout_s)).workers
+        return (await self._call(methods.LIST, ListWorkersRequest(model=model), timeout_s)).workers
 
-    def watch_workers(self, model: str = "", *, timeout_s: float | None = None) -> AsyncGenerator[WorkerChange, None]:
+    def watch_workers(
+        self, model: str = "", *, owner: str = "", timeout_s: float | None = None
+    ) -> AsyncGenerator[WorkerChange, None]:
         """Every worker of a model (or all), a SYNCED change, then every change as it happens.
 
         Ends when this client is closed. Raises when the router goes away: watch again then, and forget the workers
         that were not named before SYNCED.
 
         Args:
+            owner: makes this watch the lease of every reservation under that owner: the router gives them back when
+                it ends and is not begun again within the lease.
             timeout_s: None to watch until one of the two ends it.
         """
-        return self._replicas.stream(_WATCH, WatchWorkersRequest(model=model), timeout_s)
+        return self._replicas.stream(methods.WATCH, WatchWorkersRequest(model=model, owner=owner), timeout_s)
 
     async def get_loads(self, model: str = "", *, timeout_s: float | None = None) -> Sequence[BookedLoad]:
         """Booked and reported load of every worker and rank of a model, or all."""
-        return (await self._call(_LOADS, GetLoadsRequest(model=model), timeout_s)).loads
+        return (await self._call(methods.LOADS, GetLoadsRequest(model=model), timeout_s)).loads
 
     async def get_overlaps(
         self, model: str, prompt: PromptLike, *, lora: str = "", cache_salt: str = "", timeout_s: float | None = None
     ) -> Sequence[WorkerOverlap]:
         """How much of a prompt each worker and rank holds; those with nothing are left out."""
         request = GetOverlapsRequest(model=model, prompt=prompt_ref(prompt), lora=lora, cache_salt=cache_salt)
-        return (await self._call(_OVERLAPS, request, timeout_s)).overlaps
+        return (await self._call(methods.OVERLAPS, request, timeout_s)).overlaps
 
     def dump_index(self, model: str = "", *, timeout_s: float = 60.0) -> AsyncGenerator[IndexDump, None]:
         """The block index of a model (or all) as one replica sees it, in pieces: unpack them with `unpack_u64`."""
-        return self._replicas.stream(_DUMP, DumpIndexRequest(model=model), timeout_s)
+        return self._replicas.stream(methods.DUMP, DumpIndexRequest(model=model), timeout_s)
 
     async def _call(self, method: Method[Q, A], request: Q, timeout_s: float | None) -> A:
         return await self._replicas.unary(method, request, self._timeout_s if timeout_s is None else timeout_s)
+
+
+def _ms(seconds: float) -> int:
+    return int(seconds * 1000)
 
 
 def _candidates(worker_ids: Iterable[str] | None) -> CandidateSet | None:

@@ -9,17 +9,16 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from sluice_client.connection import Connection, Method
+from sluice_client import methods
+from sluice_client.connection import Connection
 from sluice_client.errors import error_of, error_of_detail
 from sluice_client.options import Credential, Options, Tls
 from sluice_client.packing import TokenIds, packed_ids, unpack_u32
 from sluice_client.wire import (
     AbortRequest,
-    AbortResponse,
     DisaggregationParams,
     ErrorKind,
     FinishReason,
-    GenerateDelta,
     GenerateRequest,
     GetInfoRequest,
     GetInfoResponse,
@@ -32,11 +31,6 @@ from sluice_client.wire import (
     TraceContext,
     Usage,
 )
-
-_SERVICE = "/sluice.v1.Worker/"
-_GENERATE = Method(_SERVICE + "Generate", GenerateRequest, GenerateDelta)
-_ABORT = Method(_SERVICE + "Abort", AbortRequest, AbortResponse)
-_INFO = Method(_SERVICE + "GetInfo", GetInfoRequest, GetInfoResponse)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +154,7 @@ class WorkerClient:
             trace=trace,
         )
         ended = False
-        async with aclosing(self._connection.stream(_GENERATE, request, timeout_s)) as messages:
+        async with aclosing(self._connection.stream(methods.GENERATE, request, timeout_s)) as messages:
             async for message in messages:
                 extra = message.extra
                 if extra is not None and extra.error is not None:
@@ -180,11 +174,11 @@ class WorkerClient:
         """Stops a request, whoever started it; False when no such request was alive."""
         request = AbortRequest(request_id=request_id)
         return (
-            await self._connection.unary(_ABORT, request, self._timeout_s if timeout_s is None else timeout_s)
+            await self._connection.unary(methods.ABORT, request, self._timeout_s if timeout_s is None else timeout_s)
         ).found
 
     async def get_info(self, *, timeout_s: float | None = None) -> GetInfoResponse:
         """The worker's card, engine and load."""
         return await self._connection.unary(
-            _INFO, GetInfoRequest(), self._timeout_s if timeout_s is None else timeout_s
+            methods.INFO, GetInfoRequest(), self._timeout_s if timeout_s is None else timeout_s
         )

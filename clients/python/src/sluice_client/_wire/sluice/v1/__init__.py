@@ -22,6 +22,7 @@ __all__ = (
     "ControlRequestAction",
     "ControlResponse",
     "CostOverrides",
+    "Decision",
     "DisaggregationParams",
     "DumpIndexRequest",
     "EmbedRequest",
@@ -35,6 +36,8 @@ __all__ = (
     "FreeRequestResponse",
     "GenerateDelta",
     "GenerateRequest",
+    "GetDecisionsRequest",
+    "GetDecisionsResponse",
     "GetInfoRequest",
     "GetInfoResponse",
     "GetLoadsRequest",
@@ -59,6 +62,10 @@ __all__ = (
     "PositionLogprobs",
     "PromptRef",
     "Registration",
+    "ReportProgressRequest",
+    "ReportProgressResponse",
+    "RequestOutcome",
+    "RequestProgress",
     "ResyncRequest",
     "RouteQueryRequest",
     "RouteQueryRequestMode",
@@ -556,6 +563,16 @@ class AddRequestRequest(betterproto2.Message):
     0: the router's setting
     """
 
+    owner: "str" = betterproto2.field(9, betterproto2.TYPE_STRING)
+    """
+    as in RouteQueryRequest
+    """
+
+    expected_output_tokens: "int" = betterproto2.field(10, betterproto2.TYPE_UINT32)
+    """
+    0: unknown
+    """
+
 
 default_message_pool.register_message(
     "sluice.v1", "AddRequestRequest", AddRequestRequest
@@ -855,6 +872,69 @@ default_message_pool.register_message("sluice.v1", "CostOverrides", CostOverride
 
 
 @dataclass(eq=False, repr=False)
+class Decision(betterproto2.Message):
+    """
+    One RouteQuery that reserved.
+    """
+
+    reservation_id: "str" = betterproto2.field(1, betterproto2.TYPE_STRING)
+
+    request_id: "str" = betterproto2.field(2, betterproto2.TYPE_STRING)
+
+    model: "str" = betterproto2.field(3, betterproto2.TYPE_STRING)
+
+    decode: "WorkerTarget | None" = betterproto2.field(
+        4, betterproto2.TYPE_MESSAGE, optional=True
+    )
+
+    prefill: "WorkerTarget | None" = betterproto2.field(
+        5, betterproto2.TYPE_MESSAGE, optional=True
+    )
+    """
+    unset: aggregated
+    """
+
+    prompt_tokens: "int" = betterproto2.field(6, betterproto2.TYPE_UINT32)
+
+    predicted_cached_tokens: "int" = betterproto2.field(7, betterproto2.TYPE_UINT32)
+    """
+    overlap on the chosen worker, tokens
+    """
+
+    best_cached_tokens: "int" = betterproto2.field(8, betterproto2.TYPE_UINT32)
+    """
+    most overlap any candidate had, tokens
+    """
+
+    delivered_cached_tokens: "int | None" = betterproto2.field(
+        9, betterproto2.TYPE_UINT32, optional=True
+    )
+    """
+    as reported back; unset: not yet
+    """
+
+    output_tokens: "int" = betterproto2.field(10, betterproto2.TYPE_UINT32)
+
+    decided_unix_ms: "int" = betterproto2.field(11, betterproto2.TYPE_INT64)
+
+    decision_us: "int" = betterproto2.field(12, betterproto2.TYPE_UINT32)
+    """
+    time the decision took, without waiting in line
+    """
+
+    waited_ms: "int" = betterproto2.field(13, betterproto2.TYPE_UINT32)
+
+    policy: "str" = betterproto2.field(14, betterproto2.TYPE_STRING)
+
+    degraded: "str" = betterproto2.field(15, betterproto2.TYPE_STRING)
+
+    session_hit: "bool" = betterproto2.field(16, betterproto2.TYPE_BOOL)
+
+
+default_message_pool.register_message("sluice.v1", "Decision", Decision)
+
+
+@dataclass(eq=False, repr=False)
 class DisaggregationParams(betterproto2.Message):
     """
     The part one worker plays in a request that is split over a prefill and a decode worker.
@@ -1006,6 +1086,13 @@ class FreeRequestRequest(betterproto2.Message):
         1, betterproto2.TYPE_STRING, repeated=True
     )
 
+    outcomes: "list[RequestOutcome]" = betterproto2.field(
+        2, betterproto2.TYPE_MESSAGE, repeated=True
+    )
+    """
+    what became of them, as far as the caller knows; any subset, also others
+    """
+
 
 default_message_pool.register_message(
     "sluice.v1", "FreeRequestRequest", FreeRequestRequest
@@ -1143,6 +1230,39 @@ default_message_pool.register_message("sluice.v1", "GenerateRequest", GenerateRe
 
 
 @dataclass(eq=False, repr=False)
+class GetDecisionsRequest(betterproto2.Message):
+    model: "str" = betterproto2.field(1, betterproto2.TYPE_STRING)
+    """
+    empty: all models
+    """
+
+    limit: "int" = betterproto2.field(2, betterproto2.TYPE_UINT32)
+    """
+    most records, newest first; 0: 100
+    """
+
+
+default_message_pool.register_message(
+    "sluice.v1", "GetDecisionsRequest", GetDecisionsRequest
+)
+
+
+@dataclass(eq=False, repr=False)
+class GetDecisionsResponse(betterproto2.Message):
+    decisions: "list[Decision]" = betterproto2.field(
+        1, betterproto2.TYPE_MESSAGE, repeated=True
+    )
+    """
+    newest first
+    """
+
+
+default_message_pool.register_message(
+    "sluice.v1", "GetDecisionsResponse", GetDecisionsResponse
+)
+
+
+@dataclass(eq=False, repr=False)
 class GetInfoRequest(betterproto2.Message):
     pass
 
@@ -1167,7 +1287,7 @@ class GetInfoResponse(betterproto2.Message):
         4, betterproto2.TYPE_ENUM, default_factory=lambda: WorkerRole(0)
     )
 
-    load: "WorkerLoad | None" = betterproto2.field(
+    worker_load: "WorkerLoad | None" = betterproto2.field(
         5, betterproto2.TYPE_MESSAGE, optional=True
     )
 
@@ -1590,6 +1710,12 @@ class Overlap(betterproto2.Message):
 
     disk_blocks: "int" = betterproto2.field(3, betterproto2.TYPE_UINT32)
 
+    predicted_blocks: "int" = betterproto2.field(4, betterproto2.TYPE_UINT32)
+    """
+    Blocks nobody has reported but the router expects, because it sent requests with them there. Counted apart: never
+    part of the other fields.
+    """
+
 
 default_message_pool.register_message("sluice.v1", "Overlap", Overlap)
 
@@ -1618,8 +1744,8 @@ default_message_pool.register_message("sluice.v1", "PositionLogprobs", PositionL
 @dataclass(eq=False, repr=False)
 class PromptRef(betterproto2.Message):
     """
-    A prompt as the router sees it. Exactly one of token_ids and block_hashes is set for policy kv; other policies
-    take prompt_tokens alone.
+    A prompt as the router sees it. Exactly one of token_ids, block_hashes and openai_body is set for policy kv; other
+    policies take prompt_tokens alone.
     """
 
     token_ids: "bytes" = betterproto2.field(1, betterproto2.TYPE_BYTES)
@@ -1645,6 +1771,12 @@ class PromptRef(betterproto2.Message):
     prompt_tokens: "int" = betterproto2.field(5, betterproto2.TYPE_UINT32)
     """
     length of the prompt; 0: taken from token_ids, or hashes times block size
+    """
+
+    openai_body: "bytes" = betterproto2.field(6, betterproto2.TYPE_BYTES)
+    """
+    JSON body of an OpenAI chat completion or completion; the router asks preprocess for its tokens.
+    FAILED_PRECONDITION when the router knows no preprocess service.
     """
 
 
@@ -1682,6 +1814,65 @@ class Registration(betterproto2.Message):
 
 
 default_message_pool.register_message("sluice.v1", "Registration", Registration)
+
+
+@dataclass(eq=False, repr=False)
+class ReportProgressRequest(betterproto2.Message):
+    progress: "list[RequestProgress]" = betterproto2.field(
+        1, betterproto2.TYPE_MESSAGE, repeated=True
+    )
+
+
+default_message_pool.register_message(
+    "sluice.v1", "ReportProgressRequest", ReportProgressRequest
+)
+
+
+@dataclass(eq=False, repr=False)
+class ReportProgressResponse(betterproto2.Message):
+    unknown: "int" = betterproto2.field(1, betterproto2.TYPE_UINT32)
+    """
+    ids that were expired, freed or never given
+    """
+
+
+default_message_pool.register_message(
+    "sluice.v1", "ReportProgressResponse", ReportProgressResponse
+)
+
+
+@dataclass(eq=False, repr=False)
+class RequestOutcome(betterproto2.Message):
+    """
+    What a request turned out to be; completes its decision record.
+    """
+
+    reservation_id: "str" = betterproto2.field(1, betterproto2.TYPE_STRING)
+
+    cached_tokens: "int | None" = betterproto2.field(
+        2, betterproto2.TYPE_UINT32, optional=True
+    )
+    """
+    prompt tokens the worker found in its cache
+    """
+
+    output_tokens: "int" = betterproto2.field(3, betterproto2.TYPE_UINT32)
+
+
+default_message_pool.register_message("sluice.v1", "RequestOutcome", RequestOutcome)
+
+
+@dataclass(eq=False, repr=False)
+class RequestProgress(betterproto2.Message):
+    reservation_id: "str" = betterproto2.field(1, betterproto2.TYPE_STRING)
+
+    output_tokens: "int" = betterproto2.field(2, betterproto2.TYPE_UINT32)
+    """
+    generated so far, all in all
+    """
+
+
+default_message_pool.register_message("sluice.v1", "RequestProgress", RequestProgress)
 
 
 @dataclass(eq=False, repr=False)
@@ -1764,6 +1955,29 @@ class RouteQueryRequest(betterproto2.Message):
     life of the reservation; 0: the router's setting
     """
 
+    session_id: "str" = betterproto2.field(14, betterproto2.TYPE_STRING)
+    """
+    Requests of one session go to the worker that the session's last request went to, while it is alive and not over
+    the busy thresholds. Empty: no session.
+    """
+
+    session_ttl_ms: "int" = betterproto2.field(15, betterproto2.TYPE_UINT32)
+    """
+    how long the session is remembered after this request; 0: the router's setting
+    """
+
+    owner: "str" = betterproto2.field(16, betterproto2.TYPE_STRING)
+    """
+    Whose lease holds the reservation: it vanishes when the owner's lease does, see WatchWorkersRequest.owner.
+    Empty: nobody's; it lives until it is freed or expires.
+    """
+
+    max_wait_ms: "int" = betterproto2.field(17, betterproto2.TYPE_UINT32)
+    """
+    While every candidate is over the busy thresholds: how long to wait in line, by priority, then by arrival, for one
+    that is not. 0: do not wait, fail with RESOURCE_EXHAUSTED at once.
+    """
+
 
 default_message_pool.register_message(
     "sluice.v1", "RouteQueryRequest", RouteQueryRequest
@@ -1839,6 +2053,21 @@ class RouteQueryResponse(betterproto2.Message):
     best_overlap_blocks: "int" = betterproto2.field(11, betterproto2.TYPE_UINT32)
     """
     most blocks any candidate held
+    """
+
+    waited_ms: "int" = betterproto2.field(12, betterproto2.TYPE_UINT32)
+    """
+    spent in line for a worker below the busy thresholds
+    """
+
+    session_hit: "bool" = betterproto2.field(13, betterproto2.TYPE_BOOL)
+    """
+    the session decided
+    """
+
+    prefill_skipped: "str" = betterproto2.field(14, betterproto2.TYPE_STRING)
+    """
+    why no prefill worker was chosen although there are some; empty: none was skipped
     """
 
 
@@ -2245,6 +2474,12 @@ class WatchWorkersRequest(betterproto2.Message):
     empty: all models
     """
 
+    owner: "str" = betterproto2.field(2, betterproto2.TYPE_STRING)
+    """
+    The stream is this caller's lease, at any one replica: when it breaks and does not come back within the lease, every
+    reservation made under this owner is given back. Empty: no lease.
+    """
+
 
 default_message_pool.register_message(
     "sluice.v1", "WatchWorkersRequest", WatchWorkersRequest
@@ -2285,7 +2520,7 @@ class WorkerInfo(betterproto2.Message):
         5, betterproto2.TYPE_ENUM, default_factory=lambda: WorkerRole(0)
     )
 
-    load: "WorkerLoad | None" = betterproto2.field(
+    worker_load: "WorkerLoad | None" = betterproto2.field(
         6, betterproto2.TYPE_MESSAGE, optional=True
     )
     """
