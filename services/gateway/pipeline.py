@@ -7,6 +7,7 @@ From there on the switchboard carries tokens to text to the sinks, and gives the
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Sequence
 
@@ -25,6 +26,8 @@ from services.gateway.switchboard import LiveStream, Switchboard
 log = logging.getLogger(__name__)
 
 PLACEMENT_ATTEMPTS = 3
+ROUTER_LAG_S = 1.5
+ROUTER_RETRY_S = 0.1
 
 
 class Generation:
@@ -141,6 +144,25 @@ class Pipeline:
             request_id = f"{request_id}-{len(unreachable)}"
         try:
             with telemetry.stage("gateway.route"):
+                return await self._ask_router(request, request_id, prompt, max_tokens, entry, candidates)
+        except SluiceError as error:
+            if error.code == "no_workers" or error.kind not in (ErrorKind.UNAVAILABLE, ErrorKind.DEADLINE_EXCEEDED):
+                raise
+            return self._route_without_router(request, unreachable, error)
+
+    async def _ask_router(
+        self,
+        request: GenerationRequest,
+        request_id: str,
+        prompt: Tokenized,
+        max_tokens: int,
+        entry: WorkerEntry,
+        candidates: list[str] | None,
+    ) -> Route:
+        """The router's choice. A replica that has not heard yet of workers another one announced gets a moment."""
+        deadline = asyncio.get_running_loop().time() + ROUTER_LAG_S
+        while True:
+            try:
                 return await self.router.route(
                     request_id,
                     request.model,
@@ -152,10 +174,11 @@ class Pipeline:
                     priority=request.priority,
                     candidates=candidates,
                 )
-        except SluiceError as error:
-            if error.code == "no_workers" or error.kind not in (ErrorKind.UNAVAILABLE, ErrorKind.DEADLINE_EXCEEDED):
-                raise
-            return self._route_without_router(request, unreachable, error)
+            except SluiceError as error:
+                behind = error.code in ("no_workers", "model_not_found") and self.catalogue.of_model(request.model)
+                if not behind or asyncio.get_running_loop().time() > deadline:
+                    raise
+                await asyncio.sleep(ROUTER_RETRY_S)
 
     def _route_without_router(self, request: GenerationRequest, unreachable: set[str], cause: SluiceError) -> Route:
         """No router answers: the worker last seen that has least to do."""

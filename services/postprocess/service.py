@@ -25,6 +25,9 @@ from sluice.v1 import common_pb2, postprocess_pb2, postprocess_pb2_grpc
 
 log = logging.getLogger(__name__)
 
+NEWS_SPREADS_S = 1.0
+"""How long a gateway may take to hear that this replica leaves."""
+
 INLINE_TOKENS = 4_096
 """Tokens that are parsed on the event loop; more of them would keep the sessions waiting."""
 
@@ -53,6 +56,11 @@ class PostprocessService(postprocess_pb2_grpc.PostprocessServicer):
         self._metrics = Metrics()
         self._sessions: set[PostSession] = set()
         self._draining = False
+
+    @property
+    def sessions(self) -> int:
+        """Sessions open now."""
+        return len(self._sessions)
 
     def start_draining(self) -> None:
         """Sessions end as soon as their last stream has been answered."""
@@ -217,6 +225,10 @@ async def serve(settings: PostprocessSettings, stop: Stop) -> None:
         if not settings.preload or await _before(stop, library.load_all()):
             await server.set_serving(True)
             await stop.wait()
+            await server.set_serving(False)
+            if service.sessions:
+                # Streams that are opened here before the news has spread are still welcome.
+                await asyncio.sleep(min(NEWS_SPREADS_S, settings.drain_s))
     finally:
         service.start_draining()
         await server.stop(settings.drain_s)
