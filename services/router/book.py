@@ -3,12 +3,33 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
+from typing import NamedTuple
 
+from services.common.errors import ErrorKind, SluiceError
 from services.router.cost import MILLI, NO_LOAD, Load, Offer, choose
 from services.router.workers import Slot
+
+
+class Owner(NamedTuple):
+    """Whose lease holds reservations. Booking prolongs the lease like renewing it; it ends so long after the last."""
+
+    name: str
+    lease_ms: int
+
+
+class AllBusy(SluiceError):
+    """Every offer is over its limits."""
+
+    def __init__(self, retry_after_ms: int = 1000) -> None:
+        super().__init__(
+            ErrorKind.OVERLOADED,
+            "Every worker that may run this request is over its busy thresholds.",
+            code="overloaded",
+            retry_after_ms=retry_after_ms,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +37,9 @@ class Terms:
     """How to choose among offers and how long to hold the choice.
 
     `request_id` empty: choose, book nothing. `allowed`: workers the caller restricts the choice to; None for any. A
-    reservation under the same request id that lies outside is given up for a new one.
+    reservation under the same request id that lies outside is given up for a new one. `output`: the part of what is
+    booked for decoding that stands for expected output, thousandths of a block. `owner`: whose lease holds the
+    reservation; None for nobody's.
     """
 
     request_id: str
@@ -24,6 +47,8 @@ class Terms:
     prefill_load_scale: float = 1.0
     temperature: float = 0.0
     allowed: frozenset[str] | None = None
+    output: int = 0
+    owner: Owner | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +62,18 @@ class Choice:
 
 @dataclass(slots=True)
 class Reservation:
-    """Load booked for one request, thousandths of a block; prefill falls to 0 when the prompt is computed."""
+    """Load booked for one request, thousandths of a block.
+
+    Prefill falls to 0 when the prompt is computed; decode grows once its part `output` is outgrown.
+    """
 
     request_id: str
     slot: Slot
     prefill: int
     decode: int
     expires_unix_ms: int
+    output: int = 0
+    owner: Owner | None = None
 
 
 class Book:
@@ -61,6 +91,8 @@ class Book:
         self._prefill: dict[Slot, int] = {}
         self._decode: dict[Slot, int] = {}
         self._requests: dict[Slot, int] = {}
+        self._owned: dict[str, set[str]] = {}
+        self._owner_leases: dict[str, int] = {}
 
     def __len__(self) -> int:
         return len(self._reservations)
@@ -90,6 +122,9 @@ class Book:
         """Chooses one of the offers (at least one) and books it, in one step.
 
         A request id that is booked already gets its reservation again, unless that lies outside `terms.allowed`.
+
+        Raises:
+            AllBusy: every offer is over its limits.
         """
         self.expire()
         earlier = self._reservations.get(terms.request_id) if terms.request_id else None
@@ -97,12 +132,25 @@ class Book:
             if terms.allowed is None or earlier.slot.worker_id in terms.allowed:
                 return Choice(earlier.slot, earlier.expires_unix_ms, repeated=True)
             self._forget(earlier)
+        offers = [offer for offer in offers if not offer.busy(self.load(offer.slot))]
+        if not offers:
+            raise AllBusy
         costs = [offer.cost(self.load(offer.slot), terms.prefill_load_scale) for offer in offers]
         offer = offers[choose(costs, [offer.held for offer in offers], terms.temperature, self._random)]
         if not terms.request_id:
             return Choice(offer.slot)
         expires = self._now_ms() + terms.ttl_ms
-        self.put(Reservation(terms.request_id, offer.slot, offer.book_prefill, offer.book_decode, expires))
+        self.put(
+            Reservation(
+                terms.request_id,
+                offer.slot,
+                offer.book_prefill,
+                offer.book_decode,
+                expires,
+                terms.output,
+                terms.owner,
+            )
+        )
         return Choice(offer.slot, expires)
 
     def put(self, reservation: Reservation) -> None:
@@ -113,6 +161,9 @@ class Book:
         self._prefill[slot] = self._prefill.get(slot, 0) + reservation.prefill
         self._decode[slot] = self._decode.get(slot, 0) + reservation.decode
         self._requests[slot] = self._requests.get(slot, 0) + 1
+        if (owner := reservation.owner) is not None:
+            self._owned.setdefault(owner.name, set()).add(reservation.request_id)
+            self.renew_owners([owner.name], owner.lease_ms)
 
     def mark_prefill_complete(self, request_ids: Iterable[str]) -> list[str]:
         """Gives prefill load back; returns the ids that are not booked. Marking twice is marking once."""
@@ -124,6 +175,23 @@ class Book:
             else:
                 self._prefill[reservation.slot] -= reservation.prefill
                 reservation.prefill = 0
+        return unknown
+
+    def progress(self, outputs: Mapping[str, int]) -> list[str]:
+        """Books what requests have generated so far beyond what is booked for it; returns the ids that are not booked.
+
+        Args:
+            outputs: request id → thousandths of a block, all in all. Saying it twice or late changes nothing.
+        """
+        unknown = []
+        for request_id, output in outputs.items():
+            reservation = self._reservations.get(request_id)
+            if reservation is None:
+                unknown.append(request_id)
+            elif (growth := output - reservation.output) > 0:
+                self._decode[reservation.slot] += growth
+                reservation.decode += growth
+                reservation.output = output
         return unknown
 
     def free(self, request_ids: Iterable[str]) -> list[str]:
@@ -143,6 +211,21 @@ class Book:
             if reservation.slot.worker_id == worker_id:
                 self._forget(reservation)
 
+    def renew_owners(self, owners: Iterable[str], lease_ms: int) -> None:
+        """Prolongs the leases of owners that have reservations here."""
+        until = self._now_ms() + lease_ms
+        for owner in owners:
+            if owner in self._owned:
+                self._owner_leases[owner] = max(until, self._owner_leases.get(owner, 0))
+
+    def drop_owners(self) -> int:
+        """Forgets the reservations of owners whose lease is over; returns how many."""
+        now, count = self._now_ms(), len(self._reservations)
+        for owner in [owner for owner, until in self._owner_leases.items() if until <= now]:
+            for request_id in list(self._owned[owner]):
+                self._forget(self._reservations[request_id])
+        return count - len(self._reservations)
+
     def expire(self) -> int:
         """Forgets what nobody freed in time; returns how many."""
         now, count = self._now_ms(), 0
@@ -157,6 +240,8 @@ class Book:
     def _forget(self, reservation: Reservation) -> None:
         slot = reservation.slot
         del self._reservations[reservation.request_id]
+        if reservation.owner is not None:
+            self._disown(reservation.owner.name, reservation.request_id)
         if self._requests[slot] == 1:
             del self._requests[slot], self._prefill[slot], self._decode[slot]
         else:
@@ -167,3 +252,9 @@ class Book:
             # Freed requests leave their entry behind; without this, 600 s of traffic would pile up.
             self._expiries = [(each.expires_unix_ms, each.request_id) for each in self._reservations.values()]
             heapq.heapify(self._expiries)
+
+    def _disown(self, owner: str, request_id: str) -> None:
+        owned = self._owned[owner]
+        owned.discard(request_id)
+        if not owned:
+            del self._owned[owner], self._owner_leases[owner]

@@ -51,17 +51,16 @@ class Bookkeeper:
 
         Returns:
             The choice, and why a fallback was taken, or nothing.
+
+        Raises:
+            AllBusy: every offer is over its limits.
         """
         if self._link.there:
             try:
                 return await self._store.select(model, offers, terms), ""
             except StoreUnavailable as error:
                 self._link.lost(error)
-        loads = [seen.get(offer.slot, NO_LOAD) for offer in offers]
-        based = [
-            offer._replace(uncached=offer.uncached + load.prefill, added=offer.added + load.decode)
-            for offer, load in zip(offers, loads, strict=True)
-        ]
+        based = [_based(offer, seen.get(offer.slot, NO_LOAD)) for offer in offers]
         return self._local(model).book.select(based, terms), STORE_UNAVAILABLE
 
     async def mark_prefill_complete(self, model: str, request_ids: Sequence[str]) -> int:
@@ -93,6 +92,21 @@ class Bookkeeper:
             _defer(self._local(model).freed, request_ids)
         return 0
 
+    async def progress(self, model: str, outputs: Mapping[str, int]) -> int:
+        """Books output beyond what is booked for it; returns how many ids were unknown.
+
+        Args:
+            outputs: request id → thousandths of a block, all in all.
+        """
+        if (local := self._locals.get(model)) is not None:
+            outputs = {each: outputs[each] for each in local.book.progress(outputs)}
+        if self._link.there and outputs:
+            try:
+                return len(await self._store.progress(model, outputs))
+            except StoreUnavailable as error:
+                self._link.lost(error)
+        return 0  # not kept for later: the next report says the same and more
+
     def drop_worker(self, model: str, worker_id: str) -> None:
         """Forgets local reservations of a worker that is gone."""
         if (local := self._locals.get(model)) is not None:
@@ -115,6 +129,12 @@ class Bookkeeper:
         if found is None:
             found = self._locals[model] = _Local(self._random)
         return found
+
+
+def _based(offer: Offer, load: Load) -> Offer:
+    """The offer for a book that does not know of a load."""
+    limits = offer.limits and Load(*(most - booked for most, booked in zip(offer.limits, load, strict=True)))
+    return offer._replace(uncached=offer.uncached + load.prefill, added=offer.added + load.decode, limits=limits)
 
 
 def _defer(ids: dict[str, None], more: Sequence[str]) -> None:

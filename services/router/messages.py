@@ -9,6 +9,7 @@ from services.common.errors import invalid
 from services.common.hashing import HASH_SCHEME
 from services.common.packing import pack_u64
 from services.router.cost import CostModel, Load
+from services.router.decisions import Decision, Outcome
 from services.router.dialogue import Leaving, Replies, Report, Said, SnapshotChunk
 from services.router.events import HASH_BYTES, BlockOp, EventBatch, Kind, Tier
 from services.router.index import Overlap
@@ -189,6 +190,7 @@ def query_of(request: router_pb2.RouteQueryRequest, defaults: CostModel) -> Quer
         request.expected_output_tokens,
         request.ttl_ms,
         request.explain,
+        request.owner,
     )
 
 
@@ -236,6 +238,39 @@ def answer_of(route: Route) -> router_pb2.RouteQueryResponse:
             "x-dynamo-dp-rank": rank,
         },
         best_overlap_blocks=route.best_overlap_blocks,
+    )
+
+
+def outcome_of(outcome: router_pb2.RequestOutcome) -> Outcome:
+    """What became of a request."""
+    cached = outcome.cached_tokens if outcome.HasField("cached_tokens") else None
+    return Outcome(outcome.reservation_id, cached, outcome.output_tokens)
+
+
+def _target(slot: Slot, address: str) -> router_pb2.WorkerTarget:
+    return router_pb2.WorkerTarget(worker_id=slot.worker_id, address=address, data_parallel_rank=slot.rank)
+
+
+def decision_of(decision: Decision) -> router_pb2.Decision:
+    """A decision record."""
+    prefill = decision.prefill_slot
+    return router_pb2.Decision(
+        reservation_id=decision.reservation_id,
+        request_id=decision.request_id,
+        model=decision.model,
+        decode=_target(decision.slot, decision.address),
+        prefill=None if prefill is None else _target(prefill, decision.prefill_address),
+        prompt_tokens=decision.prompt_tokens,
+        predicted_cached_tokens=decision.predicted_cached_tokens,
+        best_cached_tokens=decision.best_cached_tokens,
+        delivered_cached_tokens=decision.delivered_cached_tokens,
+        output_tokens=decision.output_tokens,
+        decided_unix_ms=decision.decided_unix_ms,
+        decision_us=decision.decision_us,
+        waited_ms=decision.waited_ms,
+        policy=decision.policy,
+        degraded=decision.degraded,
+        session_hit=decision.session_hit,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from services.common import telemetry
+from services.router.decisions import Decision
 
 
 class Metrics:
@@ -23,9 +24,25 @@ class Metrics:
         self.overlap_blocks = meter.create_counter(
             "sluice_router_overlap_blocks", description="of them, blocks that the chosen worker held"
         )
+        self.predicted_tokens = meter.create_counter(
+            "sluice_router_predicted_tokens",
+            description="cached tokens promised when deciding, of requests whose outcome is known",
+        )
+        self.best_tokens = meter.create_counter(
+            "sluice_router_best_tokens", description="of the same requests, most cached tokens any candidate had"
+        )
+        self.delivered_tokens = meter.create_counter(
+            "sluice_router_delivered_tokens", description="of the same requests, cached tokens the worker found"
+        )
         self.event_batches = meter.create_counter("sluice_router_event_batches", description="KV-event batches taken")
         self.resyncs = meter.create_counter("sluice_router_resyncs", description="snapshots asked for")
         self.reloads = meter.create_counter(
             "sluice_router_reloads", description="views read anew from the store, by reason"
         )
         self.workers = meter.create_up_down_counter("sluice_router_attached_workers", description="workers attached")
+
+    def delivered(self, decision: Decision) -> None:
+        """A decision's outcome is known: what was promised, possible and found."""
+        self.predicted_tokens.add(decision.predicted_cached_tokens)
+        self.best_tokens.add(decision.best_cached_tokens)
+        self.delivered_tokens.add(decision.delivered_cached_tokens or 0)

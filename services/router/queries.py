@@ -35,6 +35,7 @@ class Query:
     expected_output_tokens: int = 0
     ttl_ms: int = 0
     explain: bool = False
+    owner: str = ""
 
 
 @dataclass(frozen=True, slots=True)

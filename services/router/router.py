@@ -10,9 +10,11 @@ from random import Random
 
 from services.common.errors import ErrorKind, SluiceError, invalid, not_found, unavailable
 from services.common.tasks import TaskOwner
-from services.router.book import Choice, Terms
+from services.router.book import Choice, Owner, Terms
 from services.router.bookkeeper import Bookkeeper
-from services.router.cost import NO_LOAD, Load, Offer
+from services.router.cost import MILLI, NO_LOAD, Load, Offer
+from services.router.decisions import Decision, Decisions
+from services.router.followups import FollowUps
 from services.router.index import NO_OVERLAP, Overlap
 from services.router.keeper import Keeper
 from services.router.link import Link
@@ -21,7 +23,7 @@ from services.router.policies import Candidate, Demand, all_policies, direct, sh
 from services.router.prompts import Blocks, in_blocks
 from services.router.queries import Prompt, Query, Route, Score
 from services.router.registry import Registry
-from services.router.reservations import by_model, reservation_id
+from services.router.reservations import reservation_id
 from services.router.store.base import Store, StoreUnavailable
 from services.router.view import ModelView
 from services.router.workers import Role, Slot, Worker
@@ -37,6 +39,8 @@ class RouterConfig:
     policy: str = "kv"
     lease_ms: int = 6_000
     reservation_ttl_ms: int = 600_000
+    owner_lease_ms: int = 10_000
+    decisions_kept: int = 1_000
 
 
 class Router:
@@ -61,6 +65,8 @@ class Router:
         self._keeper = Keeper(
             store, self._link, self._bookkeeper, self.registry, self._tasks, self.metrics, self.config.lease_ms
         )
+        self.decisions = Decisions(self.config.decisions_kept)
+        self.followups = FollowUps(self._bookkeeper, self._keeper, self.decisions, self.metrics)
         self._policies = all_policies(self._random)
         self.workforce = Workforce(
             store, self._link, self._keeper, self._bookkeeper, self._tasks, self.metrics, self.config.lease_ms
@@ -108,14 +114,14 @@ class Router:
         policy = self._policies.get(name)
         if policy is None:
             raise invalid(f"Policy {name!r} is unknown; choose from {', '.join(self._policies)}.", param="policy")
-        demand = Demand(blocks.count, -(-query.expected_output_tokens // blocks.size))
+        demand = _demand(blocks, query)
         offers = policy(candidates, demand, query.cost)
         scores = await self._scores(view, candidates, offers, query) if query.explain else []
-        choice, degraded = await self._choose(view, offers, query)
+        choice, degraded = await self._choose(view, offers, query, demand)
         worker = self.registry.get(query.model, choice.slot.worker_id)
         if worker is None:  # booked earlier on a worker that has gone since
             await self._bookkeeper.free(query.model, [query.request_id])
-            choice, degraded = await self._choose(view, offers, query)
+            choice, degraded = await self._choose(view, offers, query, demand)
             worker = self.registry.get(query.model, choice.slot.worker_id)
             if worker is None:
                 raise self._no_workers(query.model)
@@ -133,7 +139,10 @@ class Router:
             degraded,
             scores,
         )
-        self._record(name, route, blocks, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        self._record(name, route, blocks, seconds)
+        if route.reservation_id and not choice.repeated:
+            self.decisions.add(_decision(query, name, route, blocks, seconds))
         return route
 
     async def add(self, slot: Slot, query: Query) -> tuple[Choice, Overlap]:
@@ -147,19 +156,18 @@ class Router:
         blocks = in_blocks(query.prompt, [worker])
         overlap = view.index.match(blocks.hashes).get(slot, NO_OVERLAP)
         candidate = Candidate(slot, overlap, view.index.blocks(slot))
-        offers = direct([candidate], Demand(blocks.count), query.cost)
-        choice, _ = await self._bookkeeper.select(query.model, offers, self._terms(query), view.loads)
+        demand = _demand(blocks, query)
+        offers = direct([candidate], demand, query.cost)
+        choice, _ = await self._bookkeeper.select(query.model, offers, self._terms(query, demand), view.loads)
         return choice, overlap
 
     async def mark_prefill_complete(self, reservations: Sequence[str]) -> int:
         """Gives prefill load back; returns how many ids were unknown."""
-        groups = by_model(reservations)
-        return sum([await self._bookkeeper.mark_prefill_complete(model, ids) for model, ids in groups.items()])
+        return await self.followups.mark_prefill_complete(reservations)
 
     async def free(self, reservations: Sequence[str]) -> int:
         """Gives all load back; returns how many ids were unknown."""
-        groups = by_model(reservations)
-        return sum([await self._bookkeeper.free(model, ids) for model, ids in groups.items()])
+        return await self.followups.free(reservations)
 
     def report(self, worker: Worker) -> bytes:
         """A worker's last load report; empty when it gave none."""
@@ -236,20 +244,22 @@ class Router:
         held = view.index.blocks
         return [Candidate(slot, overlaps.get(slot, NO_OVERLAP), held(slot)) for worker in able for slot in worker.slots]
 
-    def _terms(self, query: Query) -> Terms:
+    def _terms(self, query: Query, demand: Demand) -> Terms:
         return Terms(
             query.request_id,
             query.ttl_ms or self.config.reservation_ttl_ms,
             query.cost.prefill_load_scale,
             query.cost.temperature,
             query.candidates,
+            demand.output_blocks * MILLI,
+            Owner(query.owner, self.config.owner_lease_ms) if query.owner else None,
         )
 
-    async def _choose(self, view: ModelView, offers: list[Offer], query: Query) -> tuple[Choice, str]:
+    async def _choose(self, view: ModelView, offers: list[Offer], query: Query, demand: Demand) -> tuple[Choice, str]:
         if self._store.shortlist is not None:
             scale = query.cost.prefill_load_scale
             offers = shortlist(offers, view.loads, scale, self._store.shortlist, self._random)
-        return await self._bookkeeper.select(view.model, offers, self._terms(query), view.loads)
+        return await self._bookkeeper.select(view.model, offers, self._terms(query, demand), view.loads)
 
     async def _booked(self, view: ModelView) -> dict[Slot, Load]:
         """Booked loads, live while the store is there."""
@@ -278,3 +288,24 @@ class Router:
         self.metrics.query_seconds.record(seconds)
         self.metrics.prompt_blocks.add(blocks.count)
         self.metrics.overlap_blocks.add(route.overlap.blocks)
+
+
+def _demand(blocks: Blocks, query: Query) -> Demand:
+    return Demand(blocks.count, -(-query.expected_output_tokens // blocks.size))
+
+
+def _decision(query: Query, policy: str, route: Route, blocks: Blocks, seconds: float) -> Decision:
+    return Decision(
+        route.reservation_id,
+        query.request_id,
+        query.model,
+        Slot(route.worker.worker_id, route.rank),
+        route.worker.address,
+        prompt_tokens=blocks.tokens,
+        predicted_cached_tokens=route.overlap.blocks * blocks.size,
+        best_cached_tokens=route.best_overlap_blocks * blocks.size,
+        decided_unix_ms=time.time_ns() // 1_000_000,
+        decision_us=round(seconds * 1e6),
+        policy=policy,
+        degraded=route.degraded,
+    )

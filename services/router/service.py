@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 INBOX_LIMIT = 256  # messages of one worker read and not handled yet
 WRITE_TIMEOUT_S = 10.0
+USUAL_DECISIONS = 100  # of one answer
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 Q = TypeVar("Q", bound=Message)
@@ -80,7 +81,16 @@ class RouterService(router_pb2_grpc.RouterServicer):
             raise invalid("A reservation needs a request_id.", param="request_id")
         prompt = messages.prompt_of(request.prompt, request.lora, request.cache_salt)
         only = frozenset((request.worker_id,))
-        query = Query(request.model, prompt, self._cost, request.request_id, candidates=only, ttl_ms=request.ttl_ms)
+        query = Query(
+            request.model,
+            prompt,
+            self._cost,
+            request.request_id,
+            candidates=only,
+            expected_output_tokens=request.expected_output_tokens,
+            ttl_ms=request.ttl_ms,
+            owner=request.owner,
+        )
         choice, overlap = await self._router.add(Slot(request.worker_id, request.data_parallel_rank), query)
         return router_pb2.AddRequestResponse(
             reservation_id=reservation_id(request.model, request.request_id),
@@ -92,7 +102,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self, request: router_pb2.MarkPrefillCompleteRequest, context: Context
     ) -> router_pb2.MarkPrefillCompleteResponse:
         async def handle(request: router_pb2.MarkPrefillCompleteRequest) -> router_pb2.MarkPrefillCompleteResponse:
-            unknown = await self._router.mark_prefill_complete(request.reservation_ids)
+            unknown = await self._router.followups.mark_prefill_complete(request.reservation_ids)
             return router_pb2.MarkPrefillCompleteResponse(unknown=unknown)
 
         return await self._unary("mark", handle, request, context)
@@ -101,9 +111,29 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self, request: router_pb2.FreeRequestRequest, context: Context
     ) -> router_pb2.FreeRequestResponse:
         async def handle(request: router_pb2.FreeRequestRequest) -> router_pb2.FreeRequestResponse:
-            return router_pb2.FreeRequestResponse(unknown=await self._router.free(request.reservation_ids))
+            outcomes = [messages.outcome_of(each) for each in request.outcomes]
+            unknown = await self._router.followups.free(request.reservation_ids, outcomes)
+            return router_pb2.FreeRequestResponse(unknown=unknown)
 
         return await self._unary("free", handle, request, context)
+
+    async def ReportProgress(
+        self, request: router_pb2.ReportProgressRequest, context: Context
+    ) -> router_pb2.ReportProgressResponse:
+        async def handle(request: router_pb2.ReportProgressRequest) -> router_pb2.ReportProgressResponse:
+            outputs = {each.reservation_id: each.output_tokens for each in request.progress}
+            return router_pb2.ReportProgressResponse(unknown=await self._router.followups.progress(outputs))
+
+        return await self._unary("progress", handle, request, context)
+
+    async def GetDecisions(
+        self, request: router_pb2.GetDecisionsRequest, context: Context
+    ) -> router_pb2.GetDecisionsResponse:
+        async def handle(request: router_pb2.GetDecisionsRequest) -> router_pb2.GetDecisionsResponse:
+            found = self._router.decisions.latest(request.model, request.limit or USUAL_DECISIONS)
+            return router_pb2.GetDecisionsResponse(decisions=[messages.decision_of(each) for each in found])
+
+        return await self._unary("decisions", handle, request, context)
 
     async def ListWorkers(
         self, request: router_pb2.ListWorkersRequest, context: Context

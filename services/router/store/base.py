@@ -10,7 +10,7 @@ Any method may raise StoreUnavailable.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -166,6 +166,15 @@ class Store(ABC):
         """Enters a reservation made elsewhere, unless its request id is booked already."""
 
     @abstractmethod
+    async def progress(self, model: str, outputs: Mapping[str, int]) -> list[str]:
+        """Books output beyond what is booked for it, by request id, thousandths of a block in all; returns the ids that
+        are not booked. Never lowers anything, so that reports may come twice or late."""
+
+    @abstractmethod
+    async def renew_owners(self, model: str, owners: Sequence[str], lease_ms: int) -> None:
+        """Prolongs the leases of owners that have reservations."""
+
+    @abstractmethod
     async def mark_prefill_complete(self, model: str, request_ids: Sequence[str]) -> list[str]:
         """Gives prefill load back; returns the ids that are not booked."""
 
@@ -179,4 +188,5 @@ class Store(ABC):
 
     @abstractmethod
     async def sweep(self, model: str) -> int:
-        """Clears workers whose lease expired and reservations nobody freed in time; returns how many of both."""
+        """Clears workers and owners whose lease expired and reservations nobody freed in time; an owner's reservations
+        go with it. Returns how many workers and reservations."""

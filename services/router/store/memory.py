@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -199,6 +199,12 @@ class MemoryStore(Store):
         if not book.holds(reservation.request_id):
             book.put(reservation)
 
+    async def progress(self, model: str, outputs: Mapping[str, int]) -> list[str]:
+        return self._model(model).book.progress(outputs)
+
+    async def renew_owners(self, model: str, owners: Sequence[str], lease_ms: int) -> None:
+        self._model(model).book.renew_owners(owners, lease_ms)
+
     async def mark_prefill_complete(self, model: str, request_ids: Sequence[str]) -> list[str]:
         return self._model(model).book.mark_prefill_complete(request_ids)
 
@@ -217,4 +223,4 @@ class MemoryStore(Store):
         expired = [record for record in state.records.values() if record.lease_until_ms <= now]
         for record in expired:
             await self.remove(model, record.worker.worker_id, record.session)
-        return len(expired) + state.book.expire()
+        return len(expired) + state.book.expire() + state.book.drop_owners()

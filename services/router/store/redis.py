@@ -7,11 +7,11 @@ keys; all of a model's keys share one hash tag.
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from random import Random
 from typing import Any
 
-from services.router.book import Choice, Reservation, Terms
+from services.router.book import Choice, Owner, Reservation, Terms
 from services.router.cost import MILLI, Load, Offer
 from services.router.events import (
     BlocksChanged,
@@ -202,6 +202,8 @@ class RedisStore(Store):
             self._random.random(),
             len(offers),
             "*" if terms.allowed is None else "",
+            terms.output,
+            *_owner(terms.owner),
         ]
         for offer in offers:
             slot = offer.slot
@@ -222,6 +224,8 @@ class RedisStore(Store):
             reservation.prefill,
             reservation.decode,
             reservation.expires_unix_ms,
+            reservation.output,
+            *_owner(reservation.owner),
         )
 
     async def mark_prefill_complete(self, model: str, request_ids: Sequence[str]) -> list[str]:
@@ -229,6 +233,18 @@ class RedisStore(Store):
 
     async def free(self, model: str, request_ids: Sequence[str]) -> list[str]:
         return await self._finish("free", model, request_ids)
+
+    async def progress(self, model: str, outputs: Mapping[str, int]) -> list[str]:
+        unknown: list[str] = []
+        pairs = list(outputs.items())
+        for start in range(0, len(pairs), MOST_IDS // 2):
+            flat = [part for pair in pairs[start : start + MOST_IDS // 2] for part in pair]
+            unknown += [each.decode() for each in await self._client.run("progress", self._tag(model), *flat)]
+        return unknown
+
+    async def renew_owners(self, model: str, owners: Sequence[str], lease_ms: int) -> None:
+        for start in range(0, len(owners), MOST_IDS):
+            await self._client.run("renew_owners", self._tag(model), lease_ms, *owners[start : start + MOST_IDS])
 
     async def _finish(self, script: str, model: str, request_ids: Sequence[str]) -> list[str]:
         unknown: list[str] = []
@@ -254,6 +270,10 @@ class RedisStore(Store):
 
 def _applied(answer: tuple[bytes, int]) -> Applied:
     return Applied(Outcome(answer[0].decode()), answer[1])
+
+
+def _owner(owner: Owner | None) -> Owner:
+    return owner or Owner("", 0)
 
 
 def _pairs(flat: list[bytes]) -> dict[bytes, bytes]:

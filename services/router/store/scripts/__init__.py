@@ -28,6 +28,8 @@ NAMES = (
     "select",
     "book",
     "mark",
+    "progress",
+    "renew_owners",
     "free",
     "pulse",
     "sweep",

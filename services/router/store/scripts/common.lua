@@ -8,6 +8,7 @@ local DECODE = base .. ':decode'
 local REQUESTS = base .. ':requests'
 local RESERVATIONS = base .. ':reservations'
 local EXPIRIES = base .. ':expiries'
+local OWNERS = base .. ':owners'
 local OP_HEADER = 6
 local CHUNK = 4000 -- Lua's stack limits how many arguments one call can have
 
@@ -18,6 +19,7 @@ end
 
 local function worker_key(id) return base .. ':worker:' .. id end
 local function booked_key(id) return base .. ':booked:' .. id end
+local function owned_key(owner) return base .. ':owned:' .. owner end
 local function blocks_key(id, epoch, rank, tier)
   return base .. ':blocks:' .. id .. ':' .. epoch .. ':' .. rank .. ':' .. tier
 end
@@ -37,6 +39,7 @@ local function unbook(request, packed)
   redis.call('HDEL', RESERVATIONS, request)
   redis.call('ZREM', EXPIRIES, request)
   redis.call('SREM', booked_key(held.w), request)
+  if held.o then redis.call('SREM', owned_key(held.o), request) end
   if redis.call('HINCRBY', REQUESTS, held.s, -1) <= 0 then
     redis.call('HDEL', REQUESTS, held.s)
     redis.call('HDEL', PREFILL, held.s)
@@ -47,9 +50,14 @@ local function unbook(request, packed)
   end
 end
 
-local function book(request, worker, slot, prefill, decode, expires)
-  redis.call('HSET', RESERVATIONS, request,
-    cmsgpack.pack({w = worker, s = slot, p = prefill, d = decode, x = expires}))
+local function book(request, worker, slot, prefill, decode, expires, output, owner, owner_lease_ms)
+  local held = {w = worker, s = slot, p = prefill, d = decode, x = expires, u = output}
+  if owner ~= '' then
+    held.o = owner
+    redis.call('SADD', owned_key(owner), request)
+    redis.call('ZADD', OWNERS, 'GT', now_ms() + owner_lease_ms, owner)
+  end
+  redis.call('HSET', RESERVATIONS, request, cmsgpack.pack(held))
   redis.call('ZADD', EXPIRIES, expires, request)
   redis.call('SADD', booked_key(worker), request)
   redis.call('HINCRBY', REQUESTS, slot, 1)

@@ -1,8 +1,8 @@
 -- ARGV: request id ("" books nothing), ttl ms, prefill scale, temperature, random number in [0, 1), offers, allowed
--- workers or "*", then 7 values an offer (worker, slot, uncached, added, held, prefill and decode to book), then the
--- allowed workers. Returns {slot, expires ms, 1 when it was booked before}.
+-- workers or "*", output, owner ("" for none), its lease ms, then 7 values an offer (worker, slot, uncached, added,
+-- held, prefill and decode to book), then the allowed workers. Returns {slot, expires ms, 1 when it was booked before}.
 local request, scale, temperature = ARGV[1], tonumber(ARGV[3]), tonumber(ARGV[4])
-local offers, first, width = tonumber(ARGV[6]), 8, 7
+local offers, first, width = tonumber(ARGV[6]), 11, 7
 
 if request ~= '' then
   local packed = redis.call('HGET', RESERVATIONS, request)
@@ -53,5 +53,6 @@ end
 local at = first + (chosen - 1) * width
 if request == '' then return {ARGV[at + 1], 0, 0} end
 local expires = now_ms() + ARGV[2]
-book(request, ARGV[at], ARGV[at + 1], tonumber(ARGV[at + 5]), tonumber(ARGV[at + 6]), expires)
+book(request, ARGV[at], ARGV[at + 1], tonumber(ARGV[at + 5]), tonumber(ARGV[at + 6]), expires,
+  tonumber(ARGV[8]), ARGV[9], ARGV[10])
 return {ARGV[at + 1], expires, 0}

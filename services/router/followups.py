@@ -1,0 +1,64 @@
+"""What callers tell about their requests after they were routed: computed, how far, over, and what became of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from services.router.bookkeeper import Bookkeeper
+from services.router.cost import MILLI
+from services.router.decisions import Decisions, Outcome
+from services.router.keeper import Keeper
+from services.router.metrics import Metrics
+from services.router.prompts import NOMINAL_BLOCK
+from services.router.reservations import by_model, request_of
+
+
+class FollowUps:
+    """Passes reports on to the books of their models; ids of models nobody serves are as unknown as any other."""
+
+    def __init__(self, bookkeeper: Bookkeeper, keeper: Keeper, decisions: Decisions, metrics: Metrics) -> None:
+        self._bookkeeper = bookkeeper
+        self._keeper = keeper
+        self._decisions = decisions
+        self._metrics = metrics
+
+    async def mark_prefill_complete(self, reservations: Sequence[str]) -> int:
+        """Gives prefill load back; returns how many ids were unknown."""
+        unknown = 0
+        for model, ids in by_model(reservations).items():
+            known = self._keeper.find(model) is not None
+            unknown += await self._bookkeeper.mark_prefill_complete(model, ids) if known else len(ids)
+        return unknown
+
+    async def progress(self, outputs: Mapping[str, int]) -> int:
+        """Books longer outputs than expected; returns how many ids were unknown.
+
+        Args:
+            outputs: reservation id → tokens generated so far, all in all.
+        """
+        groups: dict[str, dict[str, int]] = {}
+        for reservation, tokens in outputs.items():
+            model, request_id = request_of(reservation)
+            groups.setdefault(model, {})[request_id] = tokens
+        unknown = 0
+        for model, group in groups.items():
+            view = self._keeper.find(model)
+            if view is None:
+                unknown += len(group)
+                continue
+            size = next((worker.block_size for worker in view.workers if worker.block_size), NOMINAL_BLOCK)
+            booked = {request_id: -(-tokens // size) * MILLI for request_id, tokens in group.items()}
+            unknown += await self._bookkeeper.progress(model, booked)
+        return unknown
+
+    async def free(self, reservations: Sequence[str], outcomes: Sequence[Outcome] = ()) -> int:
+        """Gives all load back and completes decision records; returns how many ids were unknown."""
+        for outcome in outcomes:
+            decision = self._decisions.complete(outcome)
+            if decision is not None and outcome.cached_tokens is not None:
+                self._metrics.delivered(decision)
+        unknown = 0
+        for model, ids in by_model(reservations).items():
+            known = self._keeper.find(model) is not None
+            unknown += await self._bookkeeper.free(model, ids) if known else len(ids)
+        return unknown
