@@ -48,7 +48,8 @@ class Offer(NamedTuple):
 
     `uncached`: blocks of the request less the credit for its overlap. `added`: KV blocks the request would add.
     `held`: blocks in the rank's cache; of equal costs the one that holds fewer wins, so that prompts spread.
-    `book_prefill`, `book_decode`: thousandths of a block.
+    `book_prefill`, `book_decode`: thousandths of a block. `limits`: booked loads from which on the rank takes nothing
+    more; None for none.
     """
 
     slot: Slot
@@ -57,6 +58,11 @@ class Offer(NamedTuple):
     held: int
     book_prefill: int
     book_decode: int
+    limits: Load | None = None
+
+    def busy(self, load: Load) -> bool:
+        """Whether the rank takes nothing more, given what is booked on it."""
+        return self.limits is not None and any(booked >= most for booked, most in zip(load, self.limits, strict=True))
 
     def cost(self, load: Load, prefill_load_scale: float) -> float:
         """Cost in blocks given what is booked on the rank."""
