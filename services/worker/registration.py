@@ -116,7 +116,7 @@ class Registration:
             worker_id=self._worker.worker_id,
             address=self._address,
             epoch=self._worker.epoch,
-            card=write_card(config, self._worker.started_unix_s),
+            card=write_card(config, self._worker.loaded_unix_s),
             role=write_role(config.role),
             engine=config.engine,
             engine_version=config.engine_version,

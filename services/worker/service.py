@@ -151,7 +151,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         return worker_pb2.GetInfoResponse(
             worker_id=self._worker.worker_id,
             epoch=self._worker.epoch,
-            card=write_card(config, self._worker.started_unix_s),
+            card=write_card(config, self._worker.loaded_unix_s),
             role=write_role(config.role),
             load=write_loads(self._worker.load())[0],
             engine=config.engine,

@@ -30,6 +30,7 @@ class Worker:
 
     Attributes:
         epoch: raised at every start; microseconds, because a store may keep numbers as doubles.
+        loaded_unix_s: when the engine was ready, Unix seconds.
         draining: leaves discovery, and from `refuse_new` on takes no requests.
     """
 
@@ -39,7 +40,7 @@ class Worker:
         self.engine = engine
         self.worker_id = worker_id
         self.epoch = time.time_ns() // 1000
-        self.started_unix_s = int(time.time())
+        self.loaded_unix_s = 0
         self.draining = False
         self._config: EngineConfig | None = None
         self._closed: SluiceError | None = SluiceError(
@@ -71,6 +72,7 @@ class Worker:
     async def start(self) -> EngineConfig:
         """Starts the engine and takes requests from then on."""
         self._config = await self.engine.start(self.worker_id)
+        self.loaded_unix_s = int(time.time())
         self._closed = None
         log.info("engine is ready", extra={"engine": self._config.engine, "model": self._config.model})
         return self._config
