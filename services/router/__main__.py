@@ -30,7 +30,13 @@ def make_store(settings: RouterSettings) -> Store:
 
 async def serve(settings: RouterSettings, stop: Stop, on_listening: asyncio.Future[int] | None = None) -> None:
     """Serves until `stop` is set; `on_listening` is given the port."""
-    config = RouterConfig(settings.policy, settings.lease_ms, int(settings.reservation_ttl_s * 1000))
+    config = RouterConfig(
+        settings.policy,
+        settings.lease_ms,
+        int(settings.reservation_ttl_s * 1000),
+        settings.owner_lease_ms,
+        settings.decisions_kept,
+    )
     router = Router(make_store(settings), config, on_death=stop.fail)
     cost = CostModel(
         settings.prefill_load_scale,

@@ -34,6 +34,9 @@ class Metrics:
         self.delivered_tokens = meter.create_counter(
             "sluice_router_delivered_tokens", description="of the same requests, cached tokens the worker found"
         )
+        self.expired = meter.create_counter(
+            "sluice_router_expired_reservations", description="reservations nobody freed, by what ended them"
+        )
         self.event_batches = meter.create_counter("sluice_router_event_batches", description="KV-event batches taken")
         self.resyncs = meter.create_counter("sluice_router_resyncs", description="snapshots asked for")
         self.reloads = meter.create_counter(

@@ -19,6 +19,7 @@ from services.router.index import NO_OVERLAP, Overlap
 from services.router.keeper import Keeper
 from services.router.link import Link
 from services.router.metrics import Metrics
+from services.router.owners import Owners
 from services.router.policies import Candidate, Demand, all_policies, direct, shortlist
 from services.router.prompts import Blocks, in_blocks
 from services.router.queries import Prompt, Query, Route, Score
@@ -65,6 +66,7 @@ class Router:
         self._keeper = Keeper(
             store, self._link, self._bookkeeper, self.registry, self._tasks, self.metrics, self.config.lease_ms
         )
+        self.owners = Owners(store, self._link, self._keeper, self.metrics, self.config.owner_lease_ms)
         self.decisions = Decisions(self.config.decisions_kept)
         self.followups = FollowUps(self._bookkeeper, self._keeper, self.decisions, self.metrics)
         self._policies = all_policies(self._random)
@@ -77,6 +79,7 @@ class Router:
         self._tasks.spawn(self._link.keep(self._recover), "link")
         self._tasks.spawn(self._get_ready(), "get-ready")
         self._tasks.spawn(self._keeper.tend(), "tend")
+        self._tasks.spawn(self.owners.tend(), "owners")
 
     def stop(self) -> None:
         """Ends watches; from now on a worker's stream that ends does not mean that the worker is gone."""
@@ -97,6 +100,7 @@ class Router:
         await self.workforce.recover()
         await self._bookkeeper.settle()
         await self._keeper.discover()
+        await self.owners.renew()
 
     async def query(self, query: Query) -> Route:
         """Chooses a worker and, with a request id, books the request on it.

@@ -198,9 +198,10 @@ class RouterService(router_pb2_grpc.RouterServicer):
             await abort(context, error)
         watch = self._router.registry.watch(request.model)
         try:
-            while not watch.ended:
-                for news in await watch.next():
-                    yield messages.change_of(news, self._router.report(news.worker) if news.worker else b"")
+            async with self._router.owners.stream(request.owner):
+                while not watch.ended:
+                    for news in await watch.next():
+                        yield messages.change_of(news, self._router.report(news.worker) if news.worker else b"")
             await abort(context, _stopping())
         finally:
             self._router.registry.unwatch(watch)

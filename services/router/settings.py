@@ -32,4 +32,8 @@ class RouterSettings(GrpcServiceSettings):
     disk_credit: float = Field(0.25, ge=0, le=1, description="credit for a block on disk")
     temperature: float = Field(0.0, ge=0, description="0: the cheapest worker; above: a softmax over the costs")
     lease_ms: int = Field(6_000, ge=300, description="a worker that is silent for this long is gone, milliseconds")
+    owner_lease_ms: int = Field(
+        10_000, ge=300, description="reservations of an owner whose stream is gone for this long are given back, ms"
+    )
+    decisions_kept: int = Field(1_000, ge=1, le=1_000_000, description="decision records kept by this replica")
     reservation_ttl_s: float = Field(600.0, gt=0, description="seconds until a reservation nobody freed expires")

@@ -188,5 +188,8 @@ class Store(ABC):
 
     @abstractmethod
     async def sweep(self, model: str) -> int:
-        """Clears workers and owners whose lease expired and reservations nobody freed in time; an owner's reservations
-        go with it. Returns how many workers and reservations."""
+        """Clears workers whose lease expired and reservations nobody freed in time; returns how many of both."""
+
+    @abstractmethod
+    async def sweep_owners(self, model: str) -> int:
+        """Clears reservations whose owner's lease expired, a bounded number at once; returns how many."""

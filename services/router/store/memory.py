@@ -138,6 +138,7 @@ class MemoryStore(Store):
             return Lease.GONE
         if record.session != session:
             return Lease.REPLACED
+        self._model(model).registered_ms = self._now_ms()
         record.lease_until_ms = self._now_ms() + lease_ms
         if report is not None:
             record.report = report
@@ -223,4 +224,7 @@ class MemoryStore(Store):
         expired = [record for record in state.records.values() if record.lease_until_ms <= now]
         for record in expired:
             await self.remove(model, record.worker.worker_id, record.session)
-        return len(expired) + state.book.expire() + state.book.drop_owners()
+        return len(expired) + state.book.expire()
+
+    async def sweep_owners(self, model: str) -> int:
+        return self._model(model).book.drop_owners()

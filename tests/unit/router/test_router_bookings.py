@@ -1,0 +1,129 @@
+"""Owners' leases and growing output in both stores, and what becomes of reports about unknown requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from services.router.book import Owner, Reservation, Terms
+from services.router.cost import Load, Offer
+from services.router.store.base import Store
+from services.router.store.memory import MemoryStore, unix_ms
+from services.router.store.redis import RedisStore
+from services.router.workers import Slot
+from tests.support.redis_server import RedisServer
+
+M = "m"
+A = Slot("a", 0)
+OFFER = Offer(A, 5.0, 5.0, 0, 5_000, 7_000)  # two of the seven blocks are expected output
+LONG = 600_000
+
+
+@pytest.fixture(scope="module")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(params=["memory", "redis"])
+async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Store]:
+    if request.param == "memory":
+        made: Store = MemoryStore(random=Random(1))
+    else:
+        server: RedisServer = request.getfixturevalue("redis_server")
+        made = RedisStore(server.url, prefix=tmp_path.name, timeout_s=10, random=Random(1))
+    await made.ping()
+    yield made
+    await made.close()
+
+
+def terms(request_id: str, owner: str = "", lease_ms: int = LONG) -> Terms:
+    return Terms(request_id, LONG, output=2_000, owner=Owner(owner, lease_ms) if owner else None)
+
+
+async def load(store: Store) -> Load | None:
+    return (await store.pulse(M)).loads.get(A)
+
+
+async def test_output_is_booked_once_it_is_longer_than_expected(store: Store) -> None:
+    await store.select(M, [OFFER], terms("r"))
+    assert await store.progress(M, {"r": 1_000, "nobody": 9_000}) == ["nobody"]
+    assert await load(store) == Load(5, 7, 1)
+    assert await store.progress(M, {"r": 3_000}) == []
+    assert await load(store) == Load(5, 8, 1)
+    await store.progress(M, {"r": 3_000})
+    await store.progress(M, {"r": 2_500})
+    assert await load(store) == Load(5, 8, 1), "said twice or late it changes nothing"
+    await store.progress(M, {"r": 10_000})
+    assert await load(store) == Load(5, 15, 1)
+    assert await store.mark_prefill_complete(M, ["r"]) == []
+    assert await load(store) == Load(0, 15, 1)
+    assert await store.free(M, ["r"]) == []
+    assert await load(store) is None
+    assert await store.progress(M, {"r": 20_000}) == ["r"]
+    assert (await store.pulse(M)).loads == {}
+
+
+async def test_a_reservation_booked_elsewhere_brings_its_output_and_owner(store: Store) -> None:
+    mine = Reservation("r", A, 5_000, 9_000, unix_ms() + LONG, output=4_000, owner=Owner("gone", 1))
+    await store.book(M, mine)
+    await store.progress(M, {"r": 4_000})
+    assert await load(store) == Load(5, 9, 1)
+    await store.progress(M, {"r": 5_000})
+    assert await load(store) == Load(5, 10, 1)
+    await asyncio.sleep(0.02)
+    assert await store.sweep_owners(M) == 1
+    assert (await store.pulse(M)).loads == {}
+
+
+async def test_an_owner_whose_lease_is_over_loses_its_reservations_and_nobody_else_does(store: Store) -> None:
+    for number in range(3):
+        await store.select(M, [OFFER], terms(f"crashed-{number}", "crashed", 50))
+        await store.select(M, [OFFER], terms(f"alive-{number}", "alive"))
+        await store.select(M, [OFFER], terms(f"nobody-{number}"))
+    assert await store.sweep_owners(M) == 0
+    await asyncio.sleep(0.1)
+    await store.free(M, ["crashed-0"])
+    assert await store.sweep_owners(M) == 2
+    assert await store.sweep_owners(M) == 0
+    assert await load(store) == Load(30, 42, 6)
+    assert await store.free(M, ["crashed-1", "alive-0", "alive-1", "alive-2"]) == ["crashed-1"]
+    assert await load(store) == Load(15, 21, 3)
+
+
+async def test_a_lease_is_renewed_by_its_owner_and_by_booking(store: Store) -> None:
+    await store.renew_owners(M, ["a", "stranger"], 1)
+    await store.select(M, [OFFER], terms("r1", "a", 300))
+    await store.renew_owners(M, ["a", "stranger"], LONG)
+    await store.select(M, [OFFER], terms("r2", "a", 1))
+    await store.select(M, [OFFER], terms("r3", "b", 1))
+    await store.select(M, [OFFER], terms("r4", "b", LONG))
+    await asyncio.sleep(0.35)
+    assert await store.sweep_owners(M) == 0, "a shorter renewal never shortens a lease"
+    assert await load(store) == Load(20, 28, 4)
+
+
+async def test_a_retry_keeps_its_first_owner(store: Store) -> None:
+    first = await store.select(M, [OFFER], terms("r", "a", LONG))
+    again = await store.select(M, [OFFER], terms("r", "b", 1))
+    assert (again.slot, again.expires_unix_ms, again.repeated) == (first.slot, first.expires_unix_ms, True)
+    await asyncio.sleep(0.02)
+    assert await store.sweep_owners(M) == 0
+    assert await load(store) == Load(5, 7, 1)
+
+
+async def test_more_reservations_than_one_sweep_clears_go_with_the_next(store: Store) -> None:
+    for number in range(700):
+        await store.select(M, [OFFER], terms(f"r{number}", "crashed", 1))
+    await asyncio.sleep(0.02)
+    cleared = 0
+    while count := await store.sweep_owners(M):
+        cleared += count
+    assert cleared == 700
+    assert (await store.pulse(M)).loads == {}
