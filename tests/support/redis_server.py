@@ -9,6 +9,7 @@ import subprocess
 import time
 from pathlib import Path
 
+NO_PERSISTENCE = ("--save", "", "--appendonly", "no")
 BUNDLED = Path(__file__).parents[2] / ".venv" / "opt" / "redis" / "bin" / "redis-server"
 
 
@@ -20,15 +21,26 @@ def redis_binary() -> str:
     return found
 
 
-class RedisServer:
-    """One redis-server; `stop`, `start` and `freeze` make it fail the way servers do."""
+def free_port() -> int:
+    """A port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
-    def __init__(self, folder: Path) -> None:
+
+class RedisServer:
+    """One redis-server; `stop`, `start` and `freeze` make it fail the way servers do.
+
+    Args:
+        folder: where it runs.
+        options: more of its command line; the first may name a configuration file.
+    """
+
+    def __init__(self, folder: Path, *options: str) -> None:
         self._folder = folder
+        self._options = options
         self._process: subprocess.Popen[bytes] | None = None
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
+        self.port = free_port()
 
     @property
     def url(self) -> str:
@@ -38,7 +50,7 @@ class RedisServer:
     def start(self) -> None:
         """Starts and waits until it answers."""
         self._process = subprocess.Popen(
-            [redis_binary(), "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"],
+            [redis_binary(), *self._options, "--port", str(self.port), "--bind", "127.0.0.1", *NO_PERSISTENCE],
             cwd=self._folder,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -70,6 +82,6 @@ class RedisServer:
         try:
             with socket.create_connection(("127.0.0.1", self.port), timeout=1) as connection:
                 connection.sendall(b"PING\r\n")
-                return connection.recv(7) == b"+PONG\r\n"
+                return connection.recv(7) in (b"+PONG\r\n", b"-NOAUTH")
         except OSError:
             return False

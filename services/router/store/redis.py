@@ -6,10 +6,10 @@ keys; all of a model's keys share one hash tag.
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from random import Random
-from typing import Any
 
 from services.router.book import Choice, Owner, Reservation, Terms
 from services.router.cost import MILLI, Load, Offer
@@ -37,7 +37,8 @@ from services.router.store.base import (
     Store,
 )
 from services.router.store.memory import older_epoch
-from services.router.store.redis_client import RedisClient, reaching
+from services.router.store.redis_client import RedisClient
+from services.router.store.redis_target import Credentials, parse
 from services.router.workers import Slot, Worker
 
 FEED_LIMIT = 10_000
@@ -45,6 +46,7 @@ LARGEST_PASSED_ON = 32 << 10  # bytes of operations; followers read the rank ins
 READ_AT_ONCE = 512
 QUIET_MS = 500
 SWEEP_AT_ONCE = 500
+MOST_FOLLOWED = 1_000
 MOST_IDS = 5_000  # of one mark or free script
 
 
@@ -60,6 +62,7 @@ class RedisStore(Store):
         prefix: first part of every key.
         timeout_s: how long Redis gets to answer.
         feed_limit: changes kept for followers of a model, approximately.
+        credentials: passwords and TLS files that the URL does not give.
     """
 
     shortlist = 32
@@ -71,33 +74,35 @@ class RedisStore(Store):
         timeout_s: float = 1.0,
         random: Random | None = None,
         feed_limit: int = FEED_LIMIT,
+        credentials: Credentials | None = None,
     ) -> None:
         self._prefix = prefix
         self._random = random or Random()
         self._feed_limit = feed_limit
-        self._client = RedisClient(url, timeout_s)
-        self._reader = RedisClient(url, timeout_s + QUIET_MS / 1000, connections=1_000)  # one waits per model
+        self._known_at: dict[str, float] = {}
+        target = parse(url, credentials)
+        self._client = RedisClient(target, timeout_s)
+        self._bulk = RedisClient(target, timeout_s)  # whole caches, so that no decision travels behind one
+        self._reader = RedisClient(target, timeout_s + QUIET_MS / 1000, MOST_FOLLOWED)  # one waits per model
 
     def _tag(self, model: str) -> str:
         # Braces would end the hash tag early.
         return f"{{{self._prefix}:{model.replace('%', '%25').replace('{', '%7B').replace('}', '%7D')}}}"
 
     @property
-    def _models_key(self) -> str:
-        return f"{{{self._prefix}}}:models"
+    def _root(self) -> str:
+        return f"{{{self._prefix}}}"
 
     async def ping(self) -> None:
-        await self._client.load_scripts()
+        await self.models()
 
     async def close(self) -> None:
         await self._client.close()
+        await self._bulk.close()
         await self._reader.close()
 
     async def models(self) -> list[str]:
-        with reaching():
-            seconds, _ = await self._client.redis.time()
-            names = await self._client.redis.zrangebyscore(self._models_key, seconds - KNOWN_FOR_S, "+inf")
-        return [name.decode() for name in names]
+        return [name.decode() for name in await self._client.run("models", self._root, KNOWN_FOR_S)]
 
     async def register(self, worker: Worker, session: str, lease_ms: int) -> dict[int, int]:
         answer = await self._client.run(
@@ -113,12 +118,19 @@ class RedisStore(Store):
         )
         if not answer[0]:
             raise older_epoch(worker)
-        with reaching():
-            seconds, _ = await self._client.redis.time()
-            await self._client.redis.zadd(self._models_key, {worker.model: seconds})
+        self._known_at.pop(worker.model, None)
+        await self._keep_known(worker.model)
         return dict(zip(answer[1::2], answer[2::2], strict=True))
 
+    async def _keep_known(self, model: str) -> None:
+        """A model must outlive its workers' registrations for as long as they are there."""
+        now = time.monotonic()
+        if now - self._known_at.get(model, -KNOWN_FOR_S) > KNOWN_FOR_S / 10:
+            await self._client.run("know", self._root, model, KNOWN_FOR_S)
+            self._known_at[model] = now
+
     async def renew(self, model: str, worker_id: str, session: str, lease_ms: int, report: bytes | None) -> Lease:
+        await self._keep_known(model)
         given = "0" if report is None else "1"
         answer = await self._client.run("renew", self._tag(model), worker_id, session, lease_ms, given, report or b"")
         return Lease(answer.decode())
@@ -149,7 +161,7 @@ class RedisStore(Store):
         return [_applied(answer) for answer in await self._client.run_many("apply", self._tag(model), calls)]
 
     async def replace(self, model: str, worker_id: str, epoch: int, capacity: int, snapshot: Snapshot) -> Applied:
-        answer = await self._client.run(
+        answer = await self._bulk.run(
             "replace",
             self._tag(model),
             worker_id,
@@ -171,7 +183,7 @@ class RedisStore(Store):
         )
 
     async def blocks(self, model: str, slot: Slot) -> tuple[int, Snapshot] | None:
-        answer = await self._client.run("blocks", self._tag(model), slot.worker_id, slot.rank)
+        answer = await self._bulk.run("blocks", self._tag(model), slot.worker_id, slot.rank)
         if answer is None:
             return None
         epoch, sequence, device, host, disk = answer
@@ -181,10 +193,9 @@ class RedisStore(Store):
         key = f"{self._tag(model)}:changes"
         number, entry = position
         while True:
-            with reaching():
-                answer: Any = await self._reader.redis.execute_command(
-                    "XREAD", "COUNT", READ_AT_ONCE, "BLOCK", QUIET_MS, "STREAMS", key, entry
-                )
+            answer = await self._reader.command(
+                key, "XREAD", "COUNT", READ_AT_ONCE, "BLOCK", QUIET_MS, "STREAMS", key, entry
+            )
             changes: list[Change] = []
             for entry_id, fields in answer[0][1] if answer else ():
                 entry, number = entry_id, number + 1
@@ -266,6 +277,9 @@ class RedisStore(Store):
 
     async def sweep(self, model: str) -> int:
         return int(await self._client.run("sweep", self._tag(model), SWEEP_AT_ONCE, self._feed_limit))
+
+    async def sweep_owners(self, model: str) -> int:
+        return int(await self._client.run("sweep_owners", self._tag(model), SWEEP_AT_ONCE))
 
 
 def _applied(answer: tuple[bytes, int]) -> Applied:

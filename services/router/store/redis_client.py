@@ -1,19 +1,29 @@
-"""A Redis connection that runs scripts and turns every failure of Redis into StoreUnavailable."""
+"""Runs scripts on Redis; callers at the same time share round trips. Every failure of Redis is StoreUnavailable."""
 
 from __future__ import annotations
 
+import asyncio
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple, TypeAlias
 
-from redis.asyncio import BlockingConnectionPool, Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import NoScriptError, RedisError
+from redis.asyncio.cluster import RedisCluster
+from redis.exceptions import NoScriptError, RedisClusterException, RedisError
 
-from services.common.errors import invalid
+from services.common.tasks import TaskOwner
 from services.router.store.base import StoreUnavailable
+from services.router.store.redis_connect import connect
+from services.router.store.redis_target import Target
 from services.router.store.scripts import NAMES, Script
+
+MOST_AT_ONCE = 128  # calls of one round trip
+MOST_WAITING = 50_000
+
+FAILURES = (RedisError, RedisClusterException, OSError)  # TimeoutError is an OSError
+
+Argument: TypeAlias = str | bytes | int | float
 
 
 @contextmanager
@@ -21,72 +31,136 @@ def reaching() -> Iterator[None]:
     """Whatever Redis does wrong inside, the store was not there."""
     try:
         yield
-    except (RedisError, OSError) as error:  # TimeoutError is an OSError
-        raise StoreUnavailable(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__) from error
+    except FAILURES as error:
+        raise StoreUnavailable(_reason(error)) from error
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+class _Errand(NamedTuple):
+    """Calls of one script that stay together and in order."""
+
+    script: Script
+    tag: str
+    calls: Sequence[Sequence[Argument]]
+    answer: asyncio.Future[list[Any]]
+
+    def commands(self, known: bool) -> list[tuple[Argument, ...]]:
+        name = ("EVALSHA", self.script.sha) if known else ("EVAL", self.script.text)
+        return [(*name, 1, self.tag, *call) for call in self.calls]
+
+    def fail(self, reason: str) -> None:
+        if not self.answer.done():
+            self.answer.set_exception(StoreUnavailable(reason))
+
+    def succeed(self, answers: list[Any]) -> None:
+        if not self.answer.done():
+            self.answer.set_result(answers)
 
 
 class RedisClient:
-    """Commands and scripts with a deadline.
+    """Scripts with a deadline.
+
+    Natural batching: calls that come while all lanes are on their way wait, and travel together with the next.
 
     Args:
-        url: redis://, rediss:// or unix://; SluiceError(INVALID_ARGUMENT) when it is none of them.
-        timeout_s: for connecting and for every answer.
-        connections: most at once; more callers wait for one within the same time.
+        timeout_s: for connecting and for every round trip.
+        lanes: round trips at once, each on a connection of its own.
     """
 
-    def __init__(self, url: str, timeout_s: float, connections: int = 32) -> None:
-        try:
-            pool = BlockingConnectionPool.from_url(
-                url,
-                max_connections=connections,
-                timeout=timeout_s,
-                socket_timeout=timeout_s,
-                socket_connect_timeout=timeout_s,
-                protocol=2,  # one shape of answers, whatever the server speaks
-                # The router has a fallback of its own; a retry in here would only add to the wait.
-                retry=Retry(NoBackoff(), 0),
-            )
-        except ValueError as error:
-            raise invalid(f"redis-url is no Redis URL: {error}.", param="redis-url") from error
-        self.redis: Any = Redis(connection_pool=pool)
-        self._pool = pool
+    def __init__(self, target: Target, timeout_s: float, lanes: int = 2) -> None:
+        self.redis = connect(target, timeout_s, lanes)
+        self._timeout_s = timeout_s
+        self._lanes = lanes
+        self._travelling = 0
+        self._waiting: deque[_Errand] = deque()
         self._scripts = {name: Script(name) for name in NAMES}
+        self._tasks = TaskOwner()
 
     async def close(self) -> None:
-        """Closes every connection."""
+        """Ends what is on its way and closes every connection."""
+        await self._tasks.close()
+        self._fail_waiting("closed")
         await self.redis.aclose()
-        await self._pool.aclose()
 
-    async def load_scripts(self) -> None:
-        """Makes the scripts known to a server that may have forgotten them."""
+    async def command(self, key: str, *command: Argument) -> Any:
+        """Sends one command about one key; no other shares its way."""
         with reaching():
-            pipe = self.redis.pipeline(transaction=False)
-            for script in self._scripts.values():
-                pipe.script_load(script.text)
-            await pipe.execute()
+            if not isinstance(self.redis, RedisCluster):
+                return await self.redis.execute_command(*command)
+            await self.redis.initialize()
+            return await self.redis.execute_command(*command, target_nodes=self.redis.get_node_from_key(key))
 
-    async def run(self, name: str, tag: str, *args: str | bytes | int | float) -> Any:
+    async def run(self, name: str, tag: str, *args: Argument) -> Any:
         """Runs one script on the keys of a tag."""
-        with reaching():
-            sha = self._scripts[name].sha
-            try:
-                return await self.redis.execute_command("EVALSHA", sha, 1, tag, *args)
-            except NoScriptError:
-                await self.load_scripts()
-                return await self.redis.execute_command("EVALSHA", sha, 1, tag, *args)
+        (answer,) = await self._enter(name, tag, [args])
+        return answer
 
-    async def run_many(self, name: str, tag: str, calls: Sequence[Sequence[str | bytes | int]]) -> list[Any]:
-        """Runs one script several times in order, in one round trip."""
-        with reaching():
-            try:
-                return await self._run_many(name, tag, calls)
-            except NoScriptError:  # of the first call: none was run
-                await self.load_scripts()
-                return await self._run_many(name, tag, calls)
+    async def run_many(self, name: str, tag: str, calls: Sequence[Sequence[Argument]]) -> list[Any]:
+        """Runs one script several times in order, at best in one round trip."""
+        answers: list[Any] = []
+        for start in range(0, len(calls), MOST_AT_ONCE):
+            answers += await self._enter(name, tag, calls[start : start + MOST_AT_ONCE])
+        return answers
 
-    async def _run_many(self, name: str, tag: str, calls: Sequence[Sequence[str | bytes | int]]) -> list[Any]:
-        sha = self._scripts[name].sha
+    def _enter(self, name: str, tag: str, calls: Sequence[Sequence[Argument]]) -> asyncio.Future[list[Any]]:
+        errand = _Errand(self._scripts[name], tag, calls, asyncio.get_running_loop().create_future())
+        if len(self._waiting) >= MOST_WAITING:
+            errand.fail(f"{MOST_WAITING} calls wait for it already")
+            return errand.answer
+        self._waiting.append(errand)
+        if self._travelling < self._lanes:
+            self._travelling += 1
+            self._tasks.spawn(self._travel(), "redis-lane")
+        return errand.answer
+
+    async def _travel(self) -> None:
+        errands: list[_Errand] = []
+        reason = "closed"
+        try:
+            while self._waiting:
+                errands = self._take()
+                await self._exchange(errands)
+        except FAILURES as error:
+            reason = _reason(error)
+            self._fail_waiting(reason)  # they would only wait for the same
+        finally:
+            self._travelling -= 1
+            for errand in errands:
+                errand.fail(reason)
+
+    async def _exchange(self, errands: list[_Errand]) -> None:
+        async with asyncio.timeout(self._timeout_s):
+            answers = await self._pipeline(errands, known=True)
+            unknown = [at for at, found in enumerate(answers) if any(isinstance(each, NoScriptError) for each in found)]
+            if unknown:  # a server that is new or has forgotten: the whole text makes the script known
+                again = await self._pipeline([errands[at] for at in unknown], known=False)
+                for at, found in zip(unknown, again, strict=True):
+                    answers[at] = found
+        for errand, found in zip(errands, answers, strict=True):
+            failed = next((each for each in found if isinstance(each, Exception)), None)
+            if failed is None:
+                errand.succeed(found)
+            else:
+                errand.fail(_reason(failed))
+
+    async def _pipeline(self, errands: list[_Errand], known: bool) -> list[list[Any]]:
         pipe = self.redis.pipeline(transaction=False)
-        for args in calls:
-            pipe.execute_command("EVALSHA", sha, 1, tag, *args)
-        return list(await pipe.execute())
+        for errand in errands:
+            for command in errand.commands(known):
+                pipe.execute_command(*command)
+        flat = iter(await pipe.execute(raise_on_error=False))
+        return [list(islice(flat, len(errand.calls))) for errand in errands]
+
+    def _take(self) -> list[_Errand]:
+        taken, room = [], MOST_AT_ONCE
+        while self._waiting and room > 0:
+            taken.append(self._waiting.popleft())
+            room -= len(taken[-1].calls)
+        return taken
+
+    def _fail_waiting(self, reason: str) -> None:
+        while self._waiting:
+            self._waiting.popleft().fail(reason)

@@ -1,4 +1,4 @@
-"""The store contract: the same suite for memory and for a real Redis."""
+"""The store contract: the same suite for memory, for a real Redis, and for a Redis Cluster of three nodes."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ from services.router.store.memory import MemoryStore, unix_ms
 from services.router.store.redis import RedisStore
 from services.router.workers import Role, Slot, Worker
 from tests.support.redis_server import RedisServer
+from tests.support.redis_topologies import RedisCluster
 
 M = "org/model"
 A, B = Slot("a", 0), Slot("b", 0)
@@ -46,12 +47,24 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
     server.stop()
 
 
-@pytest.fixture(params=["memory", "redis"])
+@pytest.fixture(scope="module")
+def redis_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisCluster]:
+    cluster = RedisCluster(tmp_path_factory.mktemp("redis-cluster"))
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+@pytest.fixture(params=["memory", "redis", "redis_cluster"])
 async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Store]:
     if request.param == "memory":
         made: Store = MemoryStore(random=Random(1), feed_limit=100)
     else:
-        server: RedisServer = request.getfixturevalue("redis_server")
+        server: RedisServer | RedisCluster = request.getfixturevalue(
+            "redis_server" if request.param == "redis" else request.param
+        )
         made = RedisStore(server.url, prefix=tmp_path.name, timeout_s=10, random=Random(1), feed_limit=100)
     await made.ping()
     yield made

@@ -17,6 +17,8 @@ class Script:
 
 
 NAMES = (
+    "know",
+    "models",
     "register",
     "renew",
     "leave",
@@ -33,4 +35,5 @@ NAMES = (
     "free",
     "pulse",
     "sweep",
+    "sweep_owners",
 )

@@ -1,0 +1,64 @@
+"""Opens a connection pool to a Redis, whatever its topology."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio.cluster import ClusterNode, RedisCluster
+from redis.asyncio.connection import Connection, SSLConnection, UnixDomainSocketConnection
+from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel
+from redis.backoff import NoBackoff
+
+from services.router.store.redis_target import Credentials, Target, Topology
+
+
+def connect(target: Target, timeout_s: float, connections: int) -> Any:
+    """A client with redis.asyncio.Redis's methods; nothing is sent yet.
+
+    Args:
+        timeout_s: for connecting and for every answer.
+        connections: most at once (in a cluster: to each server); with one server more callers wait for one.
+    """
+    options: dict[str, Any] = {
+        "socket_timeout": timeout_s,
+        "socket_connect_timeout": timeout_s,
+        "protocol": 2,  # one shape of answers, whatever the server speaks
+        # The router has a fallback of its own; a retry in here would only add to the wait.
+        "retry": Retry(NoBackoff(), 0),
+    }
+    login: dict[str, Any] = {"username": target.username or None, "password": target.credentials.password or None}
+    secure: dict[str, Any] = {"ssl": True, **_tls(target.credentials)} if target.tls else {}
+    if target.topology is Topology.CLUSTER:
+        nodes = [ClusterNode(host, port) for host, port in target.nodes]
+        return RedisCluster(
+            startup_nodes=nodes, max_connections=connections, require_full_coverage=False, **options, **login, **secure
+        )
+    if target.topology is Topology.SENTINEL:
+        guard = {"password": target.credentials.sentinel_password or None}
+        make: Any = Sentinel  # without types
+        sentinel = make(target.nodes, sentinel_kwargs={**options, **guard, **secure}, **options, **login, **secure)
+        return sentinel.master_for(target.service, db=target.db, max_connections=connections)
+    pool = BlockingConnectionPool(
+        max_connections=connections, timeout=timeout_s, db=target.db, **options, **login, **_address(target)
+    )
+    return Redis.from_pool(pool)
+
+
+def _address(target: Target) -> dict[str, Any]:
+    if target.path:
+        return {"connection_class": UnixDomainSocketConnection, "path": target.path}
+    (host, port), *_ = target.nodes
+    if target.tls:
+        return {"connection_class": SSLConnection, "host": host, "port": port, **_tls(target.credentials)}
+    return {"connection_class": Connection, "host": host, "port": port}
+
+
+def _tls(credentials: Credentials) -> dict[str, Any]:
+    files = {
+        "ssl_ca_certs": credentials.ca_file,
+        "ssl_certfile": credentials.cert_file,
+        "ssl_keyfile": credentials.key_file,
+    }
+    return {"ssl_cert_reqs": "required", **{name: str(path) for name, path in files.items() if path}}
