@@ -94,8 +94,9 @@ class EventStream(Response):
         finally:
             gone.cancel()
             self._source.cancel()
-            if self._sender is not None:
-                await self._sender.close()
+            sender, self._sender = self._sender, None
+            if sender is not None:
+                await sender.close()
 
     def _end(self) -> None:
         self._done.set()

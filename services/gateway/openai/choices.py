@@ -116,6 +116,8 @@ class StreamedChoices:
     def cancel(self) -> None:
         """The client is gone, or everything is said."""
         self.usage.cancel()
+        # Sinks, source and response know each other: parted here, they need no garbage collector.
+        self.sinks.clear()
 
     def take(self) -> bytes:
         """Events of everything that waits, with the end of the stream when it is due."""
@@ -175,6 +177,11 @@ class CollectedChoices:
             self.error = error
             self.usage.cancel()
             self.done.set()
+
+    def cancel(self) -> None:
+        """The client is gone, or everything is said."""
+        self.usage.cancel()
+        self.sinks.clear()
 
     def texts(self) -> Sequence[tuple[str, Finish]]:
         """Text and end of every choice; SluiceError when one failed."""

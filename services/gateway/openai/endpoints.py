@@ -99,9 +99,9 @@ class OpenAIEndpoints:
         try:
             if not await run_unless_gone(request.receive, choices.done, choices.usage.cancel):
                 return Response(status_code=CLIENT_CLOSED_REQUEST)
+            answer = form.whole(choices.texts(), choices.usage.counts())
         finally:
-            choices.usage.cancel()
-        answer = form.whole(choices.texts(), choices.usage.counts())
+            choices.cancel()
         response = Response(orjson.dumps(answer), media_type="application/json")
         _mark_degraded(response, choices.usage)
         return response
