@@ -133,7 +133,7 @@ class Bookkeeper:
 
 def _based(offer: Offer, load: Load) -> Offer:
     """The offer for a book that does not know of a load."""
-    limits = offer.limits and Load(*(most - booked for most, booked in zip(offer.limits, load, strict=True)))
+    limits = offer.limits and offer.limits.less(load)
     return offer._replace(uncached=offer.uncached + load.prefill, added=offer.added + load.decode, limits=limits)
 
 

@@ -43,13 +43,24 @@ class Load(NamedTuple):
 NO_LOAD = Load()
 
 
+class Limits(NamedTuple):
+    """Booked loads, as in Load, from which on a rank takes nothing more."""
+
+    prefill: float
+    decode: float
+    requests: float
+
+    def less(self, load: Load) -> Limits:
+        """The same for a book that does not know of a load."""
+        return Limits(self.prefill - load.prefill, self.decode - load.decode, self.requests - load.requests)
+
+
 class Offer(NamedTuple):
     """A rank that may run a request: the part of its cost that does not depend on what is booked, and what to book.
 
     `uncached`: blocks of the request less the credit for its overlap. `added`: KV blocks the request would add.
     `held`: blocks in the rank's cache; of equal costs the one that holds fewer wins, so that prompts spread.
-    `book_prefill`, `book_decode`: thousandths of a block. `limits`: booked loads from which on the rank takes nothing
-    more; None for none.
+    `book_prefill`, `book_decode`: thousandths of a block. `limits`: when the rank takes nothing more; None for never.
     """
 
     slot: Slot
@@ -58,7 +69,7 @@ class Offer(NamedTuple):
     held: int
     book_prefill: int
     book_decode: int
-    limits: Load | None = None
+    limits: Limits | None = None
 
     def busy(self, load: Load) -> bool:
         """Whether the rank takes nothing more, given what is booked on it."""

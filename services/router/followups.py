@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from services.router.bookkeeper import Bookkeeper
 from services.router.cost import MILLI
@@ -10,24 +10,39 @@ from services.router.decisions import Decisions, Outcome
 from services.router.keeper import Keeper
 from services.router.metrics import Metrics
 from services.router.prompts import NOMINAL_BLOCK
-from services.router.reservations import by_model, request_of
+from services.router.reservations import by_model, prefill_halves, request_of
 
 
 class FollowUps:
-    """Passes reports on to the books of their models; ids of models nobody serves are as unknown as any other."""
+    """Passes reports on to the books of their models; ids of models nobody serves are as unknown as any other.
 
-    def __init__(self, bookkeeper: Bookkeeper, keeper: Keeper, decisions: Decisions, metrics: Metrics) -> None:
+    Args:
+        on_ended: told how many requests of a model are over or have their prompts computed, so that others can start.
+    """
+
+    def __init__(
+        self,
+        bookkeeper: Bookkeeper,
+        keeper: Keeper,
+        decisions: Decisions,
+        metrics: Metrics,
+        on_ended: Callable[[str, int], None],
+    ) -> None:
         self._bookkeeper = bookkeeper
         self._keeper = keeper
         self._decisions = decisions
         self._metrics = metrics
+        self._on_ended = on_ended
 
     async def mark_prefill_complete(self, reservations: Sequence[str]) -> int:
         """Gives prefill load back; returns how many ids were unknown."""
+        await self._free_prefill_halves(reservations)
         unknown = 0
         for model, ids in by_model(reservations).items():
             known = self._keeper.find(model) is not None
             unknown += await self._bookkeeper.mark_prefill_complete(model, ids) if known else len(ids)
+            if known:
+                self._on_ended(model, 0)
         return unknown
 
     async def progress(self, outputs: Mapping[str, int]) -> int:
@@ -57,8 +72,17 @@ class FollowUps:
             decision = self._decisions.complete(outcome)
             if decision is not None and outcome.cached_tokens is not None:
                 self._metrics.delivered(decision)
+        await self._free_prefill_halves(reservations)
         unknown = 0
         for model, ids in by_model(reservations).items():
             known = self._keeper.find(model) is not None
             unknown += await self._bookkeeper.free(model, ids) if known else len(ids)
+            if known:
+                self._on_ended(model, len(ids))
         return unknown
+
+    async def _free_prefill_halves(self, reservations: Sequence[str]) -> None:
+        """Of pairs; they may be free already."""
+        for model, ids in prefill_halves(reservations).items():
+            if self._keeper.find(model) is not None:
+                await self._bookkeeper.free(model, ids)

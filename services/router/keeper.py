@@ -7,11 +7,13 @@ import logging
 
 from services.common.tasks import TaskOwner
 from services.router.bookkeeper import Bookkeeper
+from services.router.cost import Load
 from services.router.link import Link
 from services.router.metrics import Metrics
 from services.router.registry import Registry
 from services.router.store.base import FellBehind, Store, StoreUnavailable
 from services.router.view import ModelView
+from services.router.workers import Slot
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +64,15 @@ class Keeper:
     def views(self) -> list[ModelView]:
         """All of them, by model."""
         return [self._views[model] for model in sorted(self._views)]
+
+    async def booked(self, view: ModelView) -> dict[Slot, Load]:
+        """Booked loads, live while the store is there."""
+        if self._link.there:
+            try:
+                view.take(await self._store.pulse(view.model))
+            except StoreUnavailable as error:
+                self._link.lost(error)
+        return view.loads
 
     async def discover(self) -> None:
         """Learns which models the store knows, and starts following them."""

@@ -40,8 +40,10 @@ class Pace:
 
     def ended(self, number: int) -> None:
         """So many requests ended now."""
+        if not number:
+            return
         now = time.monotonic()
-        if self._last and number:
+        if self._last:
             each = (now - self._last) / number
             self._interval_s = each if self._interval_s is None else 0.8 * self._interval_s + 0.2 * each
         self._last = now
@@ -91,7 +93,7 @@ class Lines(Generic[T]):
         return len(line.waiters) if line else 0
 
     def ended(self, model: str, number: int) -> None:
-        """So many of a model's requests are over, or their prompts computed."""
+        """So many of a model's requests are over; 0: others gave load back, as when their prompts were computed."""
         self._paces.setdefault(model, Pace()).ended(number)
         if (line := self._lines.get(model)) is not None:
             line.moved.set()

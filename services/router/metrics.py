@@ -37,6 +37,7 @@ class Metrics:
         self.expired = meter.create_counter(
             "sluice_router_expired_reservations", description="reservations nobody freed, by what ended them"
         )
+        self.shed = meter.create_counter("sluice_router_shed", description="queries refused because all were busy")
         self.event_batches = meter.create_counter("sluice_router_event_batches", description="KV-event batches taken")
         self.resyncs = meter.create_counter("sluice_router_resyncs", description="snapshots asked for")
         self.reloads = meter.create_counter(

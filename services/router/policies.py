@@ -120,12 +120,35 @@ def all_policies(random: Random) -> dict[str, Policy]:
     }
 
 
+class Shelf:
+    """Policies by name; every model and every part of a request has its own, so that turns are not mixed up."""
+
+    def __init__(self, random: Random) -> None:
+        self._random = random
+        self._sets: dict[tuple[str, str], dict[str, Policy]] = {}
+
+    def get(self, name: str, model: str, part: str) -> Policy:
+        """A policy; SluiceError(INVALID_ARGUMENT) when there is none of that name.
+
+        Args:
+            model: one that is served, so that there are not more of them than workers brought.
+        """
+        found = self._sets.get((model, part))
+        if found is None:
+            found = self._sets[model, part] = all_policies(self._random)
+        policy = found.get(name)
+        if policy is None:
+            raise invalid(f"Policy {name!r} is unknown; choose from {', '.join(found)}.", param="policy")
+        return policy
+
+
 def shortlist(offers: list[Offer], loads: Mapping[Slot, Load], scale: float, most: int, random: Random) -> list[Offer]:
-    """The `most` best offers by the loads last seen, so that a store need not look at a thousand."""
+    """The `most` best offers by the loads last seen, busy ones last, so that a store need not look at a thousand."""
     if len(offers) <= most:
         return offers
 
-    def rank(offer: Offer) -> tuple[float, int, float]:
-        return offer.cost(loads.get(offer.slot, NO_LOAD), scale), offer.held, random.random()
+    def rank(offer: Offer) -> tuple[bool, float, int, float]:
+        load = loads.get(offer.slot, NO_LOAD)
+        return offer.busy(load), offer.cost(load, scale), offer.held, random.random()
 
     return heapq.nsmallest(most, offers, key=rank)

@@ -11,7 +11,10 @@ from services.router.workers import Slot, Worker
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt by its token ids (packed u32) or its block hashes (packed u64); both empty: by its length alone."""
+    """A prompt by its token ids (packed u32), its block hashes (packed u64) or an OpenAI body (JSON).
+
+    All empty: by its length alone. A body has to be tokenized before anything else is done with it.
+    """
 
     token_ids: bytes = b""
     block_hashes: bytes = b""
@@ -20,6 +23,7 @@ class Prompt:
     prompt_tokens: int = 0
     lora: str = ""
     cache_salt: str = ""
+    openai_body: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,10 @@ class Query:
     ttl_ms: int = 0
     explain: bool = False
     owner: str = ""
+    priority: int = 0
+    session_id: str = ""
+    session_ttl_ms: int = 0
+    max_wait_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +58,11 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The answer. `reservation_id` is empty and `expires_unix_ms` 0 when nothing was booked."""
+    """The answer. `reservation_id` is empty and `expires_unix_ms` 0 when nothing was booked.
+
+    `worker` answers; `prefill_worker` runs the prompt for it, None if it does so itself. `overlap` is on the one that
+    runs the prompt. `repeated`: the request had been booked before. `seconds`: what the decision took.
+    """
 
     worker: Worker
     rank: int
@@ -62,3 +74,14 @@ class Route:
     expires_unix_ms: int = 0
     degraded: str = ""
     scores: list[Score] = field(default_factory=list)
+    prefill_worker: Worker | None = None
+    prefill_rank: int = 0
+    prefill_skipped: str = ""
+    session_hit: bool = False
+    waited_ms: int = 0
+    policy: str = ""
+    prompt_tokens: int = 0
+    prompt_blocks: int = 0
+    block_size: int = 1
+    repeated: bool = False
+    seconds: float = 0.0

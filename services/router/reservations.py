@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from urllib.parse import quote, unquote
 
-
 PAIR = "+"  # after the model's name, where quoting leaves no plus sign
 
 

@@ -5,32 +5,36 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from random import Random
 
-from services.common.errors import ErrorKind, SluiceError, invalid, not_found, unavailable
+from services.common.errors import SluiceError, not_found, unavailable
 from services.common.tasks import TaskOwner
-from services.router.book import Choice, Owner, Terms
+from services.router.bodies import Bodies, NoBodies
+from services.router.book import AllBusy, Choice
 from services.router.bookkeeper import Bookkeeper
-from services.router.cost import MILLI, NO_LOAD, Load, Offer
+from services.router.cost import NO_LOAD, Load
+from services.router.deciding import Decider
 from services.router.decisions import Decision, Decisions
+from services.router.disaggregation import Casting, DisaggRules
 from services.router.followups import FollowUps
 from services.router.index import NO_OVERLAP, Overlap
 from services.router.keeper import Keeper
+from services.router.line import Lines
 from services.router.link import Link
 from services.router.metrics import Metrics
 from services.router.owners import Owners
-from services.router.policies import Candidate, Demand, all_policies, direct, shortlist
-from services.router.prompts import Blocks, in_blocks
-from services.router.queries import Prompt, Query, Route, Score
+from services.router.prompts import in_blocks
+from services.router.queries import Prompt, Query, Route
 from services.router.registry import Registry
-from services.router.reservations import reservation_id
-from services.router.store.base import Store, StoreUnavailable
+from services.router.reports import Reports, UsedBlocks
+from services.router.selection import Ask, Selector, SelectorConfig
+from services.router.sessions import Sessions
+from services.router.store.base import Store
+from services.router.thresholds import Thresholds
 from services.router.view import ModelView
-from services.router.workers import Role, Slot, Worker
+from services.router.workers import Slot, Worker
 from services.router.workforce import Workforce
-
-BLIND = "no_block_hashes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +46,20 @@ class RouterConfig:
     reservation_ttl_ms: int = 600_000
     owner_lease_ms: int = 10_000
     decisions_kept: int = 1_000
+    session_ttl_ms: int = 600_000
+    thresholds: Thresholds = field(default_factory=Thresholds)
+    wait_ms: int = 0
+    line_limit: int = 1_000
+    disagg: DisaggRules = field(default_factory=DisaggRules)
 
 
 class Router:
-    """See the module. `start` before anything else, `close` at the end."""
+    """See the module. `start` before anything else, `close` at the end.
+
+    Args:
+        used_blocks: reads workers' reports; without it only what is booked makes a worker busy.
+        bodies: tokenizes OpenAI bodies; without it they are refused.
+    """
 
     def __init__(
         self,
@@ -53,6 +67,8 @@ class Router:
         config: RouterConfig | None = None,
         random: Random | None = None,
         on_death: Callable[[str, BaseException], None] | None = None,
+        used_blocks: UsedBlocks = lambda report: (),
+        bodies: Bodies | None = None,
     ) -> None:
         self.config = config or RouterConfig()
         self.registry = Registry()
@@ -68,8 +84,25 @@ class Router:
         )
         self.owners = Owners(store, self._link, self._keeper, self.metrics, self.config.owner_lease_ms)
         self.decisions = Decisions(self.config.decisions_kept)
-        self.followups = FollowUps(self._bookkeeper, self._keeper, self.decisions, self.metrics)
-        self._policies = all_policies(self._random)
+        self.lines: Lines[Route] = Lines(self._tasks, self.config.line_limit, self._abandon)
+        self.followups = FollowUps(self._bookkeeper, self._keeper, self.decisions, self.metrics, self.lines.ended)
+        self._casting = Casting(self.registry, self.config.disagg)
+        self._selector = Selector(
+            store,
+            self._bookkeeper,
+            self.registry,
+            Reports(used_blocks),
+            SelectorConfig(
+                self.config.policy,
+                self.config.reservation_ttl_ms,
+                self.config.owner_lease_ms,
+                self.config.thresholds,
+            ),
+            self._random,
+        )
+        sessions = Sessions(store, self._link, self.config.session_ttl_ms)
+        self._decider = Decider(store, self._keeper, self._selector, sessions, self._casting, self.config.policy)
+        self._bodies = bodies or NoBodies()
         self.workforce = Workforce(
             store, self._link, self._keeper, self._bookkeeper, self._tasks, self.metrics, self.config.lease_ms
         )
@@ -103,51 +136,37 @@ class Router:
         await self.owners.renew()
 
     async def query(self, query: Query) -> Route:
-        """Chooses a worker and, with a request id, books the request on it.
+        """Chooses a worker, or a pair of them, and, with a request id, books the request there.
 
         Raises:
-            SluiceError: NOT_FOUND model_not_found, UNAVAILABLE no_workers, FAILED_PRECONDITION for an empty candidate
-                set, INVALID_ARGUMENT for a prompt or policy that makes no sense.
+            SluiceError: NOT_FOUND model_not_found, UNAVAILABLE no_workers or no_prefill_workers, FAILED_PRECONDITION
+                for an empty candidate set or a body without a preprocess service, INVALID_ARGUMENT for a prompt or
+                policy that makes no sense, OVERLOADED when all workers are busy and stay so.
         """
-        started = time.perf_counter()
-        view, workers = self._serving(query.model)
-        blocks = in_blocks(query.prompt, workers)
-        overlaps = view.index.match(blocks.hashes)
-        candidates = self._candidates(view, workers, overlaps, query)
-        name = query.policy or self.config.policy
-        policy = self._policies.get(name)
-        if policy is None:
-            raise invalid(f"Policy {name!r} is unknown; choose from {', '.join(self._policies)}.", param="policy")
-        demand = _demand(blocks, query)
-        offers = policy(candidates, demand, query.cost)
-        scores = await self._scores(view, candidates, offers, query) if query.explain else []
-        choice, degraded = await self._choose(view, offers, query, demand)
-        worker = self.registry.get(query.model, choice.slot.worker_id)
-        if worker is None:  # booked earlier on a worker that has gone since
-            await self._bookkeeper.free(query.model, [query.request_id])
-            choice, degraded = await self._choose(view, offers, query, demand)
-            worker = self.registry.get(query.model, choice.slot.worker_id)
-            if worker is None:
-                raise self._no_workers(query.model)
-        if not degraded and blocks.blind and name == "kv":
-            degraded = BLIND
-        route = Route(
-            worker,
-            choice.slot.rank,
-            overlap := overlaps.get(choice.slot, NO_OVERLAP),
-            max((candidate.overlap.blocks for candidate in candidates), default=0),
-            max(blocks.tokens - overlap.device * blocks.size, 0),
-            0 if self._store.embedded else view.age_ms,
-            reservation_id(query.model, query.request_id) if choice.expires_unix_ms else "",
-            choice.expires_unix_ms,
-            degraded,
-            scores,
-        )
-        seconds = time.perf_counter() - started
-        self._record(name, route, blocks, seconds)
-        if route.reservation_id and not choice.repeated:
-            self.decisions.add(_decision(query, name, route, blocks, seconds))
+        query = replace(query, prompt=await self.tokenized(query.model, query.prompt))
+        await self._casting.wait_for_prefill(query.model)
+
+        async def attempt(*, place: bool = True) -> Route:
+            view, workers = self._serving(query.model)
+            return await self._decider.decide(query, view, workers, place)
+
+        patience = query.max_wait_ms or self.config.wait_ms
+        scope = (query.candidates, query.prompt.prompt_tokens <= self.config.disagg.bypass_uncached_tokens)
+        try:
+            route, waited_ms = await self.lines.admit(query.model, attempt, query.priority, patience, scope)
+        except AllBusy:
+            self.metrics.shed.add(1)
+            raise
+        route = replace(route, waited_ms=waited_ms)
+        self._record(query, route)
         return route
+
+    async def tokenized(self, model: str, prompt: Prompt) -> Prompt:
+        """The prompt by its tokens, if it came as an OpenAI body."""
+        if not prompt.openai_body:
+            return prompt
+        _, workers = self._serving(model)
+        return await self._bodies.tokenized(model, prompt, workers)
 
     async def add(self, slot: Slot, query: Query) -> tuple[Choice, Overlap]:
         """Books a request on a rank its caller chose; NOT_FOUND when that is not there."""
@@ -157,13 +176,11 @@ class Router:
             raise not_found(
                 f"Worker {slot.worker_id} rank {slot.rank} does not serve model {query.model}.", param="worker_id"
             )
+        query = replace(query, prompt=await self.tokenized(query.model, query.prompt))
         blocks = in_blocks(query.prompt, [worker])
-        overlap = view.index.match(blocks.hashes).get(slot, NO_OVERLAP)
-        candidate = Candidate(slot, overlap, view.index.blocks(slot))
-        demand = _demand(blocks, query)
-        offers = direct([candidate], demand, query.cost)
-        choice, _ = await self._bookkeeper.select(query.model, offers, self._terms(query, demand), view.loads)
-        return choice, overlap
+        overlaps = view.index.match(blocks.hashes)
+        choice = await self._selector.place(Ask(query, view, blocks, overlaps), slot, worker.role)
+        return choice, overlaps.get(slot, NO_OVERLAP)
 
     async def mark_prefill_complete(self, reservations: Sequence[str]) -> int:
         """Gives prefill load back; returns how many ids were unknown."""
@@ -182,7 +199,7 @@ class Router:
         """Booked load of every rank of one or all models."""
         found: dict[Slot, tuple[Worker, Load]] = {}
         for view in self._views(model):
-            booked = await self._booked(view)
+            booked = await self._keeper.booked(view)
             for worker in view.workers:
                 found |= {slot: (worker, booked.get(slot, NO_LOAD)) for slot in worker.slots}
         return found
@@ -228,88 +245,37 @@ class Router:
     def _no_workers(self, model: str) -> SluiceError:
         return unavailable(f"No worker serves model {model!r} now.", code="no_workers", retry_after_ms=1000)
 
-    def _candidates(
-        self, view: ModelView, workers: list[Worker], overlaps: dict[Slot, Overlap], query: Query
-    ) -> list[Candidate]:
-        """Every rank that may run the request. Prefill and decode workers only run parts, so they must be named."""
-        if query.candidates is None:
-            able = [worker for worker in workers if worker.role is Role.AGGREGATED]
-        elif not query.candidates:
-            raise SluiceError(
-                ErrorKind.FAILED_PRECONDITION,
-                "The candidate set is empty, so no worker is allowed.",
-                param="candidates",
-                code="no_candidates",
-            )
-        else:
-            able = [worker for worker in workers if worker.worker_id in query.candidates]
-        if not able:
-            raise self._no_workers(query.model)
-        held = view.index.blocks
-        return [Candidate(slot, overlaps.get(slot, NO_OVERLAP), held(slot)) for worker in able for slot in worker.slots]
+    async def _abandon(self, route: Route) -> None:
+        """Gives back what was booked for a caller that had gone."""
+        if route.reservation_id and not route.repeated:
+            await self.followups.free([route.reservation_id])
 
-    def _terms(self, query: Query, demand: Demand) -> Terms:
-        return Terms(
-            query.request_id,
-            query.ttl_ms or self.config.reservation_ttl_ms,
-            query.cost.prefill_load_scale,
-            query.cost.temperature,
-            query.candidates,
-            demand.output_blocks * MILLI,
-            Owner(query.owner, self.config.owner_lease_ms) if query.owner else None,
-        )
-
-    async def _choose(self, view: ModelView, offers: list[Offer], query: Query, demand: Demand) -> tuple[Choice, str]:
-        if self._store.shortlist is not None:
-            scale = query.cost.prefill_load_scale
-            offers = shortlist(offers, view.loads, scale, self._store.shortlist, self._random)
-        return await self._bookkeeper.select(view.model, offers, self._terms(query, demand), view.loads)
-
-    async def _booked(self, view: ModelView) -> dict[Slot, Load]:
-        """Booked loads, live while the store is there."""
-        if self._link.there:
-            try:
-                view.take(await self._store.pulse(view.model))
-            except StoreUnavailable as error:
-                self._link.lost(error)
-        return view.loads
-
-    async def _scores(
-        self, view: ModelView, candidates: list[Candidate], offers: list[Offer], query: Query
-    ) -> list[Score]:
-        """Of the offers, cheapest first, before this query books anything."""
-        booked = await self._booked(view)
-        overlaps = {candidate.slot: candidate.overlap for candidate in candidates}
-        scores = []
-        for offer in offers:
-            load = booked.get(offer.slot, NO_LOAD)
-            cost = offer.cost(load, query.cost.prefill_load_scale)
-            scores.append(Score(offer.slot, cost, overlaps[offer.slot], load))
-        return sorted(scores, key=lambda score: score.cost)
-
-    def _record(self, policy: str, route: Route, blocks: Blocks, seconds: float) -> None:
-        self.metrics.queries.add(1, {"policy": policy, "degraded": route.degraded})
-        self.metrics.query_seconds.record(seconds)
-        self.metrics.prompt_blocks.add(blocks.count)
+    def _record(self, query: Query, route: Route) -> None:
+        self.metrics.queries.add(1, {"policy": route.policy, "degraded": route.degraded})
+        self.metrics.query_seconds.record(route.seconds)
+        self.metrics.prompt_blocks.add(route.prompt_blocks)
         self.metrics.overlap_blocks.add(route.overlap.blocks)
+        if route.reservation_id and not route.repeated:
+            self.decisions.add(_decision(query, route))
 
 
-def _demand(blocks: Blocks, query: Query) -> Demand:
-    return Demand(blocks.count, -(-query.expected_output_tokens // blocks.size))
-
-
-def _decision(query: Query, policy: str, route: Route, blocks: Blocks, seconds: float) -> Decision:
+def _decision(query: Query, route: Route) -> Decision:
+    prefill = route.prefill_worker
     return Decision(
         route.reservation_id,
         query.request_id,
         query.model,
         Slot(route.worker.worker_id, route.rank),
         route.worker.address,
-        prompt_tokens=blocks.tokens,
-        predicted_cached_tokens=route.overlap.blocks * blocks.size,
-        best_cached_tokens=route.best_overlap_blocks * blocks.size,
+        prompt_tokens=route.prompt_tokens,
+        predicted_cached_tokens=route.overlap.blocks * route.block_size,
+        best_cached_tokens=route.best_overlap_blocks * route.block_size,
         decided_unix_ms=time.time_ns() // 1_000_000,
-        decision_us=round(seconds * 1e6),
-        policy=policy,
+        decision_us=round(route.seconds * 1e6),
+        policy=route.policy,
         degraded=route.degraded,
+        waited_ms=route.waited_ms,
+        session_hit=route.session_hit,
+        prefill_slot=None if prefill is None else Slot(prefill.worker_id, route.prefill_rank),
+        prefill_address=prefill.address if prefill else "",
     )

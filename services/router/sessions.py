@@ -3,47 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
-from collections.abc import Callable
 
 from services.common.errors import invalid
 from services.router.link import Link
+from services.router.pins import Pins
 from services.router.store.base import Store, StoreUnavailable
 from services.router.workers import Slot
 
-MOST_PINS = 100_000  # of one process; beyond it the sessions that were silent longest are forgotten
 LONGEST_ID = 512
-
-
-class Pins:
-    """Sessions and their ranks, each for its time to live.
-
-    Args:
-        now_ms: milliseconds of any clock.
-    """
-
-    def __init__(self, now_ms: Callable[[], int], most: int = MOST_PINS) -> None:
-        self._now_ms = now_ms
-        self._most = most
-        self._pins: OrderedDict[tuple[str, str], tuple[Slot, int]] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._pins)
-
-    def get(self, model: str, session_id: str) -> Slot | None:
-        """The rank of a session that is remembered."""
-        slot, until = self._pins.get((model, session_id), (None, 0))
-        if slot is not None and until <= self._now_ms():
-            del self._pins[model, session_id]
-            return None
-        return slot
-
-    def put(self, model: str, session_id: str, slot: Slot, ttl_ms: int) -> None:
-        """Remembers a session."""
-        self._pins[model, session_id] = (slot, self._now_ms() + ttl_ms)
-        self._pins.move_to_end((model, session_id))
-        if len(self._pins) > self._most:
-            self._pins.popitem(last=False)
 
 
 class Sessions:
@@ -66,13 +33,13 @@ class Sessions:
                 return await self._store.session(model, session_id)
             except StoreUnavailable as error:
                 self._link.lost(error)
-        return self._own.get(model, session_id)
+        return self._own.get(f"{model}\0{session_id}")
 
     async def remember(self, model: str, session_id: str, slot: Slot, ttl_ms: int) -> None:
         """Remembers the rank for `ttl_ms`, or for the router's own time if that is 0."""
         ttl_ms = ttl_ms or self._ttl_ms
         if not self._store.embedded:
-            self._own.put(model, session_id, slot, ttl_ms)
+            self._own.put(f"{model}\0{session_id}", slot, ttl_ms)
         if self._link.there:
             try:
                 await self._store.remember_session(model, session_id, slot, ttl_ms)

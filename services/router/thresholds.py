@@ -6,11 +6,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from services.router.cost import Load
+from services.router.cost import Limits
 from services.router.prompts import NOMINAL_BLOCK
 from services.router.workers import Slot, Worker
 
-CLOSED = Load(0, 0, 0)  # nothing goes below it: whoever has these limits takes nothing
+CLOSED = Limits(0, 0, 0)  # nothing goes below it: whoever has these limits takes nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Thresholds:
     def __bool__(self) -> bool:
         return bool(self.kv_share or self.prefill_tokens or self.requests)
 
-    def limits(self, worker: Worker, slot: Slot, used_blocks: Mapping[Slot, int]) -> Load | None:
+    def limits(self, worker: Worker, slot: Slot, used_blocks: Mapping[Slot, int]) -> Limits | None:
         """Booked loads from which on a rank takes nothing more; None for none."""
         if not self:
             return None
@@ -36,4 +36,4 @@ class Thresholds:
         if used_blocks.get(slot, 0) >= most_blocks:
             return CLOSED
         block = worker.block_size or NOMINAL_BLOCK
-        return Load(self.prefill_tokens / block or math.inf, most_blocks, self.requests or math.inf)  # type: ignore[arg-type]
+        return Limits(self.prefill_tokens / block or math.inf, most_blocks, self.requests or math.inf)

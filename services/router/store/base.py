@@ -159,7 +159,11 @@ class Store(ABC):
 
     @abstractmethod
     async def select(self, model: str, offers: Sequence[Offer], terms: Terms) -> Choice:
-        """Chooses the cheapest of at least one offer by what all replicas booked, and books it, in one step."""
+        """Chooses the cheapest of at least one offer by what all replicas booked, and books it, in one step.
+
+        Raises:
+            AllBusy: every offer is at its limits.
+        """
 
     @abstractmethod
     async def book(self, model: str, reservation: Reservation) -> None:
@@ -181,6 +185,14 @@ class Store(ABC):
     @abstractmethod
     async def free(self, model: str, request_ids: Sequence[str]) -> list[str]:
         """Gives all load back; returns the ids that are not booked."""
+
+    @abstractmethod
+    async def session(self, model: str, session_id: str) -> Slot | None:
+        """The rank a session's last request went to; None when that is forgotten."""
+
+    @abstractmethod
+    async def remember_session(self, model: str, session_id: str, slot: Slot, ttl_ms: int) -> None:
+        """Remembers it for this long."""
 
     @abstractmethod
     async def pulse(self, model: str) -> Pulse:

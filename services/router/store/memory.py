@@ -22,6 +22,7 @@ from services.router.events import (
 )
 from services.router.holding import Outcome
 from services.router.index import BlockIndex
+from services.router.pins import Pins
 from services.router.store.base import KNOWN_FOR_S, Applied, Lease, ModelState, Position, Pulse, Store
 from services.router.store.feed import Feed
 from services.router.workers import Slot, Worker
@@ -59,6 +60,7 @@ class _Model:
         self.book = Book(now_ms, random)
         self.feed = Feed(feed_limit)
         self.registered_ms = 0
+        self.pins = Pins(now_ms)
 
     def owned(self, worker_id: str, session: str) -> _Record | None:
         record = self.records.get(worker_id)
@@ -211,6 +213,12 @@ class MemoryStore(Store):
 
     async def free(self, model: str, request_ids: Sequence[str]) -> list[str]:
         return self._model(model).book.free(request_ids)
+
+    async def session(self, model: str, session_id: str) -> Slot | None:
+        return self._model(model).pins.get(session_id)
+
+    async def remember_session(self, model: str, session_id: str, slot: Slot, ttl_ms: int) -> None:
+        self._model(model).pins.put(session_id, slot, ttl_ms)
 
     async def pulse(self, model: str) -> Pulse:
         state = self._model(model)

@@ -11,8 +11,8 @@ import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from random import Random
 
-from services.router.book import Choice, Owner, Reservation, Terms
-from services.router.cost import MILLI, Load, Offer
+from services.router.book import AllBusy, Choice, Owner, Reservation, Terms
+from services.router.cost import MILLI, Limits, Load, Offer
 from services.router.events import (
     BlocksChanged,
     BlocksReplaced,
@@ -47,6 +47,8 @@ READ_AT_ONCE = 512
 QUIET_MS = 500
 SWEEP_AT_ONCE = 500
 MOST_FOLLOWED = 1_000
+NEVER = 1e15  # a load nobody reaches; Lua has no name for infinity
+NO_LIMITS = Limits(NEVER, NEVER, NEVER)
 MOST_IDS = 5_000  # of one mark or free script
 
 
@@ -215,13 +217,18 @@ class RedisStore(Store):
             "*" if terms.allowed is None else "",
             terms.output,
             *_owner(terms.owner),
+            "1" if (limited := any(offer.limits for offer in offers)) else "",
         ]
         for offer in offers:
             slot = offer.slot
             args += (slot.worker_id, slot.field, offer.uncached, offer.added)
             args += (offer.held, offer.book_prefill, offer.book_decode)
+            if limited:
+                args += [min(limit, NEVER) for limit in offer.limits or NO_LIMITS]
         args += terms.allowed or ()
         field, expires, repeated = await self._client.run("select", self._tag(model), *args)
+        if not field:
+            raise AllBusy
         return Choice(Slot.of_field(field.decode()), expires, bool(repeated))
 
     async def book(self, model: str, reservation: Reservation) -> None:
@@ -256,6 +263,13 @@ class RedisStore(Store):
     async def renew_owners(self, model: str, owners: Sequence[str], lease_ms: int) -> None:
         for start in range(0, len(owners), MOST_IDS):
             await self._client.run("renew_owners", self._tag(model), lease_ms, *owners[start : start + MOST_IDS])
+
+    async def session(self, model: str, session_id: str) -> Slot | None:
+        field = await self._client.run("session", self._tag(model), session_id)
+        return None if field is None else Slot.of_field(field.decode())
+
+    async def remember_session(self, model: str, session_id: str, slot: Slot, ttl_ms: int) -> None:
+        await self._client.run("remember", self._tag(model), session_id, slot.field, ttl_ms)
 
     async def _finish(self, script: str, model: str, request_ids: Sequence[str]) -> list[str]:
         unknown: list[str] = []

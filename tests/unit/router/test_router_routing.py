@@ -130,8 +130,8 @@ async def test_a_shared_prefix_stays_together_until_the_load_is_too_high(cluster
     assert "b" in names
 
 
-async def test_only_workers_that_run_everything_are_chosen_unnamed(cluster: Cluster) -> None:
-    await cluster.add(worker("p", role=Role.PREFILL), worker("d", role=Role.DECODE))
+async def test_only_workers_that_run_everything_are_chosen_alone_unnamed(cluster: Cluster) -> None:
+    await cluster.add(worker("p", role=Role.PREFILL))
     with pytest.raises(SluiceError) as refused:
         await cluster.ask(prompt("A"))
     assert refused.value.code == "no_workers"

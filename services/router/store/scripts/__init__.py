@@ -33,6 +33,8 @@ NAMES = (
     "progress",
     "renew_owners",
     "free",
+    "session",
+    "remember",
     "pulse",
     "sweep",
     "sweep_owners",

@@ -20,6 +20,7 @@ end
 local function worker_key(id) return base .. ':worker:' .. id end
 local function booked_key(id) return base .. ':booked:' .. id end
 local function owned_key(owner) return base .. ':owned:' .. owner end
+local function session_key(id) return base .. ':session:' .. id end
 local function blocks_key(id, epoch, rank, tier)
   return base .. ':blocks:' .. id .. ':' .. epoch .. ':' .. rank .. ':' .. tier
 end
