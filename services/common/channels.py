@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import grpc
+
+from services.common.bearer import BearerChannel
 
 KEEPALIVE_MS = 10_000
 KEEPALIVE_TIMEOUT_MS = 5_000
@@ -10,7 +14,10 @@ MAX_MESSAGE_BYTES = 64 << 20
 
 
 def open_channel(
-    address: str, credentials: grpc.ChannelCredentials | None = None, server_name: str = ""
+    address: str,
+    credentials: grpc.ChannelCredentials | None = None,
+    server_name: str = "",
+    token: Callable[[], str] | None = None,
 ) -> grpc.aio.Channel:
     """Opens a channel to one replica.
 
@@ -18,6 +25,7 @@ def open_channel(
         address: host:port.
         credentials: None for plain text.
         server_name: name the certificate must carry when `address` is an IP that a name resolved to.
+        token: gives the bearer token that every call shows; None shows none.
     """
     options: list[tuple[str, str | int]] = [
         ("grpc.keepalive_time_ms", KEEPALIVE_MS),
@@ -34,7 +42,9 @@ def open_channel(
         ("grpc.enable_http_proxy", 0),
     ]
     if credentials is None:
-        return grpc.aio.insecure_channel(address, options=options)
-    if server_name:
-        options.append(("grpc.ssl_target_name_override", server_name))
-    return grpc.aio.secure_channel(address, credentials, options=options)
+        channel = grpc.aio.insecure_channel(address, options=options)
+    else:
+        if server_name:
+            options.append(("grpc.ssl_target_name_override", server_name))
+        channel = grpc.aio.secure_channel(address, credentials, options=options)
+    return channel if token is None else BearerChannel(channel, token)

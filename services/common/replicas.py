@@ -51,6 +51,7 @@ class ReplicaSet(Generic[S]):
         targets: host:port each; a name stands for every address it resolves to.
         make_stub: makes the service's stub on a channel.
         on_change: called after a replica came up or went down.
+        token: gives the bearer token that every call shows; None shows none.
     """
 
     def __init__(
@@ -60,11 +61,13 @@ class ReplicaSet(Generic[S]):
         make_stub: Callable[[grpc.aio.Channel], S],
         credentials: grpc.ChannelCredentials | None = None,
         on_change: Callable[[], None] | None = None,
+        token: Callable[[], str] | None = None,
     ) -> None:
         self.peer = peer
         self._targets = targets
         self._make_stub = make_stub
         self._credentials = credentials
+        self._token = token
         self._on_change = on_change or (lambda: None)
         self._replicas: dict[str, Replica[S]] = {}
         self._watches: dict[str, asyncio.Task[None]] = {}
@@ -156,7 +159,7 @@ class ReplicaSet(Generic[S]):
                 await self._remove(address)
 
     def _add(self, address: str, name: str) -> None:
-        channel = open_channel(address, self._credentials, name)
+        channel = open_channel(address, self._credentials, name, self._token)
         replica = Replica(address, channel, self._make_stub(channel))
         self._replicas[address] = replica
         self._watches[address] = self._tasks.spawn(self._watch(replica), f"{self.peer}-watch-{address}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import grpc
 from google.protobuf.descriptor import FileDescriptor
@@ -25,7 +26,12 @@ class GrpcServer:
     the first moment of `stop`.
     """
 
-    def __init__(self, settings: GrpcServiceSettings, descriptor: FileDescriptor) -> None:
+    def __init__(
+        self,
+        settings: GrpcServiceSettings,
+        descriptor: FileDescriptor,
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    ) -> None:
         self._settings = settings
         self._services = [service.full_name for service in descriptor.services_by_name.values()]
         limit = settings.max_message_mb << 20
@@ -41,7 +47,7 @@ class GrpcServer:
         ]
         if settings.max_connection_age_s:
             options.append(("grpc.max_connection_age_ms", int(settings.max_connection_age_s * 1000)))
-        self.server = grpc.aio.server(options=options)
+        self.server = grpc.aio.server(interceptors=tuple(interceptors), options=options)
         self._health = Health()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         if settings.reflection:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import uuid
 
 from services.common import telemetry
+from services.common.access import shown_token
 from services.common.runner import Stop, run
 from services.common.tasks import TaskOwner
 from services.common.tls import channel_credentials
@@ -35,11 +37,17 @@ async def serve(settings: GatewaySettings, stop: Stop) -> None:
     tasks = TaskOwner(on_death=stop.fail)
 
     preprocess = PreprocessClient(settings.preprocess, credentials, settings.tokenize_timeout_s)
-    router = RouterClient(settings.router, credentials, settings.route_timeout_s)
+    router = RouterClient(
+        settings.router,
+        credentials,
+        settings.route_timeout_s,
+        owner=f"gateway-{uuid.uuid4().hex}",
+        token=shown_token(settings),
+    )
     switchboard = Switchboard(settings.max_streams, router.prefill_complete, router.free, metrics)
     metrics.watch(lambda: switchboard.live)
     fleet = Fleet(settings.postprocess, credentials, settings.connect_timeout_s, switchboard, tasks)
-    catalogue = Catalogue(router.replicas, fleet.worker_up, fleet.worker_down)
+    catalogue = Catalogue(router.replicas, fleet.worker_up, fleet.worker_down, router.owner)
     pipeline = Pipeline(preprocess, router, catalogue, fleet, switchboard, metrics)
 
     openai = OpenAIEndpoints(pipeline, settings, Pacer())

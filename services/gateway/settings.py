@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from services.common.access import RouterTokenSettings
 from services.common.settings import CommaList, ServiceSettings, settings_config
 
 
-class GatewaySettings(ServiceSettings):
+class GatewaySettings(RouterTokenSettings, ServiceSettings):
     """Settings of the gateway. Every flag is also an environment variable: --log-level is SLUICE_GATEWAY_LOG_LEVEL."""
 
     model_config = settings_config("gateway")

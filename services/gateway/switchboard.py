@@ -33,6 +33,7 @@ class LiveStream:
         "active",
         "cached_tokens",
         "completion_tokens",
+        "computed",
         "engine_done",
         "first_text_at",
         "model",
@@ -56,6 +57,7 @@ class LiveStream:
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.completion_tokens = 0
+        self.computed = False  # its prompt
         self.engine_done = False
         self.active = True  # said something since the last sweep
         self.started_at = perf_counter()
@@ -69,14 +71,15 @@ class Switchboard:
     Args:
         max_streams: bound; more are refused with OVERLOADED.
         prefill_complete: told once per stream, with its reservation, when its prompt is computed.
-        free: told once per stream, with its reservation, when it is over.
+        free: told once per stream, when it is over, with its reservation, the tokens of its prompt the worker had
+            cached (None: it never started) and the length of its output.
     """
 
     def __init__(
         self,
         max_streams: int,
         prefill_complete: Callable[[str], None],
-        free: Callable[[str], None],
+        free: Callable[[str, int | None, int], None],
         metrics: GatewayMetrics,
     ) -> None:
         self._max_streams = max_streams
@@ -164,6 +167,7 @@ class Switchboard:
         stream = self._streams.get(slot)
         if stream is not None:
             stream.cached_tokens = cached_tokens
+            stream.computed = True
             if stream.reservation_id:
                 self._prefill_complete(stream.reservation_id)
 
@@ -193,11 +197,12 @@ class Switchboard:
     def on_finished(self, slot: int, finish: Finish) -> None:
         """Postprocess has said everything; when it found the end itself, the engine is stopped."""
         stream = self._streams.get(slot)
-        if stream is None or not self._forget(stream):
+        if stream is None:
             return
+        stream.completion_tokens = finish.completion_tokens
+        self._forget(stream)
         if not stream.engine_done:
             stream.worker.cancel(slot)
-        stream.completion_tokens = finish.completion_tokens
         self._metrics.finished(stream, perf_counter())
         if stream.span is not None:
             stream.span.set_attribute("output_tokens", finish.completion_tokens)
@@ -251,5 +256,6 @@ class Switchboard:
         stream.worker.live -= 1
         stream.post.live -= 1
         if stream.reservation_id:
-            self._free(stream.reservation_id)
+            cached = stream.cached_tokens if stream.computed else None
+            self._free(stream.reservation_id, cached, stream.completion_tokens)
         return True

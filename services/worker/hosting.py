@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 
+from services.common.access import shown_token
 from services.common.replicas import ReplicaSet
 from services.common.runner import Stop
 from services.common.server import GrpcServer
@@ -64,7 +65,11 @@ class WorkerHost:
             advertised_address, settings.listen, self.server.port, settings.routers
         )
         self._routers = ReplicaSet(
-            "router", settings.routers, router_pb2_grpc.RouterStub, channel_credentials(settings)
+            "router",
+            settings.routers,
+            router_pb2_grpc.RouterStub,
+            channel_credentials(settings),
+            token=shown_token(settings),
         )
         self.registration = Registration(self.worker, address, self._routers)
         await self._routers.start()

@@ -6,11 +6,12 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
+from services.common.access import RouterTokenSettings
 from services.common.models import DEFAULT_NAME, DEFAULT_SOURCE, ModelSpec
 from services.common.settings import CommaList, GrpcServiceSettings, settings_config
 
 
-class WorkerSettings(GrpcServiceSettings):
+class WorkerSettings(RouterTokenSettings, GrpcServiceSettings):
     """Sluice worker: hosts one engine and serves its tokens.
 
     Every flag is also an environment variable: --log-level is SLUICE_WORKER_LOG_LEVEL.

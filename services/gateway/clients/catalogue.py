@@ -40,6 +40,7 @@ class Catalogue:
     Args:
         on_up: called with each worker that appears or changes.
         on_down: called with the id of each worker that is gone.
+        owner: whose reservations live as long as this follows; empty for nobody's.
     """
 
     def __init__(
@@ -47,10 +48,12 @@ class Catalogue:
         routers: ReplicaSet[router_pb2_grpc.RouterAsyncStub],
         on_up: Callable[[WorkerEntry], None],
         on_down: Callable[[str], None],
+        owner: str = "",
     ) -> None:
         self._routers = routers
         self._on_up = on_up
         self._on_down = on_down
+        self._owner = owner
         self.workers: dict[str, WorkerEntry] = {}
         self._known_models: dict[str, None] = {}
         self.synced = False
@@ -96,7 +99,7 @@ class Catalogue:
         stub = self._routers.pick().stub
         said: set[str] = set()
         synced = False
-        async for change in stub.WatchWorkers(router_pb2.WatchWorkersRequest()):
+        async for change in stub.WatchWorkers(router_pb2.WatchWorkersRequest(owner=self._owner)):
             if change.kind == router_pb2.WorkerChange.KIND_UP:
                 said.add(change.worker.worker_id)
                 self._up(_entry(change.worker))

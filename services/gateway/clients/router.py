@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
 
 import grpc
 
@@ -19,22 +20,34 @@ log = logging.getLogger(__name__)
 REPORT_BACKLOG = 100_000
 REPORT_RETRY_S = 1.0
 
+N = TypeVar("N")
+
 
 class RouterClient:
     """Asks whichever router replica has the least to do.
 
     Progress reports (prefill done, request over) are batched: while one report is under way the next one collects.
+
+    Args:
+        owner: whose lease holds the reservations; whoever follows the router's worker list under this name renews it.
+        token: gives the token the router wants to see; None shows none.
     """
 
     def __init__(
-        self, targets: Sequence[str], credentials: grpc.ChannelCredentials | None, route_timeout_s: float
+        self,
+        targets: Sequence[str],
+        credentials: grpc.ChannelCredentials | None,
+        route_timeout_s: float,
+        owner: str = "",
+        token: Callable[[], str] | None = None,
     ) -> None:
         self.replicas: ReplicaSet[router_pb2_grpc.RouterAsyncStub] = ReplicaSet(
-            "router", targets, router_pb2_grpc.RouterStub, credentials
+            "router", targets, router_pb2_grpc.RouterStub, credentials, token=token
         )
+        self.owner = owner
         self._timeout_s = route_timeout_s
         self._computed: list[str] = []
-        self._over: list[str] = []
+        self._over: list[router_pb2.RequestOutcome] = []
         self._news = asyncio.Event()
         self._told_all = asyncio.Event()
         self._told_all.set()
@@ -76,6 +89,7 @@ class RouterClient:
                 priority=priority,
                 expected_output_tokens=expected_output_tokens,
                 candidates=None if candidates is None else router_pb2.CandidateSet(worker_ids=candidates),
+                owner=self.owner,
             ),
             self._timeout_s,
         )
@@ -92,9 +106,13 @@ class RouterClient:
         self._told_all.clear()
         self._news.set()
 
-    def free(self, reservation_id: str) -> None:
-        """Tells, soon, that a request is over."""
-        self._over.append(reservation_id)
+    def free(self, reservation_id: str, cached_tokens: int | None = None, output_tokens: int = 0) -> None:
+        """Tells, soon, that a request is over, how long its output was and, if known, what was cached of its prompt."""
+        self._over.append(
+            router_pb2.RequestOutcome(
+                reservation_id=reservation_id, cached_tokens=cached_tokens, output_tokens=output_tokens
+            )
+        )
         self._told_all.clear()
         self._news.set()
 
@@ -103,10 +121,8 @@ class RouterClient:
         while True:
             await self._news.wait()
             self._news.clear()
-            self._computed = await self._report(
-                self._computed, lambda ids: router_pb2.MarkPrefillCompleteRequest(reservation_ids=ids)
-            )
-            self._over = await self._report(self._over, lambda ids: router_pb2.FreeRequestRequest(reservation_ids=ids))
+            self._computed = await self._report(self._computed, self._tell_computed)
+            self._over = await self._report(self._over, self._tell_over)
             if not self._computed and not self._over:
                 self._told_all.set()
 
@@ -115,21 +131,26 @@ class RouterClient:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._told_all.wait(), timeout_s)
 
-    async def _report(self, ids: list[str], message: Callable[[list[str]], object]) -> list[str]:
+    async def _tell_computed(self, reservation_ids: list[str]) -> None:
+        request = router_pb2.MarkPrefillCompleteRequest(reservation_ids=reservation_ids)
+        await self.replicas.call(lambda stub: stub.MarkPrefillComplete, request, self._timeout_s)
+
+    async def _tell_over(self, outcomes: list[router_pb2.RequestOutcome]) -> None:
+        ids = [outcome.reservation_id for outcome in outcomes]
+        request = router_pb2.FreeRequestRequest(reservation_ids=ids, outcomes=outcomes)
+        await self.replicas.call(lambda stub: stub.FreeRequest, request, self._timeout_s)
+
+    async def _report(self, news: list[N], tell: Callable[[list[N]], Awaitable[None]]) -> list[N]:
         """Sends one batch; what is left to send afterwards, which includes what came in meanwhile."""
-        if not ids:
-            return ids
-        batch = ids[:]
-        request = message(batch)
+        if not news:
+            return news
+        batch = news[:]
         try:
-            if isinstance(request, router_pb2.FreeRequestRequest):
-                await self.replicas.call(lambda stub: stub.FreeRequest, request, self._timeout_s)
-            else:
-                await self.replicas.call(lambda stub: stub.MarkPrefillComplete, request, self._timeout_s)
+            await tell(batch)
         except SluiceError as error:
             log.warning("a report to the router was not delivered: %s", error.message, extra={"requests": len(batch)})
-            if error.retryable and len(ids) < REPORT_BACKLOG:
+            if error.retryable and len(news) < REPORT_BACKLOG:
                 await asyncio.sleep(REPORT_RETRY_S)
                 self._news.set()
-                return ids
-        return ids[len(batch) :]
+                return news
+        return news[len(batch) :]

@@ -89,10 +89,15 @@ class Desk:
     def __init__(self, posts: int = 1, max_streams: int = 1000) -> None:
         self.freed: list[str] = []
         self.computed: list[str] = []
-        self.board = Switchboard(max_streams, self.computed.append, self.freed.append, GatewayMetrics())
+        self.outcomes: list[tuple[int | None, int]] = []
+        self.board = Switchboard(max_streams, self.computed.append, self.free, GatewayMetrics())
         self.worker = FakeWorker()
         self.posts = [FakePost() for _ in range(posts)]
         self.board.post_links = {str(i): cast(PostLink, post) for i, post in enumerate(self.posts)}
+
+    def free(self, reservation_id: str, cached_tokens: int | None, output_tokens: int) -> None:
+        self.freed.append(reservation_id)
+        self.outcomes.append((cached_tokens, output_tokens))
 
     def connect(self, post: int = 0, index: int = 0) -> tuple[LiveStream, FakeSink]:
         sink = FakeSink()
@@ -142,6 +147,22 @@ def test_a_stop_string_stops_the_engine() -> None:
     assert sink.ends == [finish]
     assert (stream.cached_tokens, stream.completion_tokens) == (3, 4)
     assert desk.computed == desk.freed == ["res-0"]
+    assert desk.outcomes == [(3, 4)]
+
+
+def test_the_router_hears_how_a_request_ended_however_it_did() -> None:
+    desk = Desk()
+    never_started, _ = desk.connect()
+    desk.board.cancel(never_started)
+    broken_off, _ = desk.connect()
+    desk.board.on_started(broken_off.slot, 0)
+    desk.board.on_failed(broken_off.slot, unavailable("x"))
+    finished, _ = desk.connect()
+    desk.board.on_started(finished.slot, 2)
+    desk.board.on_ended(finished.slot, FinishReason.LENGTH, None, 9)
+    desk.board.on_finished(finished.slot, Finish(FinishReason.LENGTH, completion_tokens=8))
+    assert desk.freed == ["res-0", "res-1", "res-2"]
+    assert desk.outcomes == [(None, 0), (0, 0), (2, 8)]
 
 
 def test_an_engine_that_is_done_is_not_cancelled() -> None:
