@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from services.common.access import access_interceptors
 from services.common.runner import Stop, run
 from services.common.server import GrpcServer
 from services.router.cost import CostModel
@@ -24,8 +25,16 @@ def make_store(settings: RouterSettings) -> Store:
     if not url:
         return MemoryStore()
     from services.router.store.redis import RedisStore
+    from services.router.store.redis_target import Credentials
 
-    return RedisStore(url, settings.redis_prefix, settings.redis_timeout_s)
+    credentials = Credentials(
+        settings.redis_password.get_secret_value(),
+        settings.redis_sentinel_password.get_secret_value(),
+        settings.redis_ca_file,
+        settings.redis_cert_file,
+        settings.redis_key_file,
+    )
+    return RedisStore(url, settings.redis_prefix, settings.redis_timeout_s, credentials=credentials)
 
 
 async def serve(settings: RouterSettings, stop: Stop, on_listening: asyncio.Future[int] | None = None) -> None:
@@ -46,7 +55,7 @@ async def serve(settings: RouterSettings, stop: Stop, on_listening: asyncio.Futu
         settings.temperature,
     )
     service = RouterService(router, cost)
-    server = GrpcServer(settings, router_pb2.DESCRIPTOR)
+    server = GrpcServer(settings, router_pb2.DESCRIPTOR, access_interceptors(settings))
     router_pb2_grpc.add_RouterServicer_to_server(service, server.server)
     await server.start()
     router.start()
