@@ -23,13 +23,15 @@ check: setup ## lint, formatting and types
 	@.venv/bin/ruff check --quiet .
 	@.venv/bin/ruff format --quiet --check .
 	@.venv/bin/mypy --no-error-summary
+	@.venv/bin/mypy --no-error-summary --config-file clients/python/pyproject.toml clients/python/src
 
 format: setup ## format the code and fix what can be fixed
 	@.venv/bin/ruff check --quiet --fix-only .
 	@.venv/bin/ruff format .
 
-protos: setup ## generate sluice/v1 from protos/
+protos: setup ## generate sluice/v1 and the Python client's messages from protos/
 	@scripts/protos.sh
+	@clients/python/generate.sh
 
 lock: setup ## pin the dependencies again; ARGS=--upgrade takes the newest versions
 	@scripts/lock.sh $(ARGS)
