@@ -1,0 +1,177 @@
+"""Tokens on every router RPC, over real gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from pydantic import SecretStr
+
+from services.common import access
+from services.common.channels import open_channel
+from services.common.errors import ErrorKind, SluiceError
+from services.common.grpc_errors import from_rpc_error
+from services.common.packing import pack_u32
+from services.gateway.clients.catalogue import Catalogue
+from services.gateway.clients.router import RouterClient
+from services.gateway.generation import Tokenized
+from sluice.v1 import router_pb2, router_pb2_grpc
+from tests.support.router_cluster import MODEL, FakeWorker, RouterProcess, routers, until
+from tests.support.tiny_models import build_tiny_model
+from tests.support.workers import hosted
+
+SERVICE = router_pb2.DESCRIPTOR.services_by_name["Router"]
+
+
+class Caller:
+    """A stub on a channel that shows a token, or none."""
+
+    def __init__(self, router: RouterProcess, token: str | None) -> None:
+        self.channel = open_channel(f"127.0.0.1:{router.port}", token=None if token is None else lambda: token)
+        self.stub = router_pb2_grpc.RouterStub(self.channel)
+        self.port = router.port
+
+
+async def outcome(call: Any) -> SluiceError | None:
+    """How a call of any kind ends: the error, or None when it is answered."""
+    try:
+        if isinstance(call, grpc.aio.UnaryUnaryCall):
+            await asyncio.wait_for(call, 20)
+        else:
+            await asyncio.wait_for(call.read(), 20)
+            if call.done() and await call.code() is not grpc.StatusCode.OK:
+                raise AssertionError("an error that read did not raise")
+    except grpc.aio.AioRpcError as error:
+        return from_rpc_error(error, "router")
+    finally:
+        call.cancel()
+    return None
+
+
+def every_rpc(stub: Any) -> list[tuple[str, Callable[[], Any]]]:
+    """A call of each method the service has; a new method is in here by itself."""
+    calls: list[tuple[str, Callable[[], Any]]] = []
+    for method in SERVICE.methods:
+        request: type[Message] = getattr(router_pb2, method.input_type.name)
+        invoke = getattr(stub, method.name)
+        calls.append((method.name, invoke if method.client_streaming else lambda i=invoke, r=request: i(r())))
+    return calls
+
+
+async def test_no_rpc_answers_without_a_valid_token() -> None:
+    async with routers(token=SecretStr("right")) as (router,):
+        for token, code in ((None, "token_missing"), ("wrong", "invalid_token"), ("", "invalid_token")):
+            caller = Caller(router, token)
+            calls = every_rpc(caller.stub)
+            assert len(calls) == len(SERVICE.methods) >= 12
+            for name, call in calls:
+                error = await outcome(call())
+                assert error is not None, name
+                assert (error.kind, error.code) == (ErrorKind.UNAUTHENTICATED, code), name
+            await caller.channel.close()
+        caller = Caller(router, "right")
+        for name, call in every_rpc(caller.stub):
+            if name != "Attach":  # says nothing before it is spoken to
+                error = await outcome(call())
+                assert error is None or error.kind is not ErrorKind.UNAUTHENTICATED, name
+        await caller.channel.close()
+
+
+async def test_health_and_reflection_are_open_unless_told_otherwise() -> None:
+    for open_health in (True, False):
+        async with routers(token=SecretStr("right"), open_health=open_health) as (router,):
+            for token in (None, "right"):
+                caller = Caller(router, token)
+                health = await outcome(
+                    health_pb2_grpc.HealthStub(caller.channel).Check(health_pb2.HealthCheckRequest())
+                )
+                asked = iter([reflection_pb2.ServerReflectionRequest(list_services="*")])
+                stub = reflection_pb2_grpc.ServerReflectionStub(caller.channel)
+                reflected = await outcome(stub.ServerReflectionInfo(asked))
+                for error in (health, reflected):
+                    if open_health or token:
+                        assert error is None
+                    else:
+                        assert error is not None
+                        assert error.kind is ErrorKind.UNAUTHENTICATED
+                await caller.channel.close()
+
+
+async def test_tokens_rotate_without_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(access, "LOOK_EVERY_S", 0.0)
+    path = tmp_path / "tokens"
+    path.write_text("old\n")
+    async with routers(tokens_file=path) as (router,):
+        old, new = Caller(router, "old"), Caller(router, "new")
+
+        async def works(caller: Caller) -> bool:
+            error = await outcome(caller.stub.ListWorkers(router_pb2.ListWorkersRequest()))
+            assert error is None or error.kind is ErrorKind.UNAUTHENTICATED
+            return error is None
+
+        await until(lambda: works(old))
+        assert not await works(new)
+        for tokens, old_works, new_works in (("old\nnew\n", True, True), ("new\n", False, True)):
+            fresh = tmp_path / "fresh"
+            fresh.write_text(tokens)
+            os.replace(fresh, path)
+            assert (await works(old), await works(new)) == (old_works, new_works)
+        await old.channel.close()
+        await new.channel.close()
+
+
+async def test_gateway_clients_and_workers_show_their_token() -> None:
+    async with routers(token=SecretStr("right")) as (router,):
+        caller = Caller(router, "right")
+        worker = FakeWorker("a")
+        await worker.attach(caller)  # type: ignore[arg-type]  # all it needs is a stub
+        client = RouterClient([f"127.0.0.1:{router.port}"], None, 20, owner="me", token=lambda: "right")
+        catalogue = Catalogue(client.replicas, lambda entry: None, lambda worker_id: None, client.owner)
+        await client.replicas.start()
+        following = asyncio.create_task(catalogue.run())
+        reporting = asyncio.create_task(client.run_reports())
+        assert await client.replicas.wait_ready(20)
+        await until(lambda: "a" in catalogue.workers)
+        route = await client.route("r", MODEL, Tokenized(pack_u32(range(64)), b"", "", b"", b"", 0, b""), 16)
+        assert route.worker_id == "a"
+        client.free(route.reservation_id, 0, 5)
+        await client.flush_reports(20)
+        decisions = await caller.stub.GetDecisions(router_pb2.GetDecisionsRequest())
+        (decision,) = decisions.decisions
+        assert (decision.delivered_cached_tokens, decision.output_tokens) == (0, 5)
+        loads = await caller.stub.GetLoads(router_pb2.GetLoadsRequest())
+        assert [load.requests for load in loads.loads] == [0]
+        for task in (following, reporting):
+            task.cancel()
+        await client.replicas.close()
+        await worker.detach()
+        await caller.channel.close()
+
+
+async def test_a_worker_attaches_with_its_token_file(tmp_path: Path) -> None:
+    tokens = tmp_path / "token"
+    tokens.write_text("right\n")
+    folder = build_tiny_model(tmp_path / "tiny")
+    async with routers(tokens_file=tokens) as (router,):
+        caller = Caller(router, "right")
+
+        async def attached() -> list[str]:
+            answer = await caller.stub.ListWorkers(router_pb2.ListWorkersRequest())
+            return [worker.worker_id for worker in answer.workers]
+
+        address = f"127.0.0.1:{router.port}"
+        async with hosted(folder, routers=[address], router_token_file=tokens, worker_id="w") as _:
+
+            async def is_there() -> bool:
+                return await attached() == ["w"]
+
+            await until(is_there)
+        await caller.channel.close()
