@@ -8,12 +8,17 @@ import logging
 from services.common.access import access_interceptors
 from services.common.runner import Stop, run
 from services.common.server import GrpcServer
+from services.common.tls import channel_credentials
 from services.router.cost import CostModel
+from services.router.disaggregation import DisaggRules
+from services.router.messages import used_blocks
+from services.router.preprocess import PreprocessBodies
 from services.router.router import Router, RouterConfig
 from services.router.service import RouterService
 from services.router.settings import RouterSettings
 from services.router.store.base import Store
 from services.router.store.memory import MemoryStore
+from services.router.thresholds import Thresholds
 from sluice.v1 import router_pb2, router_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -37,16 +42,40 @@ def make_store(settings: RouterSettings) -> Store:
     return RedisStore(url, settings.redis_prefix, settings.redis_timeout_s, credentials=credentials)
 
 
+def make_config(settings: RouterSettings) -> RouterConfig:
+    """What the router needs of the settings."""
+    return RouterConfig(
+        policy=settings.policy,
+        lease_ms=settings.lease_ms,
+        reservation_ttl_ms=int(settings.reservation_ttl_s * 1000),
+        owner_lease_ms=settings.owner_lease_ms,
+        decisions_kept=settings.decisions_kept,
+        session_ttl_ms=int(settings.session_ttl_s * 1000),
+        thresholds=Thresholds(settings.busy_kv_share, settings.busy_prefill_tokens, settings.busy_requests),
+        wait_ms=settings.wait_ms,
+        line_limit=settings.line_limit,
+        disagg=DisaggRules(
+            settings.wait_for_prefill,
+            settings.enforce_disagg,
+            settings.prefill_wait_s,
+            settings.bypass_uncached_tokens,
+        ),
+    )
+
+
+def make_bodies(settings: RouterSettings) -> PreprocessBodies | None:
+    """The preprocess service the settings name, if they do."""
+    if not settings.preprocess:
+        return None
+    return PreprocessBodies(settings.preprocess, channel_credentials(settings), settings.preprocess_timeout_s)
+
+
 async def serve(settings: RouterSettings, stop: Stop, on_listening: asyncio.Future[int] | None = None) -> None:
     """Serves until `stop` is set; `on_listening` is given the port."""
-    config = RouterConfig(
-        settings.policy,
-        settings.lease_ms,
-        int(settings.reservation_ttl_s * 1000),
-        settings.owner_lease_ms,
-        settings.decisions_kept,
+    bodies = make_bodies(settings)
+    router = Router(
+        make_store(settings), make_config(settings), on_death=stop.fail, used_blocks=used_blocks, bodies=bodies
     )
-    router = Router(make_store(settings), config, on_death=stop.fail)
     cost = CostModel(
         settings.prefill_load_scale,
         settings.device_credit,
@@ -57,6 +86,8 @@ async def serve(settings: RouterSettings, stop: Stop, on_listening: asyncio.Futu
     service = RouterService(router, cost)
     server = GrpcServer(settings, router_pb2.DESCRIPTOR, access_interceptors(settings))
     router_pb2_grpc.add_RouterServicer_to_server(service, server.server)
+    if bodies is not None:
+        await bodies.start()
     await server.start()
     router.start()
     if on_listening is not None:
@@ -73,6 +104,8 @@ async def serve(settings: RouterSettings, stop: Stop, on_listening: asyncio.Futu
     service.stop()
     await server.stop(settings.drain_s)
     await router.close()
+    if bodies is not None:
+        await bodies.close()
 
 
 def main() -> None:

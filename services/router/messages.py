@@ -12,6 +12,7 @@ from services.router.cost import CostModel, Load
 from services.router.decisions import Decision, Outcome
 from services.router.dialogue import Leaving, Replies, Report, Said, SnapshotChunk
 from services.router.events import HASH_BYTES, BlockOp, EventBatch, Kind, Tier
+from services.router.headers import headers_of
 from services.router.index import Overlap
 from services.router.queries import Prompt, Query, Route
 from services.router.registry import Happening, News
@@ -33,6 +34,7 @@ _TIER_NUMBERS = {
     Tier.HOST: common_pb2.CACHE_TIER_HOST,
     Tier.DISK: common_pb2.CACHE_TIER_DISK,
 }
+_MODES = router_pb2.RouteQueryRequest.Mode.values()
 _KINDS = {
     Happening.UP: router_pb2.WorkerChange.KIND_UP,
     Happening.DOWN: router_pb2.WorkerChange.KIND_DOWN,
@@ -108,6 +110,11 @@ def reported(report: bytes) -> list[common_pb2.WorkerLoad]:
     return list(router_pb2.Heartbeat.FromString(report).loads)
 
 
+def used_blocks(report: bytes) -> list[int]:
+    """KV blocks in use by rank, out of a worker's last heartbeat."""
+    return [load.used_blocks for load in reported(report)]
+
+
 def said(message: router_pb2.AttachRequest, worker: Worker) -> Said:
     """A message of an attached worker; SluiceError(INVALID_ARGUMENT) for nonsense."""
     which = message.WhichOneof("message")
@@ -172,14 +179,17 @@ def prompt_of(prompt: router_pb2.PromptRef, lora: str, cache_salt: str) -> Promp
         prompt.prompt_tokens,
         lora,
         cache_salt,
+        prompt.openai_body,
     )
 
 
 def query_of(request: router_pb2.RouteQueryRequest, defaults: CostModel) -> Query:
     """A query; SluiceError(INVALID_ARGUMENT) when it cannot be."""
+    if request.mode not in _MODES:
+        raise invalid(f"Mode {request.mode} is not known.", param="mode")
     reserve = request.mode == router_pb2.RouteQueryRequest.MODE_SELECT_AND_RESERVE
-    if reserve and not request.request_id:
-        raise invalid("A reservation needs a request_id.", param="request_id")
+    if reserve:
+        check_request_id(request.request_id)
     return Query(
         request.model,
         prompt_of(request.prompt, request.lora, request.cache_salt),
@@ -191,7 +201,19 @@ def query_of(request: router_pb2.RouteQueryRequest, defaults: CostModel) -> Quer
         request.ttl_ms,
         request.explain,
         request.owner,
+        request.priority,
+        request.session_id,
+        request.session_ttl_ms,
+        request.max_wait_ms,
     )
+
+
+def check_request_id(request_id: str) -> None:
+    """SluiceError(INVALID_ARGUMENT) for one that nothing can be booked under."""
+    if not request_id:
+        raise invalid("A reservation needs a request_id.", param="request_id")
+    if "\0" in request_id:
+        raise invalid("A request_id cannot contain a NUL character.", param="request_id")
 
 
 def _cost_model(overrides: router_pb2.CostOverrides, defaults: CostModel) -> CostModel:
@@ -210,11 +232,10 @@ def overlap_of(overlap: Overlap) -> router_pb2.Overlap:
 
 def answer_of(route: Route) -> router_pb2.RouteQueryResponse:
     """The answer to a query."""
-    worker, rank = route.worker, str(route.rank)
+    prefill = route.prefill_worker
     return router_pb2.RouteQueryResponse(
-        decode=router_pb2.WorkerTarget(
-            worker_id=worker.worker_id, address=worker.address, data_parallel_rank=route.rank
-        ),
+        decode=_target(Slot(route.worker.worker_id, route.rank), route.worker.address),
+        prefill=None if prefill is None else _target(Slot(prefill.worker_id, route.prefill_rank), prefill.address),
         overlap=overlap_of(route.overlap),
         tokens_to_compute=route.tokens_to_compute,
         reservation_id=route.reservation_id,
@@ -232,12 +253,11 @@ def answer_of(route: Route) -> router_pb2.RouteQueryResponse:
             )
             for score in route.scores
         ],
-        headers={
-            "x-gateway-destination-endpoint": worker.address,
-            "x-dynamo-worker-instance-id": worker.worker_id,
-            "x-dynamo-dp-rank": rank,
-        },
+        headers=headers_of(route),
         best_overlap_blocks=route.best_overlap_blocks,
+        waited_ms=route.waited_ms,
+        session_hit=route.session_hit,
+        prefill_skipped=route.prefill_skipped,
     )
 
 

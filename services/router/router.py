@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 
-from services.common.errors import SluiceError, not_found, unavailable
+from services.common.errors import SluiceError, invalid, not_found, unavailable
 from services.common.tasks import TaskOwner
 from services.router.bodies import Bodies, NoBodies
 from services.router.book import AllBusy, Choice
@@ -165,6 +165,8 @@ class Router:
         """The prompt by its tokens, if it came as an OpenAI body."""
         if not prompt.openai_body:
             return prompt
+        if prompt.token_ids or prompt.block_hashes:
+            raise invalid("Give one of token_ids, block_hashes and openai_body.", param="prompt")
         _, workers = self._serving(model)
         return await self._bodies.tokenized(model, prompt, workers)
 

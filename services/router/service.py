@@ -77,8 +77,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         return await self._unary("add", self._add, request, context)
 
     async def _add(self, request: router_pb2.AddRequestRequest) -> router_pb2.AddRequestResponse:
-        if not request.request_id:
-            raise invalid("A reservation needs a request_id.", param="request_id")
+        messages.check_request_id(request.request_id)
         prompt = messages.prompt_of(request.prompt, request.lora, request.cache_salt)
         only = frozenset((request.worker_id,))
         query = Query(
@@ -165,6 +164,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
     ) -> router_pb2.GetOverlapsResponse:
         async def handle(request: router_pb2.GetOverlapsRequest) -> router_pb2.GetOverlapsResponse:
             prompt = messages.prompt_of(request.prompt, request.lora, request.cache_salt)
+            prompt = await self._router.tokenized(request.model, prompt)
             return router_pb2.GetOverlapsResponse(
                 overlaps=[
                     router_pb2.WorkerOverlap(

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, FilePath, SecretStr
 
 from services.common.access import AccessSettings
-from services.common.settings import GrpcServiceSettings, settings_config
+from services.common.settings import CommaList, GrpcServiceSettings, settings_config
 
 PolicyName = Literal["kv", "round_robin", "random", "least_loaded", "power_of_two"]
 
@@ -39,6 +39,30 @@ class RouterSettings(AccessSettings, GrpcServiceSettings):
     host_credit: float = Field(0.75, ge=0, le=1, description="credit for a block in the worker's main memory")
     disk_credit: float = Field(0.25, ge=0, le=1, description="credit for a block on disk")
     temperature: float = Field(0.0, ge=0, description="0: the cheapest worker; above: a softmax over the costs")
+    session_ttl_s: float = Field(600.0, gt=0, description="seconds a session is remembered after its last request")
+    busy_kv_share: float = Field(
+        0.0, ge=0, le=1, description="a worker with this share of its KV blocks booked or in use is busy; 0: never"
+    )
+    busy_prefill_tokens: int = Field(
+        0, ge=0, description="a worker with so many prompt tokens booked and not computed yet is busy; 0: never"
+    )
+    busy_requests: int = Field(0, ge=0, description="a worker with so many requests booked is busy; 0: never")
+    wait_ms: int = Field(
+        0, ge=0, description="how long requests that do not say wait in line while all workers are busy, milliseconds"
+    )
+    line_limit: int = Field(1_000, ge=1, description="requests that wait in line, most of a model")
+    wait_for_prefill: bool = Field(
+        False, description="while decode workers have no prefill worker: wait for the first one, at most prefill-wait-s"
+    )
+    enforce_disagg: bool = Field(False, description="after that wait fail instead of letting one worker do it all")
+    prefill_wait_s: float = Field(30.0, ge=0, description="longest wait for the first prefill worker, seconds")
+    bypass_uncached_tokens: int = Field(
+        0, ge=0, description="prompts with no more tokens than this left to compute skip the prefill workers; 0: none"
+    )
+    preprocess: CommaList = Field(
+        [], description="host:port of preprocess, names mean all addresses; empty: queries by OpenAI body are refused"
+    )
+    preprocess_timeout_s: float = Field(15.0, gt=0, description="longest wait for preprocess")
     lease_ms: int = Field(6_000, ge=300, description="a worker that is silent for this long is gone, milliseconds")
     owner_lease_ms: int = Field(
         10_000, ge=300, description="reservations of an owner whose stream is gone for this long are given back, ms"

@@ -1,0 +1,124 @@
+"""The prompt inside an OpenAI chat completion or completion body."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar
+
+from services.common.errors import SluiceError, invalid
+from services.common.packing import pack_u32
+
+PARAM = "prompt.openai_body"
+MAX_TOKEN_ID = 2**32 - 1
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class ChatBody:
+    """What of a chat completion decides the prompt, JSON where it is passed on as it came; empty: not given."""
+
+    messages_json: bytes
+    tools_json: bytes = b""
+    tool_choice_json: bytes = b""
+    template_kwargs_json: bytes = b""
+    documents_json: bytes = b""
+    chat_template: str = ""
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TextBody:
+    """A completion of a text."""
+
+    text: str
+    add_special_tokens: bool | None = None
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBody:
+    """A completion of token ids, packed u32."""
+
+    token_ids: bytes
+    cache_salt: str = ""
+
+
+Body = ChatBody | TextBody | TokenBody
+
+
+def read_body(text: bytes) -> Body:
+    """The prompt of a body; SluiceError(INVALID_ARGUMENT) when it holds none.
+
+    Args:
+        text: JSON, UTF-8.
+    """
+    try:
+        body = json.loads(text, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise _wrong("is no JSON") from error
+    if not isinstance(body, dict):
+        raise _wrong("is no JSON object")
+    if "messages" in body:
+        return _chat(body)
+    if "prompt" in body:
+        return _completion(body)
+    raise _wrong("has neither messages nor prompt")
+
+
+def _chat(body: Mapping[str, Any]) -> ChatBody:
+    messages = body["messages"]
+    if not isinstance(messages, list) or not messages:
+        raise _wrong("has messages that are no list or an empty one")
+    kwargs = dict(_field(body, "chat_template_kwargs", dict) or {})
+    if (effort := _field(body, "reasoning_effort", str)) is not None:
+        kwargs.setdefault("reasoning_effort", effort)
+    return ChatBody(
+        messages_json=_dump(messages),
+        tools_json=_dump(_field(body, "tools", list)),
+        tool_choice_json=_dump(body.get("tool_choice")),
+        template_kwargs_json=_dump(kwargs or None),
+        documents_json=_dump(_field(body, "documents", list)),
+        chat_template=_field(body, "chat_template", str) or "",
+        add_generation_prompt=_field(body, "add_generation_prompt", bool),
+        continue_final_message=bool(_field(body, "continue_final_message", bool)),
+        cache_salt=_field(body, "cache_salt", str) or "",
+    )
+
+
+def _completion(body: Mapping[str, Any]) -> TextBody | TokenBody:
+    prompt, salt = body["prompt"], _field(body, "cache_salt", str) or ""
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        return TextBody(prompt, _field(body, "add_special_tokens", bool), salt)
+    if isinstance(prompt, list) and prompt and all(map(_is_token_id, prompt)):
+        return TokenBody(pack_u32(prompt), salt)
+    raise _wrong("must have one prompt: a string or a list of token ids")
+
+
+def _field(body: Mapping[str, Any], name: str, kind: type[T]) -> T | None:
+    value = body.get(name)
+    if value is not None and not isinstance(value, kind):
+        raise _wrong(f"has a {name} that is no {kind.__name__}")
+    return value
+
+
+def _is_token_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_TOKEN_ID
+
+
+def _dump(value: Any) -> bytes:
+    return b"" if value is None else json.dumps(value).encode()
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _wrong(what: str) -> SluiceError:
+    return invalid(f"The openai_body {what}.", param=PARAM)
