@@ -7,18 +7,14 @@ blocks), and no rank can hold more than its card says.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from services.router.events import EventBatch, Snapshot
 from services.router.holding import Holding, Outcome
+from services.router.matching import Lookup, bits_of, depths
 from services.router.tier import Shelf, TierTable
 from services.router.workers import Slot
-
-# Below this many blocks a walk is cheaper than bisecting, and exact even if an engine evicted out of the middle.
-_WALK_BELOW = 64
-
-_Lookup = Callable[[int, int], int]
 
 
 class Overlap(NamedTuple):
@@ -109,15 +105,24 @@ class BlockIndex:
         if not hashes:
             return {}
         device, host, disk = (table.holders for table in self._tables)
-        on_device = _depths(device.get, hashes)
         if not host and not disk:
-            return {self._slot_of_bit[bit]: Overlap(depth) for bit, depth in on_device.items()}
-        up_to_host = _depths(lambda h, none: device.get(h, none) | host.get(h, none), hashes)
-        up_to_disk = _depths(lambda h, none: device.get(h, none) | host.get(h, none) | disk.get(h, none), hashes)
+            return self._by_slot(device.get, hashes)
+        near = self._by_slot(device.get, hashes)
+        middle = self._by_slot(lambda h, none: device.get(h, none) | host.get(h, none), hashes)
+        far = self._by_slot(lambda h, none: device.get(h, none) | host.get(h, none) | disk.get(h, none), hashes)
         found: dict[Slot, Overlap] = {}
-        for bit, reach in up_to_disk.items():
-            near, middle = on_device.get(bit, 0), up_to_host.get(bit, 0)
-            found[self._slot_of_bit[bit]] = Overlap(near, middle - near, reach - middle)
+        for slot, reach in far.items():
+            on_device, up_to_host = near.get(slot, NO_OVERLAP).device, middle.get(slot, NO_OVERLAP).device
+            found[slot] = Overlap(on_device, up_to_host - on_device, reach.device - up_to_host)
+        return found
+
+    def _by_slot(self, lookup: Lookup, hashes: Sequence[int]) -> dict[Slot, Overlap]:
+        """As if all that `lookup` finds were on the device; ranks with the same overlap share one object."""
+        slot_of, found = self._slot_of_bit, {}
+        for bits, depth in depths(lookup, hashes):
+            overlap = Overlap(depth)
+            for bit in bits_of(bits):
+                found[slot_of[bit]] = overlap
         return found
 
 
@@ -127,51 +132,3 @@ def _lowest_free(taken: dict[int, Slot]) -> int:
     while bit in taken:
         bit += 1
     return bit
-
-
-def _depths(lookup: _Lookup, hashes: Sequence[int]) -> dict[int, int]:
-    """Bit → length of the prefix it holds, for the bits that hold any."""
-    mask = lookup(hashes[0], 0)
-    if not mask:
-        return {}
-    search = _walk if len(hashes) < _WALK_BELOW else _bisect
-    depths: dict[int, int] = {}
-    for lost, depth in search(lookup, hashes, mask):
-        for bit in _bits_of(lost):
-            depths[bit] = depth
-    return depths
-
-
-def _walk(lookup: _Lookup, hashes: Sequence[int], mask: int) -> Iterator[tuple[int, int]]:
-    """(bits whose prefix ends there, its length), block by block."""
-    for depth in range(1, len(hashes)):
-        kept = mask & lookup(hashes[depth], 0)
-        if kept != mask:
-            yield mask ^ kept, depth
-            mask = kept
-            if not mask:
-                return
-    yield mask, len(hashes)
-
-
-def _bisect(lookup: _Lookup, hashes: Sequence[int], mask: int) -> Iterator[tuple[int, int]]:
-    """The same in O(distinct depths · log blocks) look-ups."""
-    low = 0  # every bit of mask holds the blocks up to here
-    while mask:
-        high = len(hashes)  # some bit of mask does not hold this one
-        while high - low > 1:
-            middle = (low + high) // 2
-            if lookup(hashes[middle], 0) & mask == mask:
-                low = middle
-            else:
-                high = middle
-        kept = mask & lookup(hashes[high], 0) if high < len(hashes) else 0
-        yield mask ^ kept, high
-        mask, low = kept, high
-
-
-def _bits_of(mask: int) -> Iterator[int]:
-    while mask:
-        lowest = mask & -mask
-        yield lowest.bit_length() - 1
-        mask ^= lowest
