@@ -53,7 +53,8 @@ class Process:
     """One process of the suite.
 
     `port` is where it listens on `host`; `health` is how it says that it is ready; `env` is added to the environment
-    and holds what must not be seen in a list of processes.
+    and holds what must not be seen in a list of processes. `workers` is how many of them the gateway must have found to
+    be ready.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Process:
     port: int
     health: Literal["grpc", "http"] = "grpc"
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
+    workers: int = 0
 
     @property
     def address(self) -> str:
@@ -171,6 +173,7 @@ def plan(options: Options, free_port: Callable[[], int]) -> list[Process]:
         options.host,
         port,
         "http",
+        workers=options.workers,
     )
     return [
         *grpc_services("preprocess", "--models", str(model)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -58,7 +59,19 @@ class Probe:
             return "no answer"
         except (OSError, ValueError):
             return STARTING
-        return "" if status == 200 else f"not ready yet: {body[:_MOST_REASON]}" if body else "not ready yet"
+        if status != 200:
+            return f"not ready yet: {body[:_MOST_REASON]}" if body else "not ready yet"
+        return self._missing_workers(body)
+
+    def _missing_workers(self, body: str) -> str:
+        if not self._process.workers:
+            return ""
+        try:
+            connected = json.loads(body)["workers"]
+        except (ValueError, KeyError, TypeError):
+            return "its answer cannot be read"
+        wanted = self._process.workers
+        return "" if connected >= wanted else f"connected to {connected} of {wanted} workers"
 
     async def _get(self, path: str) -> tuple[int, str]:
         reader, writer = await asyncio.open_connection(self._host, self._process.port)
