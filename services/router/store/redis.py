@@ -6,6 +6,7 @@ keys; all of a model's keys share one hash tag.
 
 from __future__ import annotations
 
+import struct
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -219,12 +220,13 @@ class RedisStore(Store):
             *_owner(terms.owner),
             "1" if (limited := any(offer.limits for offer in offers)) else "",
         ]
+        numbers: list[float] = []
         for offer in offers:
-            slot = offer.slot
-            args += (slot.worker_id, slot.field, offer.uncached, offer.added)
-            args += (offer.held, offer.book_prefill, offer.book_decode)
+            numbers += (offer.uncached, offer.added, offer.held, offer.book_prefill, offer.book_decode)
             if limited:
-                args += [min(limit, NEVER) for limit in offer.limits or NO_LIMITS]
+                numbers += [min(limit, NEVER) for limit in offer.limits or NO_LIMITS]
+        args.append(struct.pack(f"<{len(numbers)}d", *numbers))
+        args += [offer.slot.field for offer in offers]
         args += terms.allowed or ()
         field, expires, repeated = await self._client.run("select", self._tag(model), *args)
         if not field:

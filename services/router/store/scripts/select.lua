@@ -1,38 +1,42 @@
 -- ARGV: request id ("" books nothing), ttl ms, prefill scale, temperature, random number in [0, 1), offers, allowed
--- workers or "*", output, owner ("" for none), its lease ms, "1" when offers have limits, then 7 values an offer (worker,
--- slot, uncached, added, held, prefill and decode to book) and with limits 3 more (prefill, decode, requests from which
--- on the slot takes nothing), then the allowed workers.
+-- workers or "*", output, owner ("" for none), its lease ms, "1" when offers have limits, numbers of the offers, then
+-- their slots, then the allowed workers. An offer's numbers are 5 doubles (uncached, added, held, prefill and decode to
+-- book) and with limits 3 more (prefill, decode, requests from which on the slot takes nothing).
 -- Returns {slot, expires ms, 1 when it was booked before}; the slot is "" when all are at their limits.
 local request, scale, temperature = ARGV[1], tonumber(ARGV[3]), tonumber(ARGV[4])
-local offers, first, limited = tonumber(ARGV[6]), 12, ARGV[11] == '1'
-local width = limited and 10 or 7
+local offers, first, limited, numbers = tonumber(ARGV[6]), 13, ARGV[11] == '1', ARGV[12]
+local width = limited and 64 or 40
 
 if request ~= '' then
   local packed = redis.call('HGET', RESERVATIONS, request)
   if packed then
     local held = cmsgpack.unpack(packed)
     local fits = ARGV[7] == '*'
-    for at = first + offers * width, #ARGV do fits = fits or ARGV[at] == held.w end
+    for at = first + offers, #ARGV do fits = fits or ARGV[at] == held.w end
     if held.x > now_ms() and fits then return {held.s, held.x, 1} end
     unbook(request, packed)
   end
 end
 
-local slots = {}
-for offer = 0, offers - 1 do slots[#slots + 1] = ARGV[first + offer * width + 1] end
-local prefills = redis.call('HMGET', PREFILL, unpack(slots))
-local decodes = redis.call('HMGET', DECODE, unpack(slots))
-local counts = limited and redis.call('HMGET', REQUESTS, unpack(slots))
-local costs, starts, low, high = {}, {}, math.huge, -math.huge
+local last = first + offers - 1
+local prefills = redis.call('HMGET', PREFILL, unpack(ARGV, first, last))
+local decodes = redis.call('HMGET', DECODE, unpack(ARGV, first, last))
+local counts = limited and redis.call('HMGET', REQUESTS, unpack(ARGV, first, last))
+local costs, able, held, low, high = {}, {}, {}, math.huge, -math.huge
 for offer = 1, offers do
-  local at = first + (offer - 1) * width
+  local at = 1 + (offer - 1) * width
+  local uncached, added, blocks = struct.unpack('<ddd', numbers, at)
   local prefill = tonumber(prefills[offer] or 0) / 1000
   local decode = tonumber(decodes[offer] or 0) / 1000
-  local busy = limited and (prefill >= tonumber(ARGV[at + 7]) or decode >= tonumber(ARGV[at + 8])
-    or tonumber(counts[offer] or 0) >= tonumber(ARGV[at + 9]))
+  local busy = false
+  if limited then
+    local most_prefill, most_decode, most_requests = struct.unpack('<ddd', numbers, at + 40)
+    busy = prefill >= most_prefill or decode >= most_decode or tonumber(counts[offer] or 0) >= most_requests
+  end
   if not busy then
-    local cost = scale * math.max(prefill + tonumber(ARGV[at + 2]), 0) + decode + tonumber(ARGV[at + 3])
-    costs[#costs + 1], starts[#starts + 1] = cost, at
+    local cost = scale * math.max(prefill + uncached, 0) + decode + added
+    local count = #costs + 1
+    costs[count], able[count], held[count] = cost, offer, blocks
     low, high = math.min(low, cost), math.max(high, cost)
   end
 end
@@ -54,16 +58,17 @@ if temperature > 0 then
 else
   local ties, fewest = {}, math.huge
   for offer = 1, offers do
-    local held = tonumber(ARGV[starts[offer] + 4])
-    if costs[offer] == low and held < fewest then ties, fewest = {}, held end
-    if costs[offer] == low and held == fewest then ties[#ties + 1] = offer end
+    if costs[offer] == low then
+      if held[offer] < fewest then ties, fewest = {}, held[offer] end
+      if held[offer] == fewest then ties[#ties + 1] = offer end
+    end
   end
   chosen = ties[1 + math.floor(tonumber(ARGV[5]) * #ties)]
 end
 
-local at = starts[chosen]
-if request == '' then return {ARGV[at + 1], 0, 0} end
+local slot = ARGV[first + able[chosen] - 1]
+if request == '' then return {slot, 0, 0} end
+local prefill, decode = struct.unpack('<dd', numbers, 1 + (able[chosen] - 1) * width + 24)
 local expires = now_ms() + ARGV[2]
-book(request, ARGV[at], ARGV[at + 1], tonumber(ARGV[at + 5]), tonumber(ARGV[at + 6]), expires,
-  tonumber(ARGV[8]), ARGV[9], ARGV[10])
-return {ARGV[at + 1], expires, 0}
+book(request, string.match(slot, '^(.*)/'), slot, prefill, decode, expires, tonumber(ARGV[8]), ARGV[9], ARGV[10])
+return {slot, expires, 0}
