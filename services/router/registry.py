@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from enum import Enum
+from itertools import chain
+from operator import attrgetter
 from typing import NamedTuple
 
 from services.router.workers import Worker
+
+_by_id = attrgetter("worker_id")
 
 
 class Happening(Enum):
@@ -63,6 +67,7 @@ class Registry:
 
     def __init__(self) -> None:
         self._workers: dict[str, dict[str, Worker]] = {}
+        self._in_order: dict[str, list[Worker]] = {}  # by id; of the models that were asked for since they changed
         self._watches: set[Watch] = set()
 
     def get(self, model: str, worker_id: str) -> Worker | None:
@@ -71,8 +76,13 @@ class Registry:
 
     def workers(self, model: str = "") -> list[Worker]:
         """Workers of one or all models, draining ones included, by id."""
-        groups = [self._workers.get(model, {})] if model else list(self._workers.values())
-        return sorted((worker for group in groups for worker in group.values()), key=lambda worker: worker.worker_id)
+        if not model:
+            return sorted(chain.from_iterable(map(dict.values, self._workers.values())), key=_by_id)
+        if model not in self._in_order:
+            if model not in self._workers:
+                return []
+            self._in_order[model] = sorted(self._workers[model].values(), key=_by_id)
+        return self._in_order[model].copy()
 
     def models(self) -> list[str]:
         """Models that have workers, by name."""
@@ -84,6 +94,7 @@ class Registry:
         if group.get(worker.worker_id) == worker:
             return
         group[worker.worker_id] = worker
+        self._in_order.pop(worker.model, None)
         self._tell(Happening.DOWN if worker.draining else Happening.UP, worker)
 
     def drain(self, model: str, worker_id: str, epoch: int) -> None:
@@ -91,6 +102,7 @@ class Registry:
         worker = self.get(model, worker_id)
         if worker is not None and worker.epoch == epoch and not worker.draining:
             draining = self._workers[model][worker_id] = replace(worker, draining=True)
+            self._in_order.pop(model, None)
             self._tell(Happening.DOWN, draining)
 
     def down(self, model: str, worker_id: str, epoch: int) -> Worker | None:
@@ -99,6 +111,7 @@ class Registry:
         if worker is None or worker.epoch != epoch:
             return None
         del self._workers[model][worker_id]
+        self._in_order.pop(model, None)
         if not self._workers[model]:
             del self._workers[model]
         if not worker.draining:  # of a draining one, watchers have heard

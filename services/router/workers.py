@@ -6,6 +6,7 @@ import base64
 import json
 from dataclasses import asdict, dataclass
 from enum import IntEnum
+from functools import lru_cache
 from typing import NamedTuple
 
 
@@ -35,6 +36,11 @@ class Slot(NamedTuple):
         return cls(worker_id, int(rank))
 
 
+@lru_cache(maxsize=8_192)  # asked for at every decision, of every worker
+def _slots(worker_id: str, ranks: int) -> tuple[Slot, ...]:
+    return tuple(Slot(worker_id, rank) for rank in range(ranks))
+
+
 @dataclass(frozen=True, slots=True)
 class Worker:
     """A registered worker; constant for its epoch but for `draining`.
@@ -57,9 +63,9 @@ class Worker:
     capabilities: tuple[str, ...] = ()
 
     @property
-    def slots(self) -> list[Slot]:
+    def slots(self) -> tuple[Slot, ...]:
         """One per data-parallel rank."""
-        return [Slot(self.worker_id, rank) for rank in range(self.ranks)]
+        return _slots(self.worker_id, self.ranks)
 
     def to_json(self) -> str:
         """As a store keeps it; `draining` is kept beside it."""

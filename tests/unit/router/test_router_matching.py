@@ -31,7 +31,7 @@ def test_a_longer_prompt_costs_its_logarithm(blocks: int) -> None:
 
 
 def test_ranks_that_reach_equally_far_are_found_together() -> None:
-    table = CountedTable({bit: 4_000 for bit in range(1_000)})
+    table = CountedTable(dict.fromkeys(range(1000), 4000))
     assert list(depths(table.get, range(6_250))) == [((1 << 1_000) - 1, 4_000)]
     assert table.lookups <= 14
 

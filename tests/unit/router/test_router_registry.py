@@ -103,3 +103,19 @@ def test_settings_refuse_bad_values(capsys: pytest.CaptureFixture[str]) -> None:
         RouterSettings.load(["--policy", "best"])
     assert ended.value.code == 2
     assert "--policy" in capsys.readouterr().err
+
+
+def test_workers_are_listed_by_id_after_every_change() -> None:
+    registry = Registry()
+    for name in ("b", "a"):
+        registry.up(worker(name))
+    assert registry.workers("m") == [worker("a"), worker("b")]
+    registry.workers("m").clear()  # the caller's own copy
+    registry.drain("m", "a", 1)
+    assert registry.workers("m") == registry.workers() == [replace(worker("a"), draining=True), worker("b")]
+    registry.down("m", "b", 1)
+    assert registry.workers("m") == [replace(worker("a"), draining=True)]
+    registry.up(worker("a", 2))
+    assert registry.workers("m") == [worker("a", 2)]
+    registry.down("m", "a", 2)
+    assert registry.workers("m") == registry.workers("unknown") == []
