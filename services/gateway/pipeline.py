@@ -19,7 +19,7 @@ from services.gateway.clients.preprocess import PreprocessClient
 from services.gateway.clients.router import RouterClient
 from services.gateway.clients.worker_link import WorkerLink
 from services.gateway.fleet import Fleet
-from services.gateway.generation import GenerationRequest, Route, Sink, TextPrompt, Tokenized, TokenPrompt
+from services.gateway.generation import ChatPrompt, GenerationRequest, Route, Sink, TextPrompt, Tokenized, TokenPrompt
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.switchboard import LiveStream, Switchboard
 
@@ -198,8 +198,9 @@ class Pipeline:
 
 def _fit(request: GenerationRequest, prompt: Tokenized, entry: WorkerEntry) -> int:
     """How many tokens may be generated; SluiceError(INVALID_ARGUMENT) when the prompt leaves no room."""
+    field = "messages" if isinstance(request.prompt, ChatPrompt) else "prompt"
     if prompt.length == 0:
-        raise invalid("The prompt is empty.", param="messages", code="empty_prompt")
+        raise invalid("The prompt is empty.", param=field, code="empty_prompt")
     limits = [limit for limit in (entry.context_length, prompt.context_length) if limit]
     context = min(limits, default=0)
     wanted = request.stop.max_tokens
@@ -211,7 +212,7 @@ def _fit(request: GenerationRequest, prompt: Tokenized, entry: WorkerEntry) -> i
         raise invalid(
             f"The prompt has {prompt.length} tokens, but the context of {request.model} holds {context}, "
             "prompt and answer together; shorten the prompt.",
-            param="messages",
+            param=field,
             code="context_length_exceeded",
         )
     room = context - prompt.length

@@ -76,6 +76,7 @@ def test_a_prompt_longer_than_the_context(http: httpx.Client) -> None:
     long = [{"role": "user", "content": "word " * 200_000}]
     check(post(http, messages=long), 400, "messages", "context_length_exceeded")
     check(post(http, messages=USER, max_tokens=10_000_000), 400, "max_tokens", "context_length_exceeded")
+    check(post(http, "/v1/completions", prompt="word " * 200_000), 400, "prompt", "context_length_exceeded")
 
 
 def test_a_broken_template(http: httpx.Client) -> None:
