@@ -47,6 +47,11 @@ class EventBatch:
     sequence: int
     ops: tuple[BlockOp, ...]
 
+    @property
+    def bytes(self) -> int:
+        """Of its hashes."""
+        return sum(len(op.hashes) for op in self.ops)
+
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:

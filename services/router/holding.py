@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import Enum
 
 from services.common.packing import pack_u64, unpack_u64
@@ -81,6 +81,16 @@ class Holding:
             shelf.store(unpack_u64(hashes))
         self.sequence = snapshot.sequence
         return Outcome.APPLIED
+
+    def filling(self, epoch: int, snapshot: Snapshot, step: int) -> Iterator[None]:
+        """Takes a snapshot into an empty holding, `step` bytes of hashes between two yields; not of another epoch."""
+        if epoch != self.epoch:
+            return
+        for shelf, hashes in zip(self.tiers, snapshot.tiers, strict=True):
+            for start in range(0, len(hashes), step):
+                shelf.store(unpack_u64(hashes[start : start + step]))
+                yield
+        self.sequence = snapshot.sequence
 
     def clear(self) -> None:
         """Forgets all blocks of all tiers."""

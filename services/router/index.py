@@ -7,7 +7,7 @@ blocks), and no rank can hold more than its card says.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from services.router.events import EventBatch, Snapshot
@@ -18,11 +18,17 @@ from services.router.workers import Slot
 
 
 class Overlap(NamedTuple):
-    """Leading blocks of a prompt by the nearest tier that holds them: first device, then host, then disk."""
+    """Leading blocks of a prompt by the nearest tier that holds them: first device, then host, then disk.
+
+    `predicted`: blocks after those that nobody reported but that are expected. `computing`: how many of the predicted
+    are being computed for other requests, so that they are in the rank's booked prefill already.
+    """
 
     device: int = 0
     host: int = 0
     disk: int = 0
+    predicted: int = 0
+    computing: int = 0
 
     @property
     def blocks(self) -> int:
@@ -61,6 +67,11 @@ class BlockIndex:
         holding = self._holdings.get(slot)
         return holding.blocks if holding else 0
 
+    def holds(self, slot: Slot, block: int) -> bool:
+        """Whether a rank holds a block on any tier."""
+        bit = self._bits.get(slot)
+        return bit is not None and any(table.holders.get(block, 0) >> bit & 1 for table in self._tables)
+
     def sequences(self, slots: Iterable[Slot]) -> dict[int, int]:
         """The last sequence number applied, by rank, for ranks that have one."""
         holdings = {slot.rank: self._holdings.get(slot) for slot in slots}
@@ -95,6 +106,11 @@ class BlockIndex:
         """Replaces a rank's blocks unless the snapshot is older than what is held."""
         holding = self._holdings.get(slot)
         return Outcome.STALE if holding is None else holding.replace(epoch, snapshot)
+
+    def filling(self, slot: Slot, epoch: int, snapshot: Snapshot, step: int) -> Iterator[None]:
+        """Takes a snapshot of a rank that holds nothing, `step` bytes of hashes between two yields."""
+        holding = self._holdings.get(slot)
+        return iter(()) if holding is None else holding.filling(epoch, snapshot, step)
 
     def match(self, hashes: Sequence[int]) -> dict[Slot, Overlap]:
         """How much of a prompt each rank holds as a prefix; ranks with nothing are left out.

@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 
 from services.router.cost import Load
-from services.router.events import BlocksChanged, BlocksReplaced, Change, Snapshot, WorkerDown, WorkerDraining, WorkerUp
+from services.router.events import (
+    BlocksChanged,
+    BlocksReplaced,
+    Change,
+    Kind,
+    Snapshot,
+    WorkerDown,
+    WorkerDraining,
+    WorkerUp,
+)
 from services.router.holding import Outcome
-from services.router.index import BlockIndex
+from services.router.index import BlockIndex, Overlap
+from services.router.predictions import Predictions
 from services.router.registry import Registry
 from services.router.store.base import Position, Pulse, Store
 from services.router.workers import Slot, Worker
 
 LOADS_AT_ONCE = 16
+BYTES_AT_ONCE = 64 << 10  # of block hashes, between two looks at what else there is to do
 
 
 class ModelView:
@@ -22,12 +34,20 @@ class ModelView:
 
     Args:
         index: kept by an embedded store, and only read here; None for one of the view's own.
+        predictions: what ranks are expected to hold, beside what they reported.
     """
 
-    def __init__(self, model: str, registry: Registry, index: BlockIndex | None = None) -> None:
+    def __init__(
+        self,
+        model: str,
+        registry: Registry,
+        index: BlockIndex | None = None,
+        predictions: Predictions | None = None,
+    ) -> None:
         self.model = model
         self.index = BlockIndex() if index is None else index
         self._owns_index = index is None
+        self.predictions = predictions or Predictions()
         self.loads: dict[Slot, Load] = {}
         self.reports: dict[str, bytes] = {}
         self.loaded = asyncio.Event()
@@ -50,6 +70,10 @@ class ModelView:
     def workers(self) -> list[Worker]:
         """Of this model, draining ones included."""
         return self._registry.workers(self.model)
+
+    def match(self, hashes: Sequence[int]) -> Mapping[Slot, Overlap]:
+        """How much of a prompt each rank holds or is expected to hold; ranks with nothing are left out."""
+        return self.predictions.added_to(self.index.match(hashes), hashes)
 
     def sequences(self, worker: Worker) -> dict[int, int]:
         """The last sequence number applied, by rank, for ranks that have one."""
@@ -103,15 +127,26 @@ class ModelView:
             async with gate:
                 found = await store.blocks(self.model, slot)
             index.open(slot, worker.epoch, worker.total_blocks)
-            if found is not None:
-                index.replace(slot, *found)
+            if found is None:
+                return
+            epoch, snapshot = found
+            for _ in index.filling(slot, epoch, snapshot, BYTES_AT_ONCE):
+                await asyncio.sleep(0)  # the old view answers meanwhile
 
         await asyncio.gather(*(read(worker, slot) for worker in workers for slot in worker.slots))
         return index
 
     async def follow(self, store: Store, changes: Iterable[Change]) -> int:
         """Applies changes in order; reads ranks from the store where the feed alone does not do. Returns how many."""
-        unsure = {slot for change in changes if (slot := self.apply(change)) is not None}
+        unsure, work = set(), 0
+        for change in changes:
+            if (slot := self.apply(change)) is not None:
+                unsure.add(slot)
+            if isinstance(change, BlocksChanged):
+                work += change.batch.bytes
+            if work > BYTES_AT_ONCE:
+                work = 0
+                await asyncio.sleep(0)  # questions come first
         for slot in unsure:
             found = await store.blocks(self.model, slot)
             if found is not None:
@@ -126,6 +161,19 @@ class ModelView:
         """
         if self._meanwhile is not None:
             self._meanwhile.append(change)
+        unsure = self._applied(change)
+        if isinstance(change, BlocksChanged | BlocksReplaced):
+            self._settle(change)
+        return unsure
+
+    def _settle(self, change: BlocksChanged | BlocksReplaced) -> None:
+        slot = change.slot
+        if isinstance(change, BlocksChanged) and any(op.kind is Kind.CLEARED for op in change.batch.ops):
+            self.predictions.forget(slot)
+        else:
+            self.predictions.settle(slot, partial(self.index.holds, slot))
+
+    def _applied(self, change: Change) -> Slot | None:
         match change:
             case BlocksChanged() | BlocksReplaced() if not self._owns_index:
                 pass
@@ -174,5 +222,6 @@ class ModelView:
         for slot in worker.slots:
             if self._owns_index:
                 self.index.drop(slot)
+            self.predictions.forget(slot)
             self.loads.pop(slot, None)
         self.reports.pop(worker.worker_id, None)
