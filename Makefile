@@ -3,7 +3,7 @@ ARGS ?=
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check format protos lock test-compose bench clean
+.PHONY: help setup run test check format protos lock test-slow test-compose bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -35,6 +35,10 @@ protos: setup ## generate sluice/v1 and the Python client's messages from protos
 
 lock: setup ## pin the dependencies again; ARGS=--upgrade takes the newest versions
 	@scripts/lock.sh $(ARGS)
+
+test-slow: setup ## the tests that take minutes: outages under load, a million blocks, many random histories
+	@scripts/redis.sh
+	@PATH="$(CURDIR)/.venv/bin:$(CURDIR)/.venv/opt/redis/bin:$$PATH" SLUICE_TEST_EXAMPLES=200 pytest -m slow $(ARGS)
 
 test-compose: setup ## build the images, start deploy/compose and check it under load (needs Docker)
 	@.venv/bin/pytest -m compose tests/compose $(ARGS)
