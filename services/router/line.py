@@ -32,9 +32,14 @@ class Attempt(Protocol[T]):  # type: ignore[misc]
 
 
 class Pace:
-    """How fast a model's requests end, and so how long the next ones have to wait."""
+    """How fast a model's requests end, and so how long the next ones have to wait.
 
-    def __init__(self) -> None:
+    Args:
+        now_s: seconds of any clock.
+    """
+
+    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._now_s = now_s
         self._interval_s: float | None = None
         self._last = 0.0
 
@@ -42,7 +47,7 @@ class Pace:
         """So many requests ended now."""
         if not number:
             return
-        now = time.monotonic()
+        now = self._now_s()
         if self._last:
             each = (now - self._last) / number
             self._interval_s = each if self._interval_s is None else 0.8 * self._interval_s + 0.2 * each

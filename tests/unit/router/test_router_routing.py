@@ -2,94 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from random import Random
-from typing import Any
 
 import pytest
 
 from services.common.errors import ErrorKind, SluiceError
 from services.common.hashing import block_hashes
-from services.common.packing import pack_u32, pack_u64
-from services.router.attachment import Attachment
-from services.router.cost import CostModel, Load, Offer
-from services.router.events import BlockOp, EventBatch, Kind, Tier
+from services.common.packing import pack_u64
+from services.router.cost import Load, Offer
 from services.router.index import Overlap
-from services.router.policies import Candidate, Demand, all_policies, shortlist
-from services.router.queries import Prompt, Query, Route
-from services.router.reservations import request_of, reservation_id
-from services.router.router import Router, RouterConfig
-from services.router.store.memory import MemoryStore
-from services.router.workers import Role, Slot, Worker
-
-BLOCK = 8
-COST = CostModel()
-
-
-def tokens(blocks: str) -> list[int]:
-    """A letter is a block of its own tokens."""
-    return [ord(letter) * 100 + at for letter in blocks for at in range(BLOCK)]
-
-
-def prompt(blocks: str, lora: str = "", salt: str = "") -> Prompt:
-    return Prompt(token_ids=pack_u32(tokens(blocks)), lora=lora, cache_salt=salt)
-
-
-def worker(worker_id: str, model: str = "m", ranks: int = 1, role: Role = Role.AGGREGATED, size: int = BLOCK) -> Worker:
-    return Worker(worker_id, f"{worker_id}:1", 1, model, role, size, "sluice-xxh3-v1", 1000, ranks, b"")
-
-
-class Cluster:
-    """A router and its workers; `run` routes a prompt and caches it where it went."""
-
-    def __init__(self) -> None:
-        self.router = Router(MemoryStore(random=Random(3)), RouterConfig(), Random(3))
-        self.attachments: dict[tuple[str, str], Attachment] = {}
-        self.sequences: dict[tuple[str, str, int], int] = {}
-        self.requests = 0
-
-    async def add(self, *workers: Worker) -> None:
-        for each in workers:
-            attachment, _ = await self.router.workforce.attach(each)
-            self.attachments[each.model, each.worker_id] = attachment
-
-    async def lose(self, attachment: Attachment) -> None:
-        watch = self.router.registry.watch()
-        known = len(await watch.next())
-        self.router.workforce.detach(attachment)
-        assert known
-        await asyncio.wait_for(watch.next(), 10)
-
-    async def cache(self, model: str, slot: Slot, hashes: bytes) -> None:
-        key = (model, slot.worker_id, slot.rank)
-        self.sequences[key] = sequence = self.sequences.get(key, 0) + 1
-        batch = EventBatch(slot.rank, sequence, (BlockOp(Kind.STORED, Tier.DEVICE, hashes),))
-        replies = await self.attachments[model, slot.worker_id].handle([batch])
-        assert replies.acks == {slot.rank: sequence}
-
-    async def run(self, blocks: str, only: str | None = None) -> Route:
-        self.requests += 1
-        candidates = frozenset({only}) if only else None
-        query = Query("m", prompt(blocks), COST, f"r{self.requests}", candidates=candidates)
-        route = await self.router.query(query)
-        await self.cache("m", Slot(route.worker.worker_id, route.rank), pack_u64(block_hashes(tokens(blocks), BLOCK)))
-        await self.router.free([route.reservation_id])
-        return route
-
-    async def ask(self, ref: Prompt, **more: Any) -> Route:
-        return await self.router.query(replace(Query("m", ref, COST), **more))
+from services.router.policies import Candidate, Demand, Shelf, all_policies, shortlist
+from services.router.reservations import prefill_halves, prefill_id, request_of, reservation_id
+from services.router.workers import Role, Slot
+from tests.support.routing import BLOCK, COST, Cluster, prompt, tokens, worker
 
 
 @pytest.fixture
 async def cluster() -> AsyncIterator[Cluster]:
-    made = Cluster()
-    made.router.start()
-    await asyncio.wait_for(made.router.ready.wait(), 10)
-    yield made
-    made.router.stop()
-    await made.router.close()
+    async with Cluster() as made:
+        yield made
 
 
 async def test_the_known_routing_scenario(cluster: Cluster) -> None:
@@ -179,6 +111,20 @@ async def test_policy_direct_needs_exactly_one(cluster: Cluster) -> None:
 @pytest.mark.parametrize("model", ["tekken", "org/model", "a:b", "ü %"])
 def test_reservation_ids_name_model_and_request(model: str) -> None:
     assert request_of(reservation_id(model, "chat:1/2")) == (model, "chat:1/2")
+
+
+def test_the_id_of_a_pair_says_so_and_names_the_same_request() -> None:
+    alone, pair = reservation_id("a+", "r"), reservation_id("a+", "r", paired=True)
+    assert alone != pair
+    assert request_of(alone) == request_of(pair) == ("a+", "r")
+    assert prefill_halves([alone, pair]) == {"a+": [prefill_id("r")]}
+
+
+def test_turns_of_models_and_parts_are_not_mixed() -> None:
+    shelf = Shelf(Random(1))
+    asked = [("m", "whole"), ("other", "whole"), ("m", "prefill")] * 2
+    turns = [shelf.get("round_robin", *one)(CANDIDATES, Demand(1), COST)[0].slot.worker_id for one in asked]
+    assert turns == ["a", "a", "a", "b", "b", "b"]
 
 
 CANDIDATES = [Candidate(Slot(name, 0), Overlap(overlap, 2), 10) for name, overlap in (("a", 0), ("b", 5), ("c", 3))]
