@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from operator import lt
 from random import Random
 
 from services.common.errors import unavailable
@@ -12,7 +13,8 @@ from services.router.book import AllBusy, Choice, Owner, Terms
 from services.router.bookkeeper import Bookkeeper
 from services.router.cost import MILLI, NO_LOAD, Limits, Load, Offer
 from services.router.index import NO_OVERLAP, Overlap
-from services.router.policies import Candidate, Demand, Shelf, direct, least_loaded, shortlist
+from services.router.nearest import EACH_BY_ITSELF, MOST, Standing, nearest, occurring
+from services.router.policies import Candidate, Demand, Policy, Shelf, direct, least_loaded, shortlist
 from services.router.prompts import Blocks
 from services.router.queries import Query, Score
 from services.router.registry import Registry
@@ -98,6 +100,7 @@ class Selector:
         self._config = config
         self._random = random
         self._policies = Shelf(random)
+        self._standings: dict[str, Standing] = {}
 
     async def pick(self, ask: Ask, part: Part, workers: Sequence[Worker]) -> Pick:
         """Chooses among the ranks of at least one worker.
@@ -106,31 +109,32 @@ class Selector:
             AllBusy: all of them are over the thresholds.
             SluiceError: INVALID_ARGUMENT for an unknown policy.
         """
-        held, overlaps = ask.view.index.blocks, ask.overlaps
-        candidates = [
-            Candidate(slot, overlaps.get(slot, NO_OVERLAP), held(slot)) for worker in workers for slot in worker.slots
-        ]
+        slots = [slot for worker in workers for slot in worker.slots]
         name = ask.query.policy or self._config.policy
         policy = self._policies.get(name, ask.query.model, part.value)
-        offers = _of_part(policy(candidates, ask.demand, ask.query.cost), part)
         limits = self._limits(ask, workers)
-        choice, degraded = await self._book(ask, part, candidates, offers, limits)
+        some = slots
+        if name in EACH_BY_ITSELF and len(slots) > MOST and not ask.query.explain and not ask.query.cost.temperature:
+            some = self._nearest(ask, part, policy, slots, limits)
+        offers = _of_part(policy(_candidates(ask, some), ask.demand, ask.query.cost), part)
+        choice, degraded = await self._book(ask, part, slots, offers, limits)
         worker = self._registry.get(ask.query.model, choice.slot.worker_id)
         if worker is None:  # booked earlier on a worker that has gone since
             await self._bookkeeper.free(ask.query.model, [_request_id(ask, part)])
-            choice, degraded = await self._book(ask, part, candidates, offers, limits)
+            choice, degraded = await self._book(ask, part, slots, offers, limits)
             worker = self._registry.get(ask.query.model, choice.slot.worker_id)
             if worker is None:
                 raise unavailable(f"The worker chosen for model {ask.query.model!r} has just gone.", code="no_workers")
-        overlap = overlaps.get(choice.slot, NO_OVERLAP)
-        best = max((candidate.overlap.blocks for candidate in candidates), default=0)
+        if some is not slots and choice.expires_unix_ms and not choice.repeated:
+            self._standing(ask).add(offer for offer in offers if offer.slot == choice.slot)
+        overlap = ask.overlaps.get(choice.slot, NO_OVERLAP)
+        best = max(each.blocks for each in occurring(slots, ask.overlaps))
         return Pick(worker, choice, overlap, best, degraded, offers)
 
     async def place(self, ask: Ask, slot: Slot, role: Role) -> Choice:
         """Books on a rank the caller chose, busy or not: the part that a worker of its role plays."""
-        candidate = Candidate(slot, ask.overlaps.get(slot, NO_OVERLAP), ask.view.index.blocks(slot))
         part = {Role.PREFILL: Part.PREFILL, Role.DECODE: Part.DECODE}.get(role, Part.WHOLE)
-        offers = _of_part(direct([candidate], ask.demand, ask.query.cost), part)
+        offers = _of_part(direct(_candidates(ask, [slot]), ask.demand, ask.query.cost), part)
         terms = replace(self._terms(ask, part), request_id=ask.query.request_id)
         choice, _ = await self._bookkeeper.select(ask.query.model, offers, terms, ask.view.loads)
         return choice
@@ -150,10 +154,10 @@ class Selector:
         return sorted(found, key=lambda score: score.cost)
 
     async def _book(
-        self, ask: Ask, part: Part, candidates: Sequence[Candidate], offers: list[Offer], limits: Mapping[Slot, Limits]
+        self, ask: Ask, part: Part, slots: Sequence[Slot], offers: list[Offer], limits: Mapping[Slot, Limits]
     ) -> tuple[Choice, str]:
         terms = self._terms(ask, part)
-        for some in self._rounds(ask, part, candidates, offers, limits):
+        for some in self._rounds(ask, part, slots, offers, limits):
             try:
                 return await self._bookkeeper.select(ask.query.model, some, terms, ask.view.loads)
             except AllBusy:
@@ -161,24 +165,42 @@ class Selector:
         raise AllBusy
 
     def _rounds(
-        self, ask: Ask, part: Part, candidates: Sequence[Candidate], offers: list[Offer], limits: Mapping[Slot, Limits]
+        self, ask: Ask, part: Part, slots: Sequence[Slot], offers: list[Offer], limits: Mapping[Slot, Limits]
     ) -> Iterator[list[Offer]]:
         """What to offer: where the session was, then what the policy says, then, if that is busy, all the others."""
-        pinned = [candidate for candidate in candidates if candidate.slot == ask.pinned]
-        if pinned and part is not Part.PREFILL:
-            only = least_loaded(pinned, ask.demand, ask.query.cost)
+        if ask.pinned is not None and ask.pinned in slots and part is not Part.PREFILL:
+            only = least_loaded(_candidates(ask, [ask.pinned]), ask.demand, ask.query.cost)
             yield _limited(_of_part(only, part), limits)
         some = self._shortlist(ask, _limited(offers, limits))
         yield some
         if not limits or not ask.place:
             return
         tried = {offer.slot for offer in some}
-        rest = _of_part(least_loaded(candidates, ask.demand, ask.query.cost), part)
+        rest = _of_part(least_loaded(_candidates(ask, slots), ask.demand, ask.query.cost), part)
         rest = [offer for offer in _limited(rest, limits) if not offer.busy(ask.view.loads.get(offer.slot, NO_LOAD))]
         while rest := [offer for offer in rest if offer.slot not in tried]:
             some = self._shortlist(ask, rest)
             tried |= {offer.slot for offer in some}
             yield some
+
+    def _standing(self, ask: Ask) -> Standing:
+        return self._standings.setdefault(ask.query.model, Standing())
+
+    def _nearest(
+        self, ask: Ask, part: Part, policy: Policy, slots: Sequence[Slot], limits: Mapping[Slot, Limits]
+    ) -> list[Slot]:
+        """The ranks worth making candidates of."""
+        query, loads = ask.query, ask.view.loads
+        if limits:
+            below = [
+                slot for slot in slots if slot not in limits or all(map(lt, loads.get(slot, NO_LOAD), limits[slot]))
+            ]
+            slots = below or slots
+        overlaps = list(occurring(slots, ask.overlaps))
+        offers = policy([Candidate(Slot("", 0), overlap, 0) for overlap in overlaps], ask.demand, query.cost)
+        samples = dict(zip(overlaps, _of_part(offers, part), strict=True))
+        booked = self._standing(ask).booked(loads)
+        return nearest(slots, ask.overlaps, samples, booked, query.cost.prefill_load_scale, self._random)
 
     def _shortlist(self, ask: Ask, offers: list[Offer]) -> list[Offer]:
         most = self._store.shortlist
@@ -208,6 +230,11 @@ class Selector:
             0 if part is Part.PREFILL else ask.demand.output_blocks * MILLI,
             Owner(query.owner, self._config.owner_lease_ms) if query.owner else None,
         )
+
+
+def _candidates(ask: Ask, slots: Sequence[Slot]) -> list[Candidate]:
+    held, overlaps = ask.view.index.blocks, ask.overlaps
+    return [Candidate(slot, overlaps.get(slot, NO_OVERLAP), held(slot)) for slot in slots]
 
 
 def _request_id(ask: Ask, part: Part) -> str:
