@@ -12,6 +12,7 @@ from services.common.tls import channel_credentials
 from services.router.cost import CostModel
 from services.router.disaggregation import DisaggRules
 from services.router.messages import used_blocks
+from services.router.predictions import Lifetimes
 from services.router.preprocess import PreprocessBodies
 from services.router.router import Router, RouterConfig
 from services.router.service import RouterService
@@ -50,6 +51,7 @@ def make_config(settings: RouterSettings) -> RouterConfig:
         reservation_ttl_ms=int(settings.reservation_ttl_s * 1000),
         owner_lease_ms=settings.owner_lease_ms,
         decisions_kept=settings.decisions_kept,
+        lifetimes=Lifetimes(settings.predicted_ttl_s, settings.predicted_bridge_s, settings.predicted_blocks),
         session_ttl_ms=int(settings.session_ttl_s * 1000),
         thresholds=Thresholds(settings.busy_kv_share, settings.busy_prefill_tokens, settings.busy_requests),
         wait_ms=settings.wait_ms,
@@ -82,6 +84,7 @@ async def serve(settings: RouterSettings, stop: Stop, on_listening: asyncio.Futu
         settings.host_credit,
         settings.disk_credit,
         settings.temperature,
+        settings.predicted_credit,
     )
     service = RouterService(router, cost)
     server = GrpcServer(settings, router_pb2.DESCRIPTOR, access_interceptors(settings))

@@ -18,7 +18,7 @@ MILLI = 1000  # booked loads are counted in thousandths of a block: sums of inte
 class CostModel:
     """The knobs of the cost function.
 
-    Credits, 0 to 1, say how much of a block's computation is saved when it lies on that tier.
+    Credits, 0 to 1, say how much of a block's computation is saved when it lies on that tier, or is expected there.
     """
 
     prefill_load_scale: float = 1.0
@@ -26,6 +26,7 @@ class CostModel:
     host_credit: float = 0.75
     disk_credit: float = 0.25
     temperature: float = 0.0
+    predicted_credit: float = 0.9
 
     def credit(self, overlap: Overlap) -> float:
         """Blocks of computation that an overlap saves."""

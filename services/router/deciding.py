@@ -15,6 +15,7 @@ from services.router.queries import Query, Route, Score
 from services.router.reservations import reservation_id
 from services.router.selection import Ask, Part, Pick, Selector
 from services.router.sessions import Sessions
+from services.router.siblings import Siblings
 from services.router.store.base import Store
 from services.router.view import ModelView
 from services.router.workers import Slot, Worker
@@ -39,6 +40,7 @@ class Decider:
         self._sessions = sessions
         self._casting = casting
         self._policy = policy
+        self._siblings = Siblings()
 
     async def decide(self, query: Query, view: ModelView, workers: Sequence[Worker], place: bool = True) -> Route:
         """Chooses, and books if the query has a request id.
@@ -53,12 +55,15 @@ class Decider:
         """
         started = time.perf_counter()
         blocks = in_blocks(query.prompt, workers)
-        overlaps = view.index.match(blocks.hashes)
-        cast = self._casting.cast(workers, query.candidates, blocks, overlaps)
         pinned = await self._sessions.find(query.model, query.session_id) if query.session_id else None
-        ask = Ask(query, view, blocks, overlaps, place, pinned)
         booked = await self._keeper.booked(view) if query.explain else {}
-        answers, prefill, skipped = await self._picks(ask, cast)
+        async with self._siblings.matched(view, blocks.hashes, wait=bool(query.request_id)) as overlaps:
+            cast = self._casting.cast(workers, query.candidates, blocks, overlaps)
+            ask = Ask(query, view, blocks, overlaps, place, pinned)
+            answers, prefill, skipped = await self._picks(ask, cast)
+            runs = prefill or answers
+            if query.request_id and not runs.choice.repeated:
+                view.expect(runs.worker, runs.slot, blocks.hashes, runs.overlap, query.request_id)
         if query.session_id:
             await self._sessions.remember(query.model, query.session_id, answers.slot, query.session_ttl_ms)
         route = self._route(ask, answers, prefill, skipped)

@@ -39,10 +39,14 @@ class FollowUps:
         await self._free_prefill_halves(reservations)
         unknown = 0
         for model, ids in by_model(reservations).items():
-            known = self._keeper.find(model) is not None
-            unknown += await self._bookkeeper.mark_prefill_complete(model, ids) if known else len(ids)
-            if known:
-                self._on_ended(model, 0)
+            view = self._keeper.find(model)
+            if view is None:
+                unknown += len(ids)
+                continue
+            for request_id in ids:
+                view.predictions.computed(request_id)
+            unknown += await self._bookkeeper.mark_prefill_complete(model, ids)
+            self._on_ended(model, 0)
         return unknown
 
     async def progress(self, outputs: Mapping[str, int]) -> int:
@@ -72,6 +76,7 @@ class FollowUps:
             decision = self._decisions.complete(outcome)
             if decision is not None and outcome.cached_tokens is not None:
                 self._metrics.delivered(decision)
+        self._tell_predictions(reservations, outcomes)
         await self._free_prefill_halves(reservations)
         unknown = 0
         for model, ids in by_model(reservations).items():
@@ -80,6 +85,13 @@ class FollowUps:
             if known:
                 self._on_ended(model, len(ids))
         return unknown
+
+    def _tell_predictions(self, reservations: Sequence[str], outcomes: Sequence[Outcome]) -> None:
+        never_ran = {each.reservation_id for each in outcomes if each.cached_tokens is None and not each.output_tokens}
+        for reservation in reservations:
+            model, request_id = request_of(reservation)
+            if (view := self._keeper.find(model)) is not None:
+                view.predictions.over(request_id, ran=reservation not in never_ran)
 
     async def _free_prefill_halves(self, reservations: Sequence[str]) -> None:
         """Of pairs; they may be free already."""

@@ -10,6 +10,7 @@ from services.router.bookkeeper import Bookkeeper
 from services.router.cost import Load
 from services.router.link import Link
 from services.router.metrics import Metrics
+from services.router.predictions import Lifetimes, Predictions
 from services.router.registry import Registry
 from services.router.store.base import FellBehind, Store, StoreUnavailable
 from services.router.view import ModelView
@@ -37,6 +38,7 @@ class Keeper:
         tasks: TaskOwner,
         metrics: Metrics,
         lease_ms: int,
+        lifetimes: Lifetimes,
     ) -> None:
         self._store = store
         self._link = link
@@ -45,6 +47,7 @@ class Keeper:
         self._tasks = tasks
         self._metrics = metrics
         self._lease_s = lease_ms / 1000
+        self._lifetimes = lifetimes
         self._views: dict[str, ModelView] = {}
         self.known: set[str] = set()
 
@@ -52,7 +55,9 @@ class Keeper:
         """The view of a model; made, and followed from now on, if there is none."""
         found = self._views.get(model)
         if found is None:
-            found = self._views[model] = ModelView(model, self._registry, self._store.index(model))
+            found = self._views[model] = ModelView(
+                model, self._registry, self._store.index(model), Predictions(self._lifetimes)
+            )
             self._tasks.spawn(self._follow(found), f"follow-{model}")
         return found
 
@@ -99,6 +104,7 @@ class Keeper:
         await self._bookkeeper.settle()
         await self.discover()
         for view in self.views:
+            view.predictions.tidy()
             view.drop_orphans(self._lease_s)
             if self._link.there_for_s > self._lease_s:
                 await self._store.sweep(view.model)

@@ -227,7 +227,12 @@ def _cost_model(overrides: router_pb2.CostOverrides, defaults: CostModel) -> Cos
 
 def overlap_of(overlap: Overlap) -> router_pb2.Overlap:
     """An overlap."""
-    return router_pb2.Overlap(device_blocks=overlap.device, host_blocks=overlap.host, disk_blocks=overlap.disk)
+    return router_pb2.Overlap(
+        device_blocks=overlap.device,
+        host_blocks=overlap.host,
+        disk_blocks=overlap.disk,
+        predicted_blocks=overlap.predicted,
+    )
 
 
 def answer_of(route: Route) -> router_pb2.RouteQueryResponse:

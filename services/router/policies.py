@@ -37,15 +37,22 @@ Policy: TypeAlias = Callable[[Sequence[Candidate], Demand, CostModel], list[Offe
 
 def _offer(candidate: Candidate, demand: Demand, model: CostModel) -> Offer:
     """The cache-aware offer of a candidate."""
-    uncached = demand.prompt_blocks - model.credit(candidate.overlap)
-    added = demand.prompt_blocks - candidate.overlap.device
+    overlap = candidate.overlap
+    uncached = demand.prompt_blocks - model.credit(overlap)
+    added = demand.prompt_blocks - overlap.device
+    # What is being computed for others is in the rank's booked prefill and would be work of this request anywhere else:
+    # it is neither work of its own nor work ahead of it.
+    expected = model.predicted_credit * overlap.predicted
+    ahead = model.predicted_credit * overlap.computing
+    shared = overlap.predicted if model.predicted_credit else 0
     return Offer(
         candidate.slot,
-        uncached,
-        added,
+        uncached - expected - ahead,
+        added - expected,
         candidate.held,
-        max(math.ceil(uncached * MILLI), 0),
-        (added + demand.output_blocks) * MILLI,
+        max(math.ceil((uncached - shared) * MILLI), 0),
+        # However much is shared, its output needs a block: else any number of equal prompts would weigh nothing.
+        max(added - shared + demand.output_blocks, 1) * MILLI,
     )
 
 

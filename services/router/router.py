@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 
@@ -24,6 +24,7 @@ from services.router.line import Lines
 from services.router.link import Link
 from services.router.metrics import Metrics
 from services.router.owners import Owners
+from services.router.predictions import Lifetimes
 from services.router.prompts import in_blocks
 from services.router.queries import Prompt, Query, Route
 from services.router.registry import Registry
@@ -33,7 +34,7 @@ from services.router.sessions import Sessions
 from services.router.store.base import Store
 from services.router.thresholds import Thresholds
 from services.router.view import ModelView
-from services.router.workers import Slot, Worker
+from services.router.workers import Role, Slot, Worker
 from services.router.workforce import Workforce
 
 
@@ -46,6 +47,7 @@ class RouterConfig:
     reservation_ttl_ms: int = 600_000
     owner_lease_ms: int = 10_000
     decisions_kept: int = 1_000
+    lifetimes: Lifetimes = field(default_factory=Lifetimes)
     session_ttl_ms: int = 600_000
     thresholds: Thresholds = field(default_factory=Thresholds)
     wait_ms: int = 0
@@ -80,7 +82,14 @@ class Router:
         self._link = Link(store)
         self._bookkeeper = Bookkeeper(store, self._link, self._random)
         self._keeper = Keeper(
-            store, self._link, self._bookkeeper, self.registry, self._tasks, self.metrics, self.config.lease_ms
+            store,
+            self._link,
+            self._bookkeeper,
+            self.registry,
+            self._tasks,
+            self.metrics,
+            self.config.lease_ms,
+            self.config.lifetimes,
         )
         self.owners = Owners(store, self._link, self._keeper, self.metrics, self.config.owner_lease_ms)
         self.decisions = Decisions(self.config.decisions_kept)
@@ -180,9 +189,12 @@ class Router:
             )
         query = replace(query, prompt=await self.tokenized(query.model, query.prompt))
         blocks = in_blocks(query.prompt, [worker])
-        overlaps = view.index.match(blocks.hashes)
+        overlaps = view.match(blocks.hashes)
+        overlap = overlaps.get(slot, NO_OVERLAP)
         choice = await self._selector.place(Ask(query, view, blocks, overlaps), slot, worker.role)
-        return choice, overlaps.get(slot, NO_OVERLAP)
+        if not choice.repeated and worker.role is not Role.DECODE:
+            view.expect(worker, slot, blocks.hashes, overlap, query.request_id)
+        return choice, overlap
 
     async def mark_prefill_complete(self, reservations: Sequence[str]) -> int:
         """Gives prefill load back; returns how many ids were unknown."""
@@ -206,10 +218,10 @@ class Router:
                 found |= {slot: (worker, booked.get(slot, NO_LOAD)) for slot in worker.slots}
         return found
 
-    def overlaps(self, model: str, prompt: Prompt) -> dict[Slot, Overlap]:
+    def overlaps(self, model: str, prompt: Prompt) -> Mapping[Slot, Overlap]:
         """How much of a prompt each rank holds; ranks with nothing are left out."""
         view, workers = self._serving(model)
-        return view.index.match(in_blocks(prompt, workers).hashes)
+        return view.match(in_blocks(prompt, workers).hashes)
 
     def indexes(self, model: str) -> list[ModelView]:
         """The views of one or all models."""
@@ -263,6 +275,7 @@ class Router:
 
 def _decision(query: Query, route: Route) -> Decision:
     prefill = route.prefill_worker
+    expected = route.overlap.blocks + route.overlap.predicted
     return Decision(
         route.reservation_id,
         query.request_id,
@@ -270,8 +283,8 @@ def _decision(query: Query, route: Route) -> Decision:
         Slot(route.worker.worker_id, route.rank),
         route.worker.address,
         prompt_tokens=route.prompt_tokens,
-        predicted_cached_tokens=route.overlap.blocks * route.block_size,
-        best_cached_tokens=route.best_overlap_blocks * route.block_size,
+        predicted_cached_tokens=expected * route.block_size,
+        best_cached_tokens=max(route.best_overlap_blocks, expected) * route.block_size,
         decided_unix_ms=time.time_ns() // 1_000_000,
         decision_us=round(route.seconds * 1e6),
         policy=route.policy,

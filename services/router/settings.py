@@ -38,6 +38,14 @@ class RouterSettings(AccessSettings, GrpcServiceSettings):
     device_credit: float = Field(1.0, ge=0, le=1, description="credit for a block in device memory")
     host_credit: float = Field(0.75, ge=0, le=1, description="credit for a block in the worker's main memory")
     disk_credit: float = Field(0.25, ge=0, le=1, description="credit for a block on disk")
+    predicted_credit: float = Field(
+        0.9, ge=0, le=1, description="credit for a block nobody reported but that requests sent there must have left"
+    )
+    predicted_ttl_s: float = Field(
+        120.0, gt=0, description="seconds such blocks are believed in where the engine reports no KV events"
+    )
+    predicted_bridge_s: float = Field(2.0, gt=0, description="seconds they are believed in where it does")
+    predicted_blocks: int = Field(100_000, ge=1, description="most such blocks per data-parallel rank")
     temperature: float = Field(0.0, ge=0, description="0: the cheapest worker; above: a softmax over the costs")
     session_ttl_s: float = Field(600.0, gt=0, description="seconds a session is remembered after its last request")
     busy_kv_share: float = Field(

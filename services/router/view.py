@@ -23,7 +23,7 @@ from services.router.index import BlockIndex, Overlap
 from services.router.predictions import Predictions
 from services.router.registry import Registry
 from services.router.store.base import Position, Pulse, Store
-from services.router.workers import Slot, Worker
+from services.router.workers import KV_EVENTS, Slot, Worker
 
 LOADS_AT_ONCE = 16
 BYTES_AT_ONCE = 64 << 10  # of block hashes, between two looks at what else there is to do
@@ -74,6 +74,11 @@ class ModelView:
     def match(self, hashes: Sequence[int]) -> Mapping[Slot, Overlap]:
         """How much of a prompt each rank holds or is expected to hold; ranks with nothing are left out."""
         return self.predictions.added_to(self.index.match(hashes), hashes)
+
+    def expect(self, worker: Worker, slot: Slot, hashes: Sequence[int], overlap: Overlap, request_id: str) -> None:
+        """A request was booked on a rank: it will hold the prompt's blocks soon."""
+        silent = KV_EVENTS not in worker.capabilities
+        self.predictions.expect(slot, hashes, overlap, request_id, silent, worker.total_blocks)
 
     def sequences(self, worker: Worker) -> dict[int, int]:
         """The last sequence number applied, by rank, for ranks that have one."""

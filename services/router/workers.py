@@ -9,6 +9,8 @@ from enum import IntEnum
 from functools import lru_cache
 from typing import NamedTuple
 
+KV_EVENTS = "kv_events"  # capability: the engine reports what it caches
+
 
 class Role(IntEnum):
     """The part a worker plays; the numbers of `sluice.v1.WorkerRole`."""

@@ -109,7 +109,8 @@ async def test_replicas_do_not_herd(pair: list[RouterProcess]) -> None:
     for name in ("w1", "w2", "w3", "w4"):
         await FakeWorker(name).attach(pair[0])
     await knows(pair[1], "w1", "w2", "w3", "w4")
-    await asyncio.gather(*(pair[n % 2].stub.RouteQuery(query(PROMPT, f"r{n}")) for n in range(40)))
+    prompts = [list(range(n * 10_000, n * 10_000 + 2_000)) for n in range(40)]
+    await asyncio.gather(*(pair[n % 2].stub.RouteQuery(query(prompts[n], f"r{n}")) for n in range(40)))
     assert await requests_booked(pair[1]) == {"w1": 10, "w2": 10, "w3": 10, "w4": 10}
 
 

@@ -1,0 +1,60 @@
+"""Keeps a burst of requests with one new prefix together: the first decides, the others wait for that moment.
+
+Without it all of them would match before any is booked, and spread over the workers although each computes the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+
+from services.router.index import Overlap
+from services.router.view import ModelView
+from services.router.workers import Slot
+
+PATIENCE_S = 0.25
+ROUNDS = 4  # a prompt can branch off again and again; then it goes without waiting
+
+
+class Siblings:
+    """Decisions under way, by the first block that is new in their prompts."""
+
+    def __init__(self) -> None:
+        self._under_way: dict[tuple[str, int], asyncio.Event] = {}
+
+    @asynccontextmanager
+    async def matched(
+        self, view: ModelView, hashes: Sequence[int], wait: bool
+    ) -> AsyncIterator[Mapping[Slot, Overlap]]:
+        """The overlaps to decide by; whoever has the same new block first waits until this is left, within a bound.
+
+        Args:
+            wait: False for a query that books nothing: nobody has to meet it.
+        """
+        overlaps = view.match(hashes)
+        for _ in range(ROUNDS if wait else 0):
+            covered = max((each.blocks + each.predicted for each in overlaps.values()), default=0)
+            if covered >= len(hashes):
+                break
+            key = view.model, hashes[covered]
+            first = self._under_way.get(key)
+            if first is None:
+                async with self._deciding(key):
+                    yield overlaps
+                return
+            try:
+                await asyncio.wait_for(first.wait(), PATIENCE_S)
+            except TimeoutError:
+                break
+            overlaps = view.match(hashes)
+        yield overlaps
+
+    @asynccontextmanager
+    async def _deciding(self, key: tuple[str, int]) -> AsyncIterator[None]:
+        decided = self._under_way[key] = asyncio.Event()
+        try:
+            yield
+        finally:
+            del self._under_way[key]
+            decided.set()
