@@ -1,0 +1,364 @@
+"""What callers can ask of RouteQuery over gRPC: sessions, waiting, pairs, OpenAI bodies, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from services.common.errors import ErrorKind, SluiceError
+from services.common.grpc_errors import from_rpc_error
+from services.common.hashing import block_hashes
+from services.common.packing import pack_u32, pack_u64
+from services.common.server import GrpcServer
+from services.preprocess.pool import ComputePool
+from services.preprocess.registry import ModelRegistry
+from services.preprocess.service import PreprocessService
+from services.preprocess.settings import PreprocessSettings
+from sluice.v1 import common_pb2, preprocess_pb2, preprocess_pb2_grpc, router_pb2
+from tests.support.loaded_tokenizers import tekken
+from tests.support.redis_server import RedisServer
+from tests.support.router_cluster import BLOCK, MODEL, FakeWorker, RouterProcess, routers, until
+
+RESERVE = router_pb2.RouteQueryRequest.MODE_SELECT_AND_RESERVE
+
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    server.start()
+    yield server
+    server.stop()
+
+
+def prompt(*tokens: int) -> router_pb2.PromptRef:
+    return router_pb2.PromptRef(token_ids=pack_u32(tokens))
+
+
+def query(ref: router_pb2.PromptRef, request_id: str = "", **more: Any) -> router_pb2.RouteQueryRequest:
+    mode = {"mode": RESERVE, "request_id": request_id} if request_id else {}
+    return router_pb2.RouteQueryRequest(**{"model": MODEL, "prompt": ref, **mode, **more})
+
+
+async def refused(call: Any) -> SluiceError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await asyncio.wait_for(call, 20)
+    return from_rpc_error(caught.value, "router")
+
+
+async def attached(router: RouterProcess, *names: str, role: int = 0, **card: Any) -> list[FakeWorker]:
+    await until(lambda: _lists(router))
+    workers = [FakeWorker(name, **card) for name in names]
+    for worker in workers:
+        worker.registration.role = common_pb2.WorkerRole.ValueType(role)
+        await worker.attach(router)
+        worker.keep_beating()
+    return workers
+
+
+async def free(router: RouterProcess, *answers: router_pb2.RouteQueryResponse) -> None:
+    ids = [answer.reservation_id for answer in answers]
+    assert (await router.stub.FreeRequest(router_pb2.FreeRequestRequest(reservation_ids=ids))).unknown == 0
+
+
+async def requests(router: RouterProcess) -> dict[str, int]:
+    loads = (await router.stub.GetLoads(router_pb2.GetLoadsRequest())).loads
+    return {load.worker_id: load.requests for load in loads}
+
+
+async def _lists(router: RouterProcess, count: int | None = None) -> bool:
+    """Whether it is ready, and knows so many workers."""
+    try:
+        workers = (await router.stub.ListWorkers(router_pb2.ListWorkersRequest())).workers
+    except grpc.aio.AioRpcError:
+        return False
+    return count is None or len(workers) == count
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["memory", "redis"])
+async def test_sessions_stay_where_they_were_at_every_replica(shared: bool, redis: RedisServer, tmp_path: Path) -> None:
+    more = {"redis_url": redis.url, "redis_prefix": tmp_path.name} if shared else {}
+    async with routers(2 if shared else 1, drain_s=5, **more) as replicas:
+        workers = await attached(replicas[0], "a", "b")
+        for replica in replicas:
+            await until(lambda replica=replica: _lists(replica, 2))
+        first = await replicas[0].stub.RouteQuery(query(prompt(*range(64)), "r1", session_id="s"))
+        assert not first.session_hit
+        again = await replicas[-1].stub.RouteQuery(query(prompt(*range(500, 564)), "r2", session_id="s"))
+        assert (again.decode.worker_id, again.session_hit) == (first.decode.worker_id, True)
+        await {worker.worker_id: worker for worker in workers}[first.decode.worker_id].detach()
+        await until(lambda: _lists(replicas[-1], 1))
+        moved = await replicas[-1].stub.RouteQuery(query(prompt(*range(64)), "r3", session_id="s"))
+        assert (moved.decode.worker_id == first.decode.worker_id, moved.session_hit) == (False, False)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["memory", "redis"])
+async def test_overload_is_shed_with_a_time_to_come_again(shared: bool, redis: RedisServer, tmp_path: Path) -> None:
+    """One worker, blocks of 4, 64 of them, threshold 0.2: the surplus is refused, by all replicas together."""
+    more = {"redis_url": redis.url, "redis_prefix": tmp_path.name} if shared else {}
+    async with routers(2 if shared else 1, drain_s=5, busy_kv_share=0.2, **more) as replicas:
+        await attached(replicas[0], "a", block_size=4, total_blocks=64)
+        for replica in replicas:
+            await until(lambda replica=replica: _lists(replica, 1))
+        calls = [
+            replicas[n % len(replicas)].stub.RouteQuery(query(prompt(*range(1000 * n, 1000 * n + 20)), f"r{n}"))
+            for n in range(50)
+        ]
+        answers = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 60)
+        served = [answer for answer in answers if isinstance(answer, router_pb2.RouteQueryResponse)]
+        errors = [from_rpc_error(each, "router") for each in answers if isinstance(each, grpc.aio.AioRpcError)]
+        assert (len(served), len(errors)) == (3, 47)
+        assert {each.code() for each in answers if isinstance(each, grpc.aio.AioRpcError)} == {
+            grpc.StatusCode.RESOURCE_EXHAUSTED
+        }
+        assert all(error.kind is ErrorKind.OVERLOADED and error.retry_after_ms > 0 for error in errors)
+        await free(replicas[0], *served)
+        assert await requests(replicas[0]) == {"a": 0}
+
+
+async def test_with_the_threshold_off_nobody_is_refused() -> None:
+    async with routers(drain_s=5) as (router,):
+        await attached(router, "a", block_size=4, total_blocks=64)
+        calls = [router.stub.RouteQuery(query(prompt(*range(20)), f"r{n}")) for n in range(50)]
+        assert {answer.decode.worker_id for answer in await asyncio.gather(*calls)} == {"a"}
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["memory", "redis"])
+async def test_those_who_wait_are_served_in_order_and_who_leaves_is_not(
+    shared: bool, redis: RedisServer, tmp_path: Path
+) -> None:
+    more = {"redis_url": redis.url, "redis_prefix": tmp_path.name} if shared else {}
+    async with routers(drain_s=5, busy_requests=1, **more) as (router,):
+        await attached(router, "a")
+        running = await router.stub.RouteQuery(query(prompt(1, 2), "r0"))
+        order: list[str] = []
+
+        async def wait(name: str, priority: int) -> None:
+            answer = await router.stub.RouteQuery(query(prompt(1, 2), name, priority=priority, max_wait_ms=60_000))
+            order.append(name)
+            await free(router, answer)
+
+        waiting = []
+        for name, priority in (("late", 2), ("soon", 1), ("leaver", 0), ("sooner", 1)):
+            waiting.append(asyncio.create_task(wait(name, priority)))
+            await asyncio.sleep(0.05)  # arrival is an order of its own
+        waiting.pop(2).cancel()
+        with_patience = await refused(router.stub.RouteQuery(query(prompt(1, 2), "impatient", max_wait_ms=50)))
+        assert with_patience.kind is ErrorKind.OVERLOADED
+        await free(router, running)
+        await asyncio.wait_for(asyncio.gather(*waiting), 60)
+        assert order == ["soon", "sooner", "late"]
+        await until(lambda: _idle(router))
+
+
+async def _idle(router: RouterProcess) -> bool:
+    return await requests(router) == {"a": 0}
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["memory", "redis"])
+async def test_growing_prompts_go_to_one_prefill_worker_outside_the_decode_set(
+    shared: bool, redis: RedisServer, tmp_path: Path
+) -> None:
+    more = {"redis_url": redis.url, "redis_prefix": tmp_path.name} if shared else {}
+    async with routers(drain_s=5, **more) as (router,):
+        prefill = await attached(router, "p1", "p2", role=common_pb2.WORKER_ROLE_PREFILL)
+        await attached(router, "d1", "d2", role=common_pb2.WORKER_ROLE_DECODE)
+        by_name = {worker.worker_id: worker for worker in prefill}
+        pairs = []
+        for number in range(1, 5):
+            tokens = range(64 * number)
+            answer = await router.stub.RouteQuery(query(prompt(*tokens), f"r{number}"))
+            pairs.append((answer.prefill.worker_id, answer.decode.worker_id))
+            assert answer.overlap.device_blocks == 4 * (number - 1)
+            await by_name[answer.prefill.worker_id].store(block_hashes(tokens, BLOCK)[4 * (number - 1) :])
+            done = router_pb2.MarkPrefillCompleteRequest(reservation_ids=[answer.reservation_id])
+            assert (await router.stub.MarkPrefillComplete(done)).unknown == 0
+        assert len({chosen for chosen, _ in pairs}) == 1
+        assert {chosen for _, chosen in pairs} == {"d1", "d2"}
+        held = await requests(router)
+        assert (held["p1"], held["p2"], held["d1"] + held["d2"]) == (0, 0, 4)
+
+
+async def test_a_pair_is_told_in_the_headers_of_three_schedulers() -> None:
+    async with routers(drain_s=5) as (router,):
+        await attached(router, "p", role=common_pb2.WORKER_ROLE_PREFILL, data_parallel_size=2)
+        await attached(router, "d", role=common_pb2.WORKER_ROLE_DECODE)
+        answer = await router.stub.RouteQuery(query(prompt(*range(64))))
+        rank = str(answer.prefill.data_parallel_rank)
+        assert dict(answer.headers) == {
+            "x-gateway-destination-endpoint": "d.test:50051",
+            "x-dynamo-worker-instance-id": "d",
+            "x-dynamo-dp-rank": "0",
+            "x-worker-instance-id": "d",
+            "x-dp-rank": "0",
+            "x-prefiller-host-port": "p.test:50051",
+            "x-dynamo-prefill-instance-id": "p",
+            "x-dynamo-prefill-dp-rank": rank,
+            "x-prefill-instance-id": "p",
+            "x-prefill-dp-rank": rank,
+        }
+
+
+async def test_candidates_scores_costs_and_policies_work_together() -> None:
+    async with routers(drain_s=5) as (router,):
+        workers = await attached(router, "a", "b", "c")
+        hashes = block_hashes(range(64), BLOCK)
+        await workers[0].store(hashes)
+        await workers[1].store(hashes[:2])
+        ref = router_pb2.PromptRef(block_hashes=pack_u64(hashes), block_size=BLOCK)
+        subset = router_pb2.CandidateSet(worker_ids=["b", "c"])
+        answer = await router.stub.RouteQuery(query(ref, candidates=subset, explain=True))
+        assert (answer.decode.worker_id, answer.best_overlap_blocks, answer.tokens_to_compute) == ("b", 2, 32)
+        assert [(score.worker_id, score.cost) for score in answer.scores] == [("b", 4), ("c", 8)]
+        blind = router_pb2.CostOverrides(device_credit=0, prefill_load_scale=2)
+        answer = await router.stub.RouteQuery(query(ref, explain=True, cost=blind))
+        assert {score.worker_id: score.cost for score in answer.scores} == {"a": 8, "b": 10, "c": 12}
+        for policy in ("round_robin", "random", "least_loaded", "power_of_two"):
+            answer = await router.stub.RouteQuery(query(ref, candidates=subset, policy=policy, explain=True))
+            assert answer.decode.worker_id in {"b", "c"}
+            assert {score.worker_id for score in answer.scores} <= {"b", "c"}
+        hot = router_pb2.CostOverrides(temperature=100)
+        chosen = [await router.stub.RouteQuery(query(ref, cost=hot)) for _ in range(100)]
+        assert {each.decode.worker_id for each in chosen} == {"a", "b", "c"}
+        one = router_pb2.CandidateSet(worker_ids=["c"])
+        direct = await router.stub.RouteQuery(query(ref, "r", candidates=one, policy="direct", session_id="s"))
+        assert direct.decode.worker_id == "c"
+
+
+@asynccontextmanager
+async def preprocess() -> AsyncIterator[str]:
+    settings = PreprocessSettings.load(["--listen", "127.0.0.1:0", "--models", f"{MODEL}=mistral-common:tekken_240911"])
+    registry = ModelRegistry(settings.specs(), lambda spec: tekken())
+    pool = ComputePool(2, max_waiting=8, inline_bytes=8192, limit_s=30)
+    server = GrpcServer(settings, preprocess_pb2.DESCRIPTOR)
+    preprocess_pb2_grpc.add_PreprocessServicer_to_server(PreprocessService(registry, pool, 1 << 20), server.server)
+    await server.start()
+    await server.set_serving(True)
+    try:
+        yield f"127.0.0.1:{server.port}"
+    finally:
+        await server.stop(0)
+        await registry.close()
+        pool.close()
+
+
+def body(**fields: Any) -> router_pb2.PromptRef:
+    return router_pb2.PromptRef(openai_body=json.dumps(fields).encode())
+
+
+async def test_openai_bodies_meet_the_cache_that_their_tokens_made() -> None:
+    text = "The quick brown fox jumps over the lazy dog. " * 20
+    chat: list[dict[str, Any]] = [{"role": "user", "content": text}]
+    async with preprocess() as address, routers(drain_s=5, preprocess=[address]) as (router,):
+        a, _ = await attached(router, "a", "b")
+        await until(lambda: _answers(router, body(prompt="x")))
+        plain = tekken().encode_text(text)
+        await a.store(block_hashes(plain, BLOCK))
+        for ref in (body(prompt=text), body(prompt=list(plain)), body(prompt=[text])):
+            answer = await router.stub.RouteQuery(query(ref))
+            assert answer.decode.worker_id == "a"
+            assert answer.overlap.device_blocks == len(plain) // BLOCK
+            assert answer.tokens_to_compute == len(plain) % BLOCK
+        chatted = await router.stub.RouteQuery(query(body(messages=chat), "chat"))
+        assert (chatted.overlap.device_blocks, chatted.tokens_to_compute > len(plain)) == (0, True)
+        overlaps = await router.stub.GetOverlaps(router_pb2.GetOverlapsRequest(model=MODEL, prompt=body(prompt=text)))
+        assert [each.worker_id for each in overlaps.overlaps] == ["a"]
+        added = await router.stub.AddRequest(
+            router_pb2.AddRequestRequest(request_id="own", model=MODEL, worker_id="a", prompt=body(prompt=text))
+        )
+        assert added.overlap.device_blocks == len(plain) // BLOCK
+
+
+async def _answers(router: RouterProcess, ref: router_pb2.PromptRef) -> bool:
+    try:
+        await router.stub.RouteQuery(query(ref))
+    except grpc.aio.AioRpcError:
+        return False
+    return True
+
+
+async def test_what_preprocess_refuses_is_said_as_it_says_it() -> None:
+    async with preprocess() as address, routers(drain_s=5, preprocess=[address]) as (router,):
+        await attached(router, "a")
+        await until(lambda: _answers(router, body(prompt="x")))
+        error = await refused(router.stub.RouteQuery(query(body(messages=[{"role": "wizard", "content": "hi"}]))))
+        assert (error.kind, error.param) == (ErrorKind.INVALID_ARGUMENT, "messages[0].role")
+        broken = await refused(router.stub.RouteQuery(query(router_pb2.PromptRef(openai_body=b"{"))))
+        assert (broken.kind, broken.param) == (ErrorKind.INVALID_ARGUMENT, "prompt.openai_body")
+        both = router_pb2.PromptRef(openai_body=b'{"prompt":"x"}', token_ids=pack_u32([1]))
+        assert (await refused(router.stub.RouteQuery(query(both)))).kind is ErrorKind.INVALID_ARGUMENT
+
+
+async def test_bodies_need_a_preprocess_service() -> None:
+    async with routers(drain_s=5) as (router,):
+        await attached(router, "a")
+        error = await refused(router.stub.RouteQuery(query(body(prompt="x"))))
+        assert (error.kind, error.code) == (ErrorKind.FAILED_PRECONDITION, "no_preprocess")
+    async with routers(drain_s=5, preprocess=["127.0.0.1:1"]) as (router,):
+        await attached(router, "a")
+        assert (await refused(router.stub.RouteQuery(query(body(prompt="x"))))).kind is ErrorKind.UNAVAILABLE
+
+
+BAD: list[tuple[dict[str, Any], ErrorKind, str]] = [
+    ({"model": "nobody"}, ErrorKind.NOT_FOUND, "model"),
+    ({"candidates": router_pb2.CandidateSet()}, ErrorKind.FAILED_PRECONDITION, "candidates"),
+    ({"candidates": router_pb2.CandidateSet(worker_ids=["nobody"])}, ErrorKind.UNAVAILABLE, ""),
+    ({"prompt": router_pb2.PromptRef(token_ids=b"abc")}, ErrorKind.INVALID_ARGUMENT, "prompt.token_ids"),
+    (
+        {"prompt": router_pb2.PromptRef(block_hashes=bytes(12), block_size=BLOCK)},
+        ErrorKind.INVALID_ARGUMENT,
+        "prompt.block_hashes",
+    ),
+    ({"prompt": router_pb2.PromptRef(block_hashes=bytes(8))}, ErrorKind.INVALID_ARGUMENT, "prompt.block_size"),
+    (
+        {"prompt": router_pb2.PromptRef(block_hashes=bytes(8), block_size=BLOCK + 1)},
+        ErrorKind.FAILED_PRECONDITION,
+        "prompt.block_size",
+    ),
+    (
+        {"prompt": router_pb2.PromptRef(block_hashes=bytes(8), block_size=BLOCK, hash_scheme="md5")},
+        ErrorKind.INVALID_ARGUMENT,
+        "prompt.hash_scheme",
+    ),
+    (
+        {"prompt": router_pb2.PromptRef(block_hashes=bytes(8), block_size=BLOCK, token_ids=bytes(4))},
+        ErrorKind.INVALID_ARGUMENT,
+        "prompt",
+    ),
+    ({"policy": "best"}, ErrorKind.INVALID_ARGUMENT, "policy"),
+    ({"policy": "direct"}, ErrorKind.INVALID_ARGUMENT, "candidates"),
+    ({"mode": RESERVE}, ErrorKind.INVALID_ARGUMENT, "request_id"),
+    ({"mode": RESERVE, "request_id": "r\0"}, ErrorKind.INVALID_ARGUMENT, "request_id"),
+    ({"mode": 77}, ErrorKind.INVALID_ARGUMENT, "mode"),
+    ({"session_id": "s" * 1000}, ErrorKind.INVALID_ARGUMENT, "session_id"),
+    ({"cost": router_pb2.CostOverrides(temperature=-1)}, ErrorKind.INVALID_ARGUMENT, "cost.temperature"),
+    ({"cost": router_pb2.CostOverrides(device_credit=1.5)}, ErrorKind.INVALID_ARGUMENT, "cost.device_credit"),
+    ({"cost": router_pb2.CostOverrides(host_credit=float("nan"))}, ErrorKind.INVALID_ARGUMENT, "cost.host_credit"),
+    (
+        {"cost": router_pb2.CostOverrides(prefill_load_scale=float("inf"))},
+        ErrorKind.INVALID_ARGUMENT,
+        "cost.prefill_load_scale",
+    ),
+]
+
+
+async def test_what_makes_no_sense_is_refused_in_a_sentence_and_books_nothing() -> None:
+    async with routers(drain_s=5) as (router,):
+        await attached(router, "a", "b")
+        for fields, kind, param in BAD:
+            error = await refused(router.stub.RouteQuery(query(prompt(1, 2), **fields)))
+            assert (error.kind, error.param) == (kind, param), fields
+            assert error.message.endswith("."), fields
+        for worker_id, rank in (("nobody", 0), ("a", 5)):
+            add = router_pb2.AddRequestRequest(
+                request_id="r", model=MODEL, worker_id=worker_id, data_parallel_rank=rank, prompt=prompt(1)
+            )
+            assert (await refused(router.stub.AddRequest(add))).kind is ErrorKind.NOT_FOUND
+        assert await requests(router) == {"a": 0, "b": 0}
+        assert (await router.stub.RouteQuery(query(prompt(1, 2)))).decode.worker_id in {"a", "b"}
