@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 from pathlib import Path
@@ -12,8 +13,8 @@ import pytest
 
 from services.common.errors import ErrorKind, SluiceError
 from services.common.packing import pack_u64, unpack_u64
-from services.router.book import Reservation, Terms
-from services.router.cost import Load, Offer
+from services.router.book import AllBusy, Reservation, Terms
+from services.router.cost import Limits, Load, Offer
 from services.router.events import (
     BlockOp,
     BlocksChanged,
@@ -36,7 +37,7 @@ from tests.support.redis_server import RedisServer
 from tests.support.redis_topologies import RedisCluster
 
 M = "org/model"
-A, B = Slot("a", 0), Slot("b", 0)
+A, B, C = Slot("a", 0), Slot("b", 0), Slot("c", 0)
 
 
 @pytest.fixture(scope="module")
@@ -303,6 +304,39 @@ async def test_select_without_a_request_id_books_nothing(store: Store) -> None:
     choice = await store.select(M, [offer(A, 5), offer(B, 1)], Terms("", 1000))
     assert (choice.slot, choice.expires_unix_ms) == (B, 0)
     assert (await store.pulse(M)).loads == {}
+
+
+async def test_limits_keep_ranks_from_taking_more_and_refuse_when_all_are_at_theirs(store: Store) -> None:
+    two = offer(A, uncached=0, added=0)._replace(limits=Limits(math.inf, math.inf, 2))
+    ten = offer(B)._replace(limits=Limits(100, 25, math.inf))  # 10 of each are booked a request
+    free = offer(C, uncached=99, added=99)
+    taken = [(await store.select(M, [two, ten], Terms(f"r{n}", 60_000))).slot for n in range(5)]
+    assert (taken.count(A), taken.count(B)) == (2, 3)
+    for request in ("", "r5"):
+        with pytest.raises(AllBusy):
+            await store.select(M, [two, ten], Terms(request, 60_000))
+    again = await store.select(M, [two, ten], Terms("r0", 60_000))
+    assert (again.slot, again.repeated) == (taken[0], True)
+    assert (await store.select(M, [two, free, ten], Terms("r6", 60_000))).slot == C
+    await store.free(M, [f"r{taken.index(B)}"])
+    hot = Terms("r7", 60_000, temperature=100)
+    assert (await store.select(M, [two, ten], hot)).slot == B
+    prefill = offer(B)._replace(limits=Limits(25, math.inf, math.inf))
+    with pytest.raises(AllBusy):
+        await store.select(M, [prefill], Terms("r8", 60_000))
+    await store.mark_prefill_complete(M, ["r7"])
+    assert (await store.select(M, [prefill], Terms("r8", 60_000))).slot == B
+
+
+async def test_sessions_are_remembered_by_model_for_their_time(store: Store) -> None:
+    assert await store.session(M, "s") is None
+    await store.remember_session(M, "s", A, 60_000)
+    await store.remember_session(M, "s", Slot("b/c", 3), 60_000)
+    assert await store.session(M, "s") == Slot("b/c", 3)
+    assert await store.session("other", "s") is None
+    await store.remember_session(M, "short", A, 1)
+    await asyncio.sleep(0.05)
+    assert await store.session(M, "short") is None
 
 
 async def test_select_is_idempotent_by_request_id(store: Store) -> None:
