@@ -91,9 +91,11 @@ class Predictions:
         for stretch in sorted(self._touched(hashes, now), key=lambda stretch: stretch.start):
             overlap = found.get(stretch.slot, NO_OVERLAP)
             reached = overlap.blocks + overlap.predicted
+            if stretch.start > reached:
+                continue  # what it stood on is gone
             further = stretch.depth(hashes) - reached
             if further > 0:
-                computing = min(further, stretch.depth(hashes) - stretch.start) if now < stretch.computing_until else 0
+                computing = further if now < stretch.computing_until else 0
                 found[stretch.slot] = overlap._replace(
                     predicted=overlap.predicted + further, computing=overlap.computing + computing
                 )
