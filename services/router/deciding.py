@@ -21,7 +21,7 @@ from services.router.view import ModelView
 from services.router.workers import Slot, Worker
 
 BLIND = "no_block_hashes"
-PREFILL_BUSY = "prefill_busy"
+PAIR_BUSY = "pair_busy"
 
 
 class Decider:
@@ -85,7 +85,7 @@ class Decider:
         except AllBusy:
             if not cast.whole:
                 raise
-            return await self._selector.pick(ask, Part.WHOLE, cast.whole), None, PREFILL_BUSY
+            return await self._selector.pick(ask, Part.WHOLE, cast.whole), None, PAIR_BUSY
 
     def _route(self, ask: Ask, answers: Pick, prefill: Pick | None, skipped: str) -> Route:
         query, blocks = ask.query, ask.blocks

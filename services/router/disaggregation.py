@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from services.common.errors import ErrorKind, SluiceError, unavailable
+from services.common.errors import ErrorKind, SluiceError, overloaded, unavailable
 from services.router.index import NO_OVERLAP, Overlap
 from services.router.prompts import Blocks
 from services.router.registry import Registry
@@ -46,29 +46,42 @@ class Cast:
 
 
 class Casting:
-    """Applies the rules."""
+    """Applies the rules.
 
-    def __init__(self, registry: Registry, rules: DisaggRules) -> None:
+    Args:
+        most_waiting: requests that wait for a prefill worker at once, of all models.
+    """
+
+    def __init__(self, registry: Registry, rules: DisaggRules, most_waiting: int) -> None:
         self._registry = registry
         self._rules = rules
+        self._most_waiting = most_waiting
+        self._waiting = 0
         self._missing_since: dict[str, float] = {}
 
     async def wait_for_prefill(self, model: str) -> None:
         """Waits, if the rules say so, while decode workers have no prefill worker.
 
         The time runs once for all requests, so a model whose prefill workers stay away does not slow each of them.
+
+        Raises:
+            SluiceError: OVERLOADED when too many wait already.
         """
         if not self._rules.wait_for_prefill or not self._lacks_prefill(model):
             self._missing_since.pop(model, None)
             return
         until = self._missing_since.setdefault(model, time.monotonic()) + self._rules.prefill_wait_s
+        if self._waiting >= self._most_waiting:
+            raise overloaded(f"{self._waiting} requests wait for a prefill worker already.")
         watch = self._registry.watch(model)
+        self._waiting += 1
         try:
             while (left := until - time.monotonic()) > 0 and self._lacks_prefill(model) and not watch.ended:
                 await asyncio.wait_for(watch.next(), left)
         except TimeoutError:
             return
         finally:
+            self._waiting -= 1
             self._registry.unwatch(watch)
 
     def cast(

@@ -95,7 +95,7 @@ class Router:
         self.decisions = Decisions(self.config.decisions_kept)
         self.lines: Lines[Route] = Lines(self._tasks, self.config.line_limit, self._abandon)
         self.followups = FollowUps(self._bookkeeper, self._keeper, self.decisions, self.metrics, self.lines.ended)
-        self._casting = Casting(self.registry, self.config.disagg)
+        self._casting = Casting(self.registry, self.config.disagg, self.config.line_limit)
         self._selector = Selector(
             store,
             self._bookkeeper,
@@ -153,7 +153,8 @@ class Router:
                 policy that makes no sense, OVERLOADED when all workers are busy and stay so.
         """
         query = replace(query, prompt=await self.tokenized(query.model, query.prompt))
-        await self._casting.wait_for_prefill(query.model)
+        if query.candidates is None:
+            await self._casting.wait_for_prefill(query.model)
 
         async def attempt(*, place: bool = True) -> Route:
             view, workers = self._serving(query.model)

@@ -152,6 +152,21 @@ async def test_the_wait_runs_once_for_all() -> None:
         assert later.done()
 
 
+async def test_only_so_many_wait_for_a_prefill_worker() -> None:
+    rules = DisaggRules(wait_for_prefill=True, prefill_wait_s=NEVER_S)
+    async with Cluster(RouterConfig(disagg=rules, line_limit=2)) as cluster:
+        await cluster.add(decode("d", alone=True))
+        waiting = [asyncio.create_task(cluster.ask(prompt("A"))) for _ in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(SluiceError) as refused:
+            await asyncio.wait_for(cluster.ask(prompt("A")), 20)
+        assert refused.value.kind is ErrorKind.OVERLOADED
+        named = await cluster.ask(prompt("A"), candidates=frozenset({"d"}))
+        assert pair(named) == (None, "d")
+        await cluster.add(prefill("p"))
+        assert {pair(route) for route in await asyncio.wait_for(asyncio.gather(*waiting), 20)} == {("p", "d")}
+
+
 async def test_workers_that_need_no_prefill_worker_are_not_kept_waiting() -> None:
     async with disagg(wait_for_prefill=True, enforce=True, prefill_wait_s=NEVER_S) as cluster:
         await cluster.add(worker("a"))
@@ -199,7 +214,7 @@ async def test_busy_prefill_workers_are_skipped_unless_pairs_are_enforced(
             assert refused.value.kind is ErrorKind.OVERLOADED
         else:
             route = await cluster.ask(prompt("DEF"), request_id="r2")
-            assert (pair(route), route.prefill_skipped) == (expected, "prefill_busy")
+            assert (pair(route), route.prefill_skipped) == (expected, "pair_busy")
         loads = await cluster.loads()
         assert (loads["p"].requests, loads["d"].requests) == (1, 1)
 
