@@ -139,7 +139,7 @@ class RouteQueryRequest(_message.Message):
     """
     max_wait_ms: _builtins.int
     """While every candidate is over the busy thresholds: how long to wait in line, by priority, then by arrival, for one
-    that is not. 0: do not wait, fail with RESOURCE_EXHAUSTED at once.
+    that is not, before it fails with RESOURCE_EXHAUSTED. 0: the router's setting, by default not to wait.
     """
     @_builtins.property
     def prompt(self) -> Global___PromptRef: ...

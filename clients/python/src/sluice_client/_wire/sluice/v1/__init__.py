@@ -1975,7 +1975,7 @@ class RouteQueryRequest(betterproto2.Message):
     max_wait_ms: "int" = betterproto2.field(17, betterproto2.TYPE_UINT32)
     """
     While every candidate is over the busy thresholds: how long to wait in line, by priority, then by arrival, for one
-    that is not. 0: do not wait, fail with RESOURCE_EXHAUSTED at once.
+    that is not, before it fails with RESOURCE_EXHAUSTED. 0: the router's setting, by default not to wait.
     """
 
 
