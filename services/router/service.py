@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 from services.common import logs, telemetry
 from services.common.errors import ErrorKind, SluiceError, invalid, unavailable
 from services.common.grpc_errors import abort, answer
-from services.router import messages
+from services.router import messages, query_messages
 from services.router.attachment import HEARTBEATS_PER_LEASE, Attachment
 from services.router.cost import CostModel
 from services.router.dialogue import Said
@@ -67,7 +67,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
     ) -> router_pb2.RouteQueryResponse:
         async def handle(request: router_pb2.RouteQueryRequest) -> router_pb2.RouteQueryResponse:
             logs.request_id.set(request.request_id)
-            return messages.answer_of(await self._router.query(messages.query_of(request, self._cost)))
+            return query_messages.answer_of(await self._router.query(query_messages.query_of(request, self._cost)))
 
         return await self._unary("query", handle, request, context)
 
@@ -77,8 +77,8 @@ class RouterService(router_pb2_grpc.RouterServicer):
         return await self._unary("add", self._add, request, context)
 
     async def _add(self, request: router_pb2.AddRequestRequest) -> router_pb2.AddRequestResponse:
-        messages.check_request_id(request.request_id)
-        prompt = messages.prompt_of(request.prompt, request.lora, request.cache_salt)
+        query_messages.check_request_id(request.request_id)
+        prompt = query_messages.prompt_of(request.prompt, request.lora, request.cache_salt)
         only = frozenset((request.worker_id,))
         query = Query(
             request.model,
@@ -94,7 +94,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         return router_pb2.AddRequestResponse(
             reservation_id=reservation_id(request.model, request.request_id),
             expires_unix_ms=choice.expires_unix_ms,
-            overlap=messages.overlap_of(overlap),
+            overlap=query_messages.overlap_of(overlap),
         )
 
     async def MarkPrefillComplete(
@@ -110,7 +110,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self, request: router_pb2.FreeRequestRequest, context: Context
     ) -> router_pb2.FreeRequestResponse:
         async def handle(request: router_pb2.FreeRequestRequest) -> router_pb2.FreeRequestResponse:
-            outcomes = [messages.outcome_of(each) for each in request.outcomes]
+            outcomes = [query_messages.outcome_of(each) for each in request.outcomes]
             unknown = await self._router.followups.free(request.reservation_ids, outcomes)
             return router_pb2.FreeRequestResponse(unknown=unknown)
 
@@ -130,7 +130,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
     ) -> router_pb2.GetDecisionsResponse:
         async def handle(request: router_pb2.GetDecisionsRequest) -> router_pb2.GetDecisionsResponse:
             found = self._router.decisions.latest(request.model, request.limit or USUAL_DECISIONS)
-            return router_pb2.GetDecisionsResponse(decisions=[messages.decision_of(each) for each in found])
+            return router_pb2.GetDecisionsResponse(decisions=[query_messages.decision_of(each) for each in found])
 
         return await self._unary("decisions", handle, request, context)
 
@@ -163,12 +163,14 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self, request: router_pb2.GetOverlapsRequest, context: Context
     ) -> router_pb2.GetOverlapsResponse:
         async def handle(request: router_pb2.GetOverlapsRequest) -> router_pb2.GetOverlapsResponse:
-            prompt = messages.prompt_of(request.prompt, request.lora, request.cache_salt)
+            prompt = query_messages.prompt_of(request.prompt, request.lora, request.cache_salt)
             prompt = await self._router.tokenized(request.model, prompt)
             return router_pb2.GetOverlapsResponse(
                 overlaps=[
                     router_pb2.WorkerOverlap(
-                        worker_id=slot.worker_id, data_parallel_rank=slot.rank, overlap=messages.overlap_of(overlap)
+                        worker_id=slot.worker_id,
+                        data_parallel_rank=slot.rank,
+                        overlap=query_messages.overlap_of(overlap),
                     )
                     for slot, overlap in sorted(self._router.overlaps(request.model, prompt).items())
                 ]
