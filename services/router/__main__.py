@@ -11,7 +11,7 @@ from services.common.server import GrpcServer
 from services.common.tls import channel_credentials
 from services.router.cost import CostModel
 from services.router.disaggregation import DisaggRules
-from services.router.messages import used_blocks
+from services.router.messages import read_report, used_blocks
 from services.router.predictions import Lifetimes
 from services.router.preprocess import PreprocessBodies
 from services.router.router import Router, RouterConfig
@@ -51,6 +51,7 @@ def make_config(settings: RouterSettings) -> RouterConfig:
         reservation_ttl_ms=int(settings.reservation_ttl_s * 1000),
         owner_lease_ms=settings.owner_lease_ms,
         decisions_kept=settings.decisions_kept,
+        drift_after_s=settings.drift_after_s,
         lifetimes=Lifetimes(settings.predicted_ttl_s, settings.predicted_bridge_s, settings.predicted_blocks),
         session_ttl_ms=int(settings.session_ttl_s * 1000),
         thresholds=Thresholds(settings.busy_kv_share, settings.busy_prefill_tokens, settings.busy_requests),
@@ -76,7 +77,12 @@ async def serve(settings: RouterSettings, stop: Stop, on_listening: asyncio.Futu
     """Serves until `stop` is set; `on_listening` is given the port."""
     bodies = make_bodies(settings)
     router = Router(
-        make_store(settings), make_config(settings), on_death=stop.fail, used_blocks=used_blocks, bodies=bodies
+        make_store(settings),
+        make_config(settings),
+        on_death=stop.fail,
+        used_blocks=used_blocks,
+        read_report=read_report,
+        bodies=bodies,
     )
     cost = CostModel(
         settings.prefill_load_scale,

@@ -74,6 +74,7 @@ class Reservation:
     expires_unix_ms: int
     output: int = 0
     owner: Owner | None = None
+    booked_unix_ms: int = 0
 
 
 class Book:
@@ -156,6 +157,7 @@ class Book:
     def put(self, reservation: Reservation) -> None:
         """Books a reservation as it is."""
         slot = reservation.slot
+        reservation.booked_unix_ms = self._now_ms()
         self._reservations[reservation.request_id] = reservation
         heapq.heappush(self._expiries, (reservation.expires_unix_ms, reservation.request_id))
         self._prefill[slot] = self._prefill.get(slot, 0) + reservation.prefill
@@ -225,6 +227,17 @@ class Book:
             for request_id in list(self._owned[owner]):
                 self._forget(self._reservations[request_id])
         return count - len(self._reservations)
+
+    def correct(self, slot: Slot, most: int, age_ms: int, computed: bool) -> tuple[int, int]:
+        """Fits what was booked on a rank long ago to what it says it has; see Store.correct."""
+        before = self._now_ms() - age_ms
+        old = [each for each in self._reservations.values() if each.slot == slot and each.booked_unix_ms <= before]
+        old.sort(key=lambda each: each.booked_unix_ms)
+        surplus = max(len(old) - most, 0)
+        waiting = [each.request_id for each in old[surplus:] if each.prefill] if computed else []
+        self.free([each.request_id for each in old[:surplus]])
+        self.mark_prefill_complete(waiting)
+        return surplus, len(waiting)
 
     def expire(self) -> int:
         """Forgets what nobody freed in time; returns how many."""

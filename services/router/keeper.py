@@ -8,6 +8,7 @@ import logging
 from services.common.tasks import TaskOwner
 from services.router.bookkeeper import Bookkeeper
 from services.router.cost import Load
+from services.router.drift import Drift
 from services.router.link import Link
 from services.router.metrics import Metrics
 from services.router.predictions import Lifetimes, Predictions
@@ -39,6 +40,7 @@ class Keeper:
         metrics: Metrics,
         lease_ms: int,
         lifetimes: Lifetimes,
+        drift: Drift,
     ) -> None:
         self._store = store
         self._link = link
@@ -48,6 +50,7 @@ class Keeper:
         self._metrics = metrics
         self._lease_s = lease_ms / 1000
         self._lifetimes = lifetimes
+        self._drift = drift
         self._views: dict[str, ModelView] = {}
         self.known: set[str] = set()
 
@@ -109,6 +112,7 @@ class Keeper:
             if self._link.there_for_s > self._lease_s:
                 await self._store.sweep(view.model)
             view.take(await self._store.pulse(view.model))
+            await self._drift.correct(view)
 
     async def _follow(self, view: ModelView) -> None:
         reason = "start"

@@ -9,6 +9,7 @@ from services.common.hashing import HASH_SCHEME
 from services.common.packing import pack_u64
 from services.router.cost import Load
 from services.router.dialogue import Leaving, Replies, Report, Said, SnapshotChunk
+from services.router.drift import Reported
 from services.router.events import HASH_BYTES, BlockOp, EventBatch, Kind, Tier
 from services.router.registry import Happening, News
 from services.router.view import ModelView
@@ -107,6 +108,14 @@ def reported(report: bytes) -> list[common_pb2.WorkerLoad]:
 def used_blocks(report: bytes) -> list[int]:
     """KV blocks in use by rank, out of a worker's last heartbeat."""
     return [load.used_blocks for load in reported(report)]
+
+
+def read_report(report: bytes) -> list[Reported]:
+    """What each rank says it has, out of a worker's last heartbeat."""
+    return [
+        Reported(load.running_requests + load.waiting_requests, bool(load.prefill_tokens or load.waiting_requests))
+        for load in reported(report)
+    ]
 
 
 def said(message: router_pb2.AttachRequest, worker: Worker) -> Said:

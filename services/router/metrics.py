@@ -38,6 +38,9 @@ class Metrics:
             "sluice_router_expired_reservations", description="reservations nobody freed, by what ended them"
         )
         self.shed = meter.create_counter("sluice_router_shed", description="queries refused because all were busy")
+        self.computed_unsaid = meter.create_counter(
+            "sluice_router_computed_unsaid", description="prompts nobody marked as computed, known from worker reports"
+        )
         self.event_batches = meter.create_counter("sluice_router_event_batches", description="KV-event batches taken")
         self.resyncs = meter.create_counter("sluice_router_resyncs", description="snapshots asked for")
         self.reloads = meter.create_counter(

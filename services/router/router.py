@@ -17,6 +17,7 @@ from services.router.cost import NO_LOAD, Load
 from services.router.deciding import Decider
 from services.router.decisions import Decision, Decisions
 from services.router.disaggregation import Casting, DisaggRules
+from services.router.drift import Drift, ReadReport
 from services.router.followups import FollowUps
 from services.router.index import NO_OVERLAP, Overlap
 from services.router.keeper import Keeper
@@ -47,6 +48,7 @@ class RouterConfig:
     reservation_ttl_ms: int = 600_000
     owner_lease_ms: int = 10_000
     decisions_kept: int = 1_000
+    drift_after_s: float = 30.0
     lifetimes: Lifetimes = field(default_factory=Lifetimes)
     session_ttl_ms: int = 600_000
     thresholds: Thresholds = field(default_factory=Thresholds)
@@ -60,6 +62,7 @@ class Router:
 
     Args:
         used_blocks: reads workers' reports; without it only what is booked makes a worker busy.
+        read_report: reads them too; without it the load book is not corrected by them.
         bodies: tokenizes OpenAI bodies; without it they are refused.
     """
 
@@ -70,6 +73,7 @@ class Router:
         random: Random | None = None,
         on_death: Callable[[str, BaseException], None] | None = None,
         used_blocks: UsedBlocks = lambda report: (),
+        read_report: ReadReport = lambda report: (),
         bodies: Bodies | None = None,
     ) -> None:
         self.config = config or RouterConfig()
@@ -90,6 +94,7 @@ class Router:
             self.metrics,
             self.config.lease_ms,
             self.config.lifetimes,
+            Drift(store, read_report, self.metrics, self.config.drift_after_s),
         )
         self.owners = Owners(store, self._link, self._keeper, self.metrics, self.config.owner_lease_ms)
         self.decisions = Decisions(self.config.decisions_kept)

@@ -72,6 +72,9 @@ class RouterSettings(AccessSettings, GrpcServiceSettings):
     )
     preprocess_timeout_s: float = Field(15.0, gt=0, description="longest wait for preprocess")
     lease_ms: int = Field(6_000, ge=300, description="a worker that is silent for this long is gone, milliseconds")
+    drift_after_s: float = Field(
+        30.0, gt=0, description="seconds after which a reservation must show in its worker's reports or is given back"
+    )
     owner_lease_ms: int = Field(
         10_000, ge=300, description="reservations of an owner whose stream is gone for this long are given back, ms"
     )

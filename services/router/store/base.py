@@ -203,5 +203,17 @@ class Store(ABC):
         """Clears workers whose lease expired and reservations nobody freed in time; returns how many of both."""
 
     @abstractmethod
+    async def correct(self, model: str, slot: Slot, most: int, age_ms: int, computed: bool) -> tuple[int, int]:
+        """Fits what was booked on a rank longer than `age_ms` ago to what it says it has.
+
+        Args:
+            most: requests it has; the oldest reservations beyond that are given back.
+            computed: no prompt waits there; the prefill load of the others is given back.
+
+        Returns:
+            How many reservations were given back, and how many prompts were found computed.
+        """
+
+    @abstractmethod
     async def sweep_owners(self, model: str) -> int:
         """Clears reservations whose owner's lease expired, a bounded number at once; returns how many."""

@@ -234,5 +234,8 @@ class MemoryStore(Store):
             await self.remove(model, record.worker.worker_id, record.session)
         return len(expired) + state.book.expire()
 
+    async def correct(self, model: str, slot: Slot, most: int, age_ms: int, computed: bool) -> tuple[int, int]:
+        return self._model(model).book.correct(slot, most, age_ms, computed)
+
     async def sweep_owners(self, model: str) -> int:
         return self._model(model).book.drop_owners()

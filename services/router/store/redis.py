@@ -294,6 +294,12 @@ class RedisStore(Store):
     async def sweep(self, model: str) -> int:
         return int(await self._client.run("sweep", self._tag(model), SWEEP_AT_ONCE, self._feed_limit))
 
+    async def correct(self, model: str, slot: Slot, most: int, age_ms: int, computed: bool) -> tuple[int, int]:
+        ended, found = await self._client.run(
+            "correct", self._tag(model), slot.worker_id, slot.field, most, age_ms, int(computed)
+        )
+        return ended, found
+
     async def sweep_owners(self, model: str) -> int:
         return int(await self._client.run("sweep_owners", self._tag(model), SWEEP_AT_ONCE))
 

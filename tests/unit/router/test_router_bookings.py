@@ -127,3 +127,21 @@ async def test_more_reservations_than_one_sweep_clears_go_with_the_next(store: S
         cleared += count
     assert cleared == 700
     assert (await store.pulse(M)).loads == {}
+
+
+async def test_what_a_worker_cannot_have_any_more_is_given_back_oldest_first(store: Store) -> None:
+    b = OFFER._replace(slot=Slot("a", 1))
+    for number in range(4):
+        await store.select(M, [OFFER], terms(f"old-{number}", "owner" if number else ""))
+        await asyncio.sleep(0.01)
+    await store.select(M, [b], terms("other-rank"))
+    await store.mark_prefill_complete(M, ["old-2"])
+    assert await store.correct(M, A, 0, 60_000, True) == (0, 0), "nothing is old enough"
+    assert await store.correct(M, A, 5, 1, False) == (0, 0)
+    await asyncio.sleep(0.3)
+    await store.select(M, [OFFER], terms("young"))
+    assert await store.correct(M, A, 2, 200, True) == (2, 1)
+    assert await load(store) == Load(5, 21, 3)
+    assert await store.correct(M, A, 2, 200, True) == (0, 0), "twice is once"
+    assert await store.free(M, ["old-0", "old-1", "old-2", "old-3", "young", "other-rank"]) == ["old-0", "old-1"]
+    assert (await store.pulse(M)).loads == {}

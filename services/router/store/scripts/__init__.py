@@ -38,4 +38,5 @@ NAMES = (
     "pulse",
     "sweep",
     "sweep_owners",
+    "correct",
 )

@@ -52,7 +52,7 @@ local function unbook(request, packed)
 end
 
 local function book(request, worker, slot, prefill, decode, expires, output, owner, owner_lease_ms)
-  local held = {w = worker, s = slot, p = prefill, d = decode, x = expires, u = output}
+  local held = {w = worker, s = slot, p = prefill, d = decode, x = expires, u = output, b = now_ms()}
   if owner ~= '' then
     held.o = owner
     redis.call('SADD', owned_key(owner), request)
