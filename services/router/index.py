@@ -8,6 +8,7 @@ blocks), and no rank can hold more than its card says.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from services.router.events import EventBatch, Snapshot
@@ -47,6 +48,7 @@ class BlockIndex:
         self._holdings: dict[Slot, Holding] = {}
         self._bits: dict[Slot, int] = {}
         self._slot_of_bit: dict[int, Slot] = {}
+        self._eights: dict[tuple[int, int], tuple[Slot, ...]] = {}  # (place of a byte, its value) → ranks
 
     @property
     def slots(self) -> list[Slot]:
@@ -87,6 +89,7 @@ class BlockIndex:
         bit = _lowest_free(self._slot_of_bit)
         self._bits[slot] = bit
         self._slot_of_bit[bit] = slot
+        self._eights.clear()
         self._holdings[slot] = Holding(epoch, capacity, [Shelf(table, 1 << bit) for table in self._tables])
 
     def drop(self, slot: Slot) -> None:
@@ -96,6 +99,7 @@ class BlockIndex:
             return
         holding.clear()
         del self._slot_of_bit[self._bits.pop(slot)]
+        self._eights.clear()
 
     def apply(self, slot: Slot, epoch: int, batch: EventBatch) -> Outcome:
         """Applies a batch if it is the next one of its rank; after OVERFLOW the rank must be dropped."""
@@ -134,12 +138,24 @@ class BlockIndex:
 
     def _by_slot(self, lookup: Lookup, hashes: Sequence[int]) -> dict[Slot, Overlap]:
         """As if all that `lookup` finds were on the device; ranks with the same overlap share one object."""
-        slot_of, found = self._slot_of_bit, {}
+        found: dict[Slot, Overlap] = {}
         for bits, depth in depths(lookup, hashes):
             overlap = Overlap(depth)
-            for bit in bits_of(bits):
-                found[slot_of[bit]] = overlap
+            for slot in self._ranks(bits):
+                found[slot] = overlap
         return found
+
+    def _ranks(self, bits: int) -> Iterable[Slot]:
+        if not bits & (bits - 1):
+            return (self._slot_of_bit[bits.bit_length() - 1],)
+        bytewise = enumerate(bits.to_bytes(bits.bit_length() // 8 + 1, "little"))
+        return chain.from_iterable(self._eights.get(eight) or self._eight(eight) for eight in bytewise if eight[1])
+
+    def _eight(self, eight: tuple[int, int]) -> tuple[Slot, ...]:
+        """The ranks of a byte of a mask; kept, because many ranks share the beginning of a prompt."""
+        place, byte = eight
+        slots = self._eights[eight] = tuple(self._slot_of_bit[8 * place + bit] for bit in bits_of(byte))
+        return slots
 
 
 def _lowest_free(taken: dict[int, Slot]) -> int:

@@ -7,13 +7,14 @@ with the same overlap. So a thousand ranks take a sum each, and only the best be
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import repeat
 from random import Random
 
 from services.router.cost import MILLI, Load, Offer
 from services.router.index import NO_OVERLAP, Overlap
 from services.router.workers import Slot
 
-MOST = 24
+MOST = 16  # as few as leave a choice: each costs a candidate, an offer and its part of the booking
 EACH_BY_ITSELF = frozenset({"kv", "least_loaded"})  # policies that judge a rank without looking at the others
 
 
@@ -79,6 +80,4 @@ def nearest(
 
 def occurring(slots: Sequence[Slot], overlaps: Mapping[Slot, Overlap]) -> set[Overlap]:
     """The overlaps of these ranks, NO_OVERLAP always among them."""
-    found = {overlaps.get(slot, NO_OVERLAP) for slot in slots}
-    found.add(NO_OVERLAP)
-    return found
+    return {*map(overlaps.get, slots, repeat(NO_OVERLAP)), NO_OVERLAP}

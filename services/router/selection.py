@@ -113,9 +113,10 @@ class Selector:
         name = ask.query.policy or self._config.policy
         policy = self._policies.get(name, ask.query.model, part.value)
         limits = self._limits(ask, workers)
+        overlaps = occurring(slots, ask.overlaps)
         some = slots
         if name in EACH_BY_ITSELF and len(slots) > MOST and not ask.query.explain and not ask.query.cost.temperature:
-            some = self._nearest(ask, part, policy, slots, limits)
+            some = self._nearest(ask, part, policy, slots, overlaps, limits)
         offers = _of_part(policy(_candidates(ask, some), ask.demand, ask.query.cost), part)
         choice, degraded = await self._book(ask, part, slots, offers, limits)
         worker = self._registry.get(ask.query.model, choice.slot.worker_id)
@@ -128,7 +129,7 @@ class Selector:
         if some is not slots and choice.expires_unix_ms and not choice.repeated:
             self._standing(ask).add(offer for offer in offers if offer.slot == choice.slot)
         overlap = ask.overlaps.get(choice.slot, NO_OVERLAP)
-        best = max(each.blocks for each in occurring(slots, ask.overlaps))
+        best = max(each.blocks for each in overlaps)
         return Pick(worker, choice, overlap, best, degraded, offers)
 
     async def place(self, ask: Ask, slot: Slot, role: Role) -> Choice:
@@ -187,7 +188,13 @@ class Selector:
         return self._standings.setdefault(ask.query.model, Standing())
 
     def _nearest(
-        self, ask: Ask, part: Part, policy: Policy, slots: Sequence[Slot], limits: Mapping[Slot, Limits]
+        self,
+        ask: Ask,
+        part: Part,
+        policy: Policy,
+        slots: Sequence[Slot],
+        overlaps: set[Overlap],
+        limits: Mapping[Slot, Limits],
     ) -> list[Slot]:
         """The ranks worth making candidates of."""
         query, loads = ask.query, ask.view.loads
@@ -196,7 +203,6 @@ class Selector:
                 slot for slot in slots if slot not in limits or all(map(lt, loads.get(slot, NO_LOAD), limits[slot]))
             ]
             slots = below or slots
-        overlaps = list(occurring(slots, ask.overlaps))
         offers = policy([Candidate(Slot("", 0), overlap, 0) for overlap in overlaps], ask.demand, query.cost)
         samples = dict(zip(overlaps, _of_part(offers, part), strict=True))
         booked = self._standing(ask).booked(loads)
