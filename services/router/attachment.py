@@ -50,7 +50,7 @@ class Attachment:
         self.worker = worker
         self.session = uuid.uuid4().hex
         self.left = False
-        self._unsent = Replies()
+        self._unstored: set[int] = set()  # ranks whose last words the store does not hold
         self._refused: SluiceError | None = None
         self._store = store
         self._link = link
@@ -72,13 +72,15 @@ class Attachment:
         except StoreUnavailable as error:
             self._link.lost(error)
             self._view.apply(WorkerUp(self.worker))
-            return self._view.sequences(self.worker)
-        self._view.apply(WorkerUp(self.worker))
-        self._renewed_at = time.monotonic()
+            sequences = self._view.sequences(self.worker)
+        else:
+            self._view.apply(WorkerUp(self.worker))
+            self._renewed_at = time.monotonic()
+        self._heard = dict(sequences)  # the worker does not say again what is held
         return sequences
 
     async def reopen(self) -> None:
-        """Registers again after the store was away or lost the worker; asks for what it misses with the next replies.
+        """Registers again after the store was away or lost the worker; the next replies ask for what it misses.
 
         Raises:
             StoreUnavailable: it is away again.
@@ -95,9 +97,7 @@ class Attachment:
         if self.left:
             await self._store.leave(self.worker.model, self.worker.worker_id, self.session)
             self._view.apply(WorkerDraining(self.worker.worker_id, self.worker.epoch))
-        for rank, heard in self._heard.items():
-            if sequences.get(rank, 0) < heard:
-                self._ask(rank, "the store does not hold your last events", self._unsent)
+        self._unstored = {rank for rank, heard in self._heard.items() if sequences.get(rank, 0) < heard}
 
     async def handle(self, said: Sequence[Said]) -> Replies:
         """Takes messages in order; event batches that came together are applied together.
@@ -105,7 +105,8 @@ class Attachment:
         Raises:
             SluiceError: the worker sent nonsense or was replaced; cut it off.
         """
-        replies, self._unsent = self._unsent, Replies()
+        replies = Replies()
+        self._ask_for_unstored(replies)
         batches: list[EventBatch] = []
         report: Report | None = None
         for message in said:
@@ -214,6 +215,7 @@ class Attachment:
             return
         results = await self._applied(ready, replies)
         for batch, (outcome, sequence) in zip(ready, results, strict=True):
+            replies.outcomes[outcome.value] += 1
             await self._settle(batch, outcome, sequence, replies)
 
     async def _applied(self, batches: Sequence[EventBatch], replies: Replies) -> list[Applied]:
@@ -229,6 +231,7 @@ class Attachment:
             except StoreUnavailable as error:
                 self._link.lost(error)
         # The view stays current while the store is away. Nothing is acknowledged: nothing is durable.
+        self._unstored |= {batch.rank for batch in batches}
         return [
             Applied(self._view.index.apply(Slot(worker.worker_id, batch.rank), worker.epoch, batch), 0)
             for batch in batches
@@ -245,6 +248,13 @@ class Attachment:
             await self._renew(None, now=True)
         elif sequence:
             replies.acks[batch.rank] = max(sequence, replies.acks.get(batch.rank, 0))
+
+    def _ask_for_unstored(self, replies: Replies) -> None:
+        """Once the store is there, not before: a snapshot that came earlier would reach the view only."""
+        if self._link.there:
+            for rank in self._unstored:
+                self._ask(rank, "the store does not hold your last events", replies)
+            self._unstored.clear()
 
     def _keep_back(self, batch: EventBatch, replies: Replies) -> None:
         later = self._assemblies[batch.rank].later
@@ -279,6 +289,7 @@ class Attachment:
         self._heard[snapshot.rank] = max(snapshot.sequence, self._heard.get(snapshot.rank, 0))
         self._view.replace(slot, worker.epoch, snapshot)
         if not self._link.there:
+            self._unstored.add(snapshot.rank)
             return
         try:
             outcome, sequence = await self._store.replace(
@@ -286,6 +297,7 @@ class Attachment:
             )
         except StoreUnavailable as error:
             self._link.lost(error)
+            self._unstored.add(snapshot.rank)
             return
         if outcome is Outcome.OVERFLOW:
             raise self._too_many(snapshot.rank)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -16,6 +15,7 @@ from services.router.reservations import reservation_id
 from services.router.selection import Ask, Part, Pick, Selector
 from services.router.sessions import Sessions
 from services.router.siblings import Siblings
+from services.router.stopwatch import Stopwatch
 from services.router.store.base import Store
 from services.router.view import ModelView
 from services.router.workers import Slot, Worker
@@ -53,21 +53,26 @@ class Decider:
             AllBusy: every worker that may run it is over the thresholds.
             SluiceError: as Casting.cast, in_blocks and Selector.pick.
         """
-        started = time.perf_counter()
+        watch = Stopwatch()
         blocks = in_blocks(query.prompt, workers)
+        watch.lap("hash")
         pinned = await self._sessions.find(query.model, query.session_id) if query.session_id else None
         booked = await self._keeper.booked(view) if query.explain else {}
+        watch.lap("prepare")
         async with self._siblings.matched(view, blocks.hashes, wait=bool(query.request_id)) as overlaps:
+            watch.lap("match")
             cast = self._casting.cast(workers, query.candidates, blocks, overlaps)
             ask = Ask(query, view, blocks, overlaps, place, pinned)
             answers, prefill, skipped = await self._picks(ask, cast)
             runs = prefill or answers
             if query.request_id and not runs.choice.repeated:
                 view.expect(runs.worker, runs.slot, blocks.hashes, runs.overlap, query.request_id)
+            watch.lap("choose")
         if query.session_id:
             await self._sessions.remember(query.model, query.session_id, answers.slot, query.session_ttl_ms)
         route = self._route(ask, answers, prefill, skipped)
-        return replace(route, scores=self._scores(ask, booked, answers, prefill), seconds=time.perf_counter() - started)
+        scores = self._scores(ask, booked, answers, prefill)
+        return replace(route, scores=scores, seconds=watch.seconds, stages=watch.laps)
 
     async def _picks(self, ask: Ask, cast: Cast) -> tuple[Pick, Pick | None, str]:
         """The worker that answers, the one that prefills for it, and why there is none although there could be."""

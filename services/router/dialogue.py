@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -38,7 +39,11 @@ Said: TypeAlias = Report | EventBatch | SnapshotChunk | Leaving
 
 @dataclass(slots=True)
 class Replies:
-    """What the worker should hear: durable sequence numbers by rank, and ranks to send a snapshot of, with reasons."""
+    """What the worker should hear: durable sequence numbers by rank, and ranks to send a snapshot of, with reasons.
+
+    `outcomes` is not for the worker: how many event batches became what.
+    """
 
     acks: dict[int, int] = field(default_factory=dict)
     resyncs: dict[int, str] = field(default_factory=dict)
+    outcomes: Counter[str] = field(default_factory=Counter)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from services.router.cost import CostModel, Load
@@ -85,3 +86,4 @@ class Route:
     block_size: int = 1
     repeated: bool = False
     seconds: float = 0.0
+    stages: Mapping[str, float] = field(default_factory=dict)

@@ -96,6 +96,7 @@ class Router:
             self.config.lifetimes,
             Drift(store, read_report, self.metrics, self.config.drift_after_s),
         )
+        self.metrics.watch_views(lambda: self._keeper.views)
         self.owners = Owners(store, self._link, self._keeper, self.metrics, self.config.owner_lease_ms)
         self.decisions = Decisions(self.config.decisions_kept)
         self.lines: Lines[Route] = Lines(self._tasks, self.config.line_limit, self._abandon)
@@ -273,9 +274,14 @@ class Router:
     def _record(self, query: Query, route: Route) -> None:
         self.metrics.queries.add(1, {"policy": route.policy, "degraded": route.degraded})
         self.metrics.query_seconds.record(route.seconds)
+        for stage, seconds in route.stages.items():
+            self.metrics.stage_seconds.record(seconds, {"stage": stage})
+        if route.waited_ms:
+            self.metrics.waited_seconds.record(route.waited_ms / 1000)
         self.metrics.prompt_blocks.add(route.prompt_blocks)
         self.metrics.overlap_blocks.add(route.overlap.blocks)
         if route.reservation_id and not route.repeated:
+            self.metrics.reservations.add(1)
             self.decisions.add(_decision(query, route))
 
 

@@ -244,9 +244,11 @@ class RouterService(router_pb2_grpc.RouterServicer):
             await self._converse(attachment, conversation.inbox, context)
         except SluiceError as error:
             if not self._stopped:
+                self._router.metrics.cut_off.add(1, {"why": error.code or error.kind.name.lower()})
                 log.warning("worker is cut off: %s", error.message, extra={"worker": worker.worker_id})
             raise
         except TimeoutError:
+            self._router.metrics.cut_off.add(1, {"why": "silent"})
             log.warning("worker is cut off: it is silent", extra={"worker": worker.worker_id})
             raise
         finally:
@@ -273,7 +275,8 @@ class RouterService(router_pb2_grpc.RouterServicer):
         metrics = self._router.metrics
         while said := await inbox.take(lease_s):
             replies = await attachment.handle(said)
-            metrics.event_batches.add(len(said))
+            for outcome, count in replies.outcomes.items():
+                metrics.event_batches.add(count, {"outcome": outcome})
             if replies.resyncs:
                 metrics.resyncs.add(len(replies.resyncs))
             for message in messages.replies_of(replies):
