@@ -25,7 +25,9 @@ pin all.txt --extra all --group build $same
 pin core.txt $same
 for service in gateway preprocess router postprocess worker; do
     rm -f "requirements/$service.txt"
-    pin "$service.txt" --extra "$service" $same
+    # What makes preprocess quick is optional for those who install the package, not for its image.
+    [ "$service" = preprocess ] && fast="--extra fast" || fast=
+    pin "$service.txt" --extra "$service" $fast $same
 done
 echo requirements/build.txt
 "$uv" pip compile --group pyproject.toml:build --quiet --no-config --universal --python-version 3.11 --generate-hashes \

@@ -12,8 +12,12 @@ from tokenizers import Tokenizer
 
 from services.common.errors import SluiceError, invalid
 from services.common.models import fingerprint, read_json
+from services.common.packing import unpack_u32
 from services.preprocess import templates
+from services.preprocess.hf_encoder import HfEncoder
 from services.preprocess.limits import Limits
+from services.preprocess.segment_cache import CacheStats
+from services.preprocess.speed import Speed
 from services.preprocess.tokenizer import ChatRequest, Message, TokenizerFacts, TokenizerProtocol
 
 _OPEN_END = "\ue000sluice-open-end\ue001 "
@@ -28,6 +32,11 @@ _CONTEXT_NAMES = (
     "max_seq_length",
     "seq_len",
 )
+_PROBE: tuple[Message, ...] = (
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "b"},
+    {"role": "user", "content": "c"},
+)
 _UNSET_LENGTH = 10**9  # transformers writes a huge number for "not known"
 
 
@@ -37,11 +46,13 @@ class HfTokenizer(TokenizerProtocol):
     Args:
         path: a model's folder, or its tokenizer.json.
         limits: of templates; the model's own run in this process, those of clients in one that can be killed.
+        speed: what may be used to be fast.
     """
 
-    def __init__(self, path: Path, limits: Limits) -> None:
+    def __init__(self, path: Path, limits: Limits, speed: Speed | None = None) -> None:
         self._limits = limits
-        self._tokenizer = Tokenizer.from_file(str(path if path.is_file() else path / "tokenizer.json"))
+        file = path if path.is_file() else path / "tokenizer.json"
+        self._tokenizer = Tokenizer.from_file(str(file))
         # Files may carry the settings of a training run; a prompt is neither cut nor filled up.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -51,6 +62,7 @@ class HfTokenizer(TokenizerProtocol):
         self._templates = _own_templates(path, config)
         for source in self._templates.values():
             templates.compiled(source)
+        self._encoder = HfEncoder(file, self._tokenizer, self._probe(), speed or Speed())
         self.facts = TokenizerFacts(
             processor="hf",
             fingerprint=fingerprint(path),
@@ -59,6 +71,8 @@ class HfTokenizer(TokenizerProtocol):
             context_length=_context_length(model, config),
             has_chat_template=bool(self._templates),
             template_fingerprint=_digest(self._templates),
+            backend=self._encoder.backend,
+            cache_refusal=self._encoder.cache_refusal,
         )
 
     def _eos_ids(self, generation: dict[str, Any], model: dict[str, Any]) -> tuple[int, ...]:
@@ -67,19 +81,36 @@ class HfTokenizer(TokenizerProtocol):
         candidates = [own, *(listed if isinstance(listed, list) else [listed])]
         return tuple(dict.fromkeys(token for token in candidates if isinstance(token, int)))
 
-    def encode_chat(self, chat: ChatRequest) -> list[int]:
+    def _probe(self) -> str:
+        """A short conversation as the model's template writes it; the template itself where it takes none."""
+        try:
+            return self.render(ChatRequest([dict(message) for message in _PROBE]))
+        except SluiceError:
+            return "".join(self._templates.values())
+
+    @property
+    def cache_stats(self) -> CacheStats | None:
+        """See TokenizerProtocol."""
+        return self._encoder.cache_stats
+
+    def pack_chat(self, chat: ChatRequest) -> bytes:
         """See TokenizerProtocol; the template writes its own BOS, so none is added."""
-        return self.encode_text(self.render(chat), add_special_tokens=False)
+        return self.pack_text(self.render(chat), add_special_tokens=False)
+
+    def pack_text(self, text: str, add_special_tokens: bool | None = None) -> bytes:
+        """See TokenizerProtocol."""
+        try:
+            return self._encoder.encode(text, add_special_tokens is not False)
+        except (TypeError, ValueError) as error:
+            raise invalid("The prompt's text cannot be tokenized; it is no valid Unicode.") from error
+
+    def encode_chat(self, chat: ChatRequest) -> list[int]:
+        """See TokenizerProtocol."""
+        return unpack_u32(self.pack_chat(chat)).tolist()
 
     def encode_text(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
         """See TokenizerProtocol."""
-        try:
-            # Of all its ways to encode, the one that lets other threads run meanwhile.
-            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens is not False)
-        except (TypeError, ValueError) as error:
-            raise invalid("The prompt's text cannot be tokenized; it is no valid Unicode.") from error
-        ids: list[int] = encoding.ids
-        return ids
+        return unpack_u32(self.pack_text(text, add_special_tokens)).tolist()
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """See TokenizerProtocol."""

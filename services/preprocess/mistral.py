@@ -22,7 +22,11 @@ from pydantic import ValidationError
 
 from services.common.errors import invalid
 from services.common.models import fingerprint, read_json
+from services.common.packing import pack_u32, unpack_u32
+from services.preprocess.mistral_encoder import MistralEncoder
 from services.preprocess.mistral_plain import PlainEncoder
+from services.preprocess.segment_cache import CacheStats
+from services.preprocess.speed import Speed
 from services.preprocess.tokenizer import ChatRequest, Message, TokenizerFacts, TokenizerProtocol
 
 _TOOL_CALL_ID_CHARS = 9
@@ -37,14 +41,18 @@ class MistralTokenizer(TokenizerProtocol):
 
     Args:
         path: the file, or a model's folder that holds one.
+        speed: what may be used to be fast.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, speed: Speed | None = None) -> None:
         self._tokenizer: Tokenizer[Any, Any, Any, Any, Any] = Tokenizer.from_file(_tokenizer_file(path))
         self._text = self._tokenizer.instruct_tokenizer.tokenizer
         self._knows_reasoning = self._text.version >= TokenizerVersion.v13
         self._short_ids = self._text.version < TokenizerVersion.v13
-        self._plain = PlainEncoder.for_tokenizer(self._tokenizer)
+        self._encoder = MistralEncoder(self._text, speed or Speed())
+        self._plain = PlainEncoder.for_tokenizer(self._tokenizer, self._encoder.pack)
+        # After the short way was compared with mistral-common's own, which must not be this encoder then.
+        self._encoder.stand_in(self._text)
         config = read_json(path, "params.json") | read_json(path, "config.json")
         length = config.get("max_position_embeddings") or config.get("max_seq_len") or 0
         self.facts = TokenizerFacts(
@@ -54,24 +62,44 @@ class MistralTokenizer(TokenizerProtocol):
             eos_ids=(self._text.eos_id,),
             context_length=length if isinstance(length, int) else 0,
             has_chat_template=True,
+            backend=self._encoder.backend,
         )
+
+    @property
+    def cache_stats(self) -> CacheStats | None:
+        """See TokenizerProtocol."""
+        return self._encoder.cache_stats
+
+    def pack_chat(self, chat: ChatRequest) -> bytes:
+        """See TokenizerProtocol."""
+        if self._plain is not None:
+            try:
+                ids = self._plain.pack(chat)
+            except ValueError as error:
+                _refuse_text(error, "messages")
+            if ids is not None:
+                return ids
+        return pack_u32(self._encode(chat))
 
     def encode_chat(self, chat: ChatRequest) -> list[int]:
         """See TokenizerProtocol."""
-        if self._plain is not None and (ids := self._plain.encode(chat)) is not None:
-            return ids
-        return self._encode(chat)
+        return unpack_u32(self.pack_chat(chat)).tolist()
 
     def render(self, chat: ChatRequest) -> str:
         """See TokenizerProtocol; the ids decide, so this spells them out."""
         return self.decode(self._encode(chat))
 
-    def encode_text(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
+    def pack_text(self, text: str, add_special_tokens: bool | None = None) -> bytes:
         """See TokenizerProtocol; what is added is the BOS. Text never becomes a control token."""
         try:
-            return self._text.encode(text, bos=add_special_tokens is not False, eos=False)
-        except ValueError as error:
-            _refuse_text(error)
+            (ids,) = self._encoder.pack([text])
+        except (TypeError, ValueError) as error:
+            _refuse_text(error, "prompt")
+        return ids if add_special_tokens is False else pack_u32([self._text.bos_id]) + ids
+
+    def encode_text(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
+        """See TokenizerProtocol."""
+        return unpack_u32(self.pack_text(text, add_special_tokens)).tolist()
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """See TokenizerProtocol."""
@@ -105,7 +133,7 @@ class MistralTokenizer(TokenizerProtocol):
             ) from error
         except ValueError as error:
             if "Regex error" in str(error):
-                _refuse_text(error)
+                _refuse_text(error, "messages")
             raise invalid(f"The model does not accept this chat: {_sentence(str(error))}", param="messages") from error
         except (AssertionError, NotImplementedError, KeyError, TypeError) as error:
             raise invalid("The model's tokenizer does not support this kind of chat.", param="messages") from error
@@ -163,9 +191,11 @@ def _sentence(text: str) -> str:
     return first if first.endswith(".") else f"{first}."
 
 
-def _refuse_text(error: ValueError) -> NoReturn:
+def _refuse_text(error: Exception, param: str) -> NoReturn:
+    if isinstance(error, UnicodeError | TypeError):
+        raise invalid("The prompt's text cannot be tokenized; it is no valid Unicode.", param=param) from error
     raise invalid(
-        "The prompt holds a run of white space that is too long to be tokenized; shorten it.", param="messages"
+        "The prompt holds a run of white space that is too long to be tokenized; shorten it.", param=param
     ) from error
 
 

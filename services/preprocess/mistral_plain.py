@@ -17,12 +17,10 @@ from mistral_common.tokens.tokenizers.base import SpecialTokens
 from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
 from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 
+from services.common.packing import pack_u32
 from services.preprocess.tokenizer import ChatRequest, Message
 
 log = logging.getLogger(__name__)
-
-MAX_CHARS = 64 << 10
-"""Longer texts take the long way, which survives inputs that the fast encoder panics on."""
 
 _JOIN = "\n\n"
 _CHECKS: tuple[tuple[tuple[str, str], ...], ...] = (
@@ -38,24 +36,26 @@ class PlainEncoder:
     """Ids of conversations of the form ``[system] user (assistant user)*`` with text and nothing else.
 
     Args:
-        encode: text to ids without control tokens.
+        pack: texts to packed ids without control tokens.
         ids: of BOS, EOS, the start and the end of a user's turn.
     """
 
-    def __init__(self, encode: Callable[[str], list[int]], ids: tuple[int, int, int, int]) -> None:
-        self._encode = encode
-        self._bos, self._eos, self._begin, self._end = ids
+    def __init__(self, pack: Callable[[list[str]], list[bytes]], ids: tuple[int, int, int, int]) -> None:
+        self._pack = pack
+        self._bos, self._eos, self._begin, self._end = (pack_u32([token]) for token in ids)
 
     @classmethod
-    def for_tokenizer(cls, tokenizer: MistralTokenizer[Any, Any, Any, Any, Any]) -> PlainEncoder | None:
+    def for_tokenizer(
+        cls,
+        tokenizer: MistralTokenizer[Any, Any, Any, Any, Any],
+        pack: Callable[[list[str]], list[bytes]],
+    ) -> PlainEncoder | None:
         """The encoder for a tokenizer, or None where it would not give the same ids."""
         text = tokenizer.instruct_tokenizer.tokenizer
         if not isinstance(text, Tekkenizer):
             return None
-        offset = text.num_special_tokens
-        encode = text._model.encode_ordinary
         plain = cls(
-            lambda string: [token + offset for token in encode(string)],
+            pack,
             (
                 text.bos_id,
                 text.eos_id,
@@ -76,12 +76,12 @@ class PlainEncoder:
                 expected = tokenizer.encode_chat_completion(request).tokens
             except (MistralCommonException, ValueError):
                 return False
-            if self.encode(ChatRequest(messages)) != expected:
+            if self.pack(ChatRequest(messages)) != pack_u32(expected):
                 return False
         return True
 
-    def encode(self, chat: ChatRequest) -> list[int] | None:
-        """The ids, or None when the chat is not plain."""
+    def pack(self, chat: ChatRequest) -> bytes | None:
+        """The packed ids, or None when the chat is not plain; ValueError for a text that cannot be encoded."""
         if chat.tools or chat.template_kwargs or chat.chat_template or chat.documents or chat.continue_final_message:
             return None
         messages = chat.messages
@@ -91,25 +91,17 @@ class PlainEncoder:
                 return None
             system = messages[0]["content"] + _JOIN
             messages = messages[1:]
-        if not _alternate(messages) or _length(chat.messages) > MAX_CHARS:
+        if not _alternate(messages):
             return None
-        encode = self._encode
-        ids = [self._bos]
-        last = len(messages) - 1
-        for index, message in enumerate(messages):
-            content = message["content"]
-            if index % 2:
-                ids += encode(content.rstrip(" "))
-                ids.append(self._eos)
-            else:
-                ids.append(self._begin)
-                ids += encode(system + content if index == last else content)
-                ids.append(self._end)
-        return ids
-
-
-def _length(messages: Iterable[Message]) -> int:
-    return sum(len(message["content"]) for message in messages)
+        texts = [
+            message["content"].rstrip(" ") if index % 2 else message["content"]
+            for index, message in enumerate(messages)
+        ]
+        texts[-1] = system + texts[-1]
+        pieces = [self._bos]
+        for index, ids in enumerate(self._pack(texts)):
+            pieces += (ids, self._eos) if index % 2 else (self._begin, ids, self._end)
+        return b"".join(pieces)
 
 
 def _is_text(message: Message) -> bool:

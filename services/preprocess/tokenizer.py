@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
+
+from services.common.packing import pack_u32
+from services.preprocess.segment_cache import CacheStats
 
 Message = dict[str, Any]
 Tool = dict[str, Any]
@@ -54,6 +57,8 @@ class TokenizerFacts:
         context_length: most tokens of prompt and output together as the model's files say; 0 for unknown.
         has_chat_template: chat requests work without a template of their own.
         template_fingerprint: sha-256, hex, of the chat template; empty for none.
+        backend: library that turns text into ids; empty for the implementation's own.
+        cache_refusal: why prompts' segments are not remembered; empty when they are, or when there is no such cache.
     """
 
     processor: str
@@ -64,15 +69,34 @@ class TokenizerFacts:
     context_length: int = 0
     has_chat_template: bool = False
     template_fingerprint: str = ""
+    backend: str = ""
+    cache_refusal: str = ""
 
 
 class TokenizerProtocol(Protocol):
     """Turns requests into token ids and ids into text. Called from several threads at once; never awaits.
 
     Every method raises SluiceError(INVALID_ARGUMENT) naming the request's field when the request can never work.
+
+    Attributes:
+        blocks: the methods wait for something else than this thread's computing, so they are kept off the event loop.
     """
 
+    blocks: ClassVar[bool] = False
     facts: TokenizerFacts
+
+    @property
+    def cache_stats(self) -> CacheStats | None:
+        """Of the cache of prompts' segments; None without one."""
+        return None
+
+    def pack_chat(self, chat: ChatRequest) -> bytes:
+        """The same as `encode_chat`, packed u32: what is packed already need not become Python integers."""
+        return pack_u32(self.encode_chat(chat))
+
+    def pack_text(self, text: str, add_special_tokens: bool | None = None) -> bytes:
+        """The same as `encode_text`, packed u32."""
+        return pack_u32(self.encode_text(text, add_special_tokens))
 
     def encode_chat(self, chat: ChatRequest) -> list[int]:
         """Ids of a chat's prompt: the ids of `render`, with control tokens only where the template put them."""

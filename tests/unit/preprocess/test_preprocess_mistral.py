@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from typing import Any
 
 import pytest
@@ -10,9 +11,11 @@ from mistral_common.protocol.instruct.request import ChatCompletionRequest
 from mistral_common.tokens.tokenizers.mistral import MistralTokenizer as Reference
 
 from services.common.errors import ErrorKind, SluiceError
-from services.common.models import resolve
+from services.common.models import DEFAULT_SOURCE, resolve
+from services.common.packing import unpack_u32
 from services.preprocess.mistral import MistralTokenizer
-from services.preprocess.mistral_plain import MAX_CHARS, PlainEncoder
+from services.preprocess.mistral_plain import PlainEncoder
+from services.preprocess.speed import Speed
 from services.preprocess.tokenizer import ChatRequest
 from tests.support.loaded_tokenizers import tekken
 
@@ -20,8 +23,10 @@ USER = {"role": "user", "content": "What is the weather?"}
 TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {}}}}
 
 
+@cache
 def reference() -> Reference[Any, Any, Any, Any, Any]:
-    return tekken()._tokenizer
+    """mistral-common as it is, not the one that this suite's tokenizer lends its own encoder."""
+    return Reference.from_file(resolve(DEFAULT_SOURCE))
 
 
 def expected_ids(messages: list[dict[str, Any]], **extra: Any) -> list[int]:
@@ -57,7 +62,7 @@ plain_messages = st.builds(
 def test_the_short_way_gives_mistral_commons_ids(messages: list[dict[str, Any]]) -> None:
     plain = tekken()._plain
     assert plain is not None
-    ids = plain.encode(ChatRequest(messages))
+    ids = plain.pack(ChatRequest(messages))
     assert ids is not None or messages[0] == {"role": "system", "content": ""}
     assert tekken().encode_chat(ChatRequest(messages)) == expected_ids(messages)
 
@@ -181,7 +186,6 @@ REFUSED: list[tuple[ChatRequest, str, str]] = [
     (ChatRequest([USER], template_kwargs={"enable_thinking": True}), "chat_template_kwargs.enable_thinking", "leave"),
     (ChatRequest([USER], template_kwargs={"reasoning_effort": 5}), "chat_template_kwargs.reasoning_effort", "should"),
     (ChatRequest([USER], continue_final_message=True), "continue_final_message", "Only an assistant's"),
-    (ChatRequest([{"role": "user", "content": " " * 1_000_000}]), "messages", "white space"),
 ]  # fmt: skip
 
 
@@ -195,20 +199,26 @@ def test_what_the_model_cannot_take_is_one_sentence(chat: ChatRequest, param: st
     assert caught.value.message.endswith(".")
 
 
-def test_long_runs_that_break_the_fast_encoder_never_reach_it() -> None:
-    plain = tekken()._plain
-    assert plain is not None
-    assert plain.encode(ChatRequest([{"role": "user", "content": " " * MAX_CHARS}])) is not None
-    assert plain.encode(ChatRequest([{"role": "user", "content": " " * (MAX_CHARS + 1)}])) is None
-    huge_system = [{"role": "system", "content": " " * (MAX_CHARS + 1)}, USER]
-    assert plain.encode(ChatRequest(huge_system)) is None
+def test_runs_that_break_mistral_commons_encoder_are_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    slow = MistralTokenizer(resolve("mistral-common:tekken_240718"), Speed(fast_backend=False))
+    messages = [{"role": "system", "content": "x"}, {"role": "user", "content": " " * 1_000_000}]
+    with pytest.raises(SluiceError, match="white space that is too long") as caught:
+        slow.encode_chat(ChatRequest(messages))
+    assert (caught.value.kind, caught.value.param) == (ErrorKind.INVALID_ARGUMENT, "messages")
+    with pytest.raises(SluiceError) as caught:
+        slow.encode_text(" " * 1_000_000)
+    assert caught.value.param == "prompt"
+    assert "panicked" not in capfd.readouterr().err
+    assert slow.encode_chat(ChatRequest([USER]))
 
 
 def test_the_self_check_switches_the_short_way_off_where_ids_differ() -> None:
     right = tekken()._plain
     assert right is not None
     assert right._agrees_with(reference())
-    wrong = PlainEncoder(right._encode, (right._bos, right._eos, right._end, right._begin))
+    bos, eos, begin, end = (unpack_u32(ids)[0] for ids in (right._bos, right._eos, right._begin, right._end))
+    assert PlainEncoder(right._pack, (bos, eos, begin, end))._agrees_with(reference())
+    wrong = PlainEncoder(right._pack, (bos, eos, end, begin))
     assert not wrong._agrees_with(reference())
 
 
