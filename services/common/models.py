@@ -16,6 +16,8 @@ BUNDLED = "mistral-common:"
 DEFAULT_SOURCE = f"{BUNDLED}tekken_240911"
 DEFAULT_NAME = "tekken"
 PROCESSORS = ("hf", "mistral")
+ENGINE_PROCESSORS = ("vllm", "sglang")
+"""Processors that are an engine's own code; the files are of one of the formats of PROCESSORS all the same."""
 
 # Everything that decides token ids; weights are never fetched by the tokenizer side.
 TOKENIZER_FILES = (
@@ -55,8 +57,9 @@ class ModelSpec:
         source, _, processor = source.partition("@")
         if not source:
             raise ValueError(f"model {text!r} has no source; write NAME=SOURCE")
-        if processor and processor not in PROCESSORS and ":" not in processor:
-            raise ValueError(f"processor {processor!r} is unknown; choose from {', '.join(PROCESSORS)}")
+        known = (*PROCESSORS, *ENGINE_PROCESSORS)
+        if processor and processor not in known and ":" not in processor:
+            raise ValueError(f"processor {processor!r} is unknown; choose from {', '.join(known)}")
         return cls(name or default_name(source), source, processor)
 
     def __str__(self) -> str:

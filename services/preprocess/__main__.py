@@ -16,6 +16,8 @@ from services.preprocess.settings import PreprocessSettings
 from services.preprocess.template_process import TemplateProcesses
 from sluice.v1 import preprocess_pb2, preprocess_pb2_grpc
 
+WAITING_THREADS = 32
+
 
 async def serve(settings: PreprocessSettings, stop: Stop) -> None:
     """Serves until `stop` is set, then drains."""
@@ -27,10 +29,14 @@ async def serve(settings: PreprocessSettings, stop: Stop) -> None:
     )
     limits = Limits(settings.max_prompt_bytes, settings.template_limit_s, foreign)
     pool = ComputePool(settings.tokenize_threads, settings.max_waiting, settings.inline_kb << 10, settings.work_limit_s)
-    registry = ModelRegistry(settings.specs(), lambda spec: load_tokenizer(spec, limits), settings.load_wait_s)
+    # These threads only wait; what is waited for is bounded by the engines' own processes.
+    patience_s = settings.work_limit_s + settings.engine_start_s  # a process that died is back within it
+    waiters = ComputePool(WAITING_THREADS, settings.max_waiting, 0, patience_s)
+    engines = settings.engines
+    registry = ModelRegistry(settings.specs(), lambda spec: load_tokenizer(spec, limits, engines), settings.load_wait_s)
     server = GrpcServer(settings, preprocess_pb2.DESCRIPTOR)
     preprocess_pb2_grpc.add_PreprocessServicer_to_server(
-        PreprocessService(registry, pool, settings.max_prompt_bytes), server.server
+        PreprocessService(registry, pool, settings.max_prompt_bytes, waiters), server.server
     )
     await server.start()
     try:
@@ -43,6 +49,7 @@ async def serve(settings: PreprocessSettings, stop: Stop) -> None:
         await server.stop(settings.drain_s)
         await registry.close()
         pool.close()
+        waiters.close()
         foreign.close()
 
 

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from services.common.errors import ErrorKind, SluiceError, invalid
-from services.common.models import ModelSpec, detect_processor, resolve
+from services.common.models import ENGINE_PROCESSORS, ModelSpec, detect_processor, resolve
+from services.preprocess.engine_tokenizer import EngineOptions, EngineTokenizer
 from services.preprocess.limits import Limits
 from services.preprocess.tokenizer import TokenizerProtocol
 
+NO_OPTIONS: Mapping[str, EngineOptions] = MappingProxyType({})
 
-def load_tokenizer(spec: ModelSpec, limits: Limits) -> TokenizerProtocol:
+
+def load_tokenizer(
+    spec: ModelSpec, limits: Limits, engines: Mapping[str, EngineOptions] = NO_OPTIONS
+) -> TokenizerProtocol:
     """Finds the model's files, downloading them if need be, and loads the implementation that reads them.
 
     Args:
-        spec: its processor is "hf", "mistral", or `package.module:Class` of your own, called with the files' path;
-            empty picks by what the files are.
+        spec: its processor is "hf", "mistral", "vllm", "sglang", or `package.module:Class` of your own, called with the
+            files' path; empty picks by what the files are.
         limits: of requests to the tokenizer.
+        engines: by engine, how its processes are run; the defaults where it is not there.
 
     Raises:
         SluiceError: NOT_FOUND when there are no files, FAILED_PRECONDITION when they cannot be loaded.
@@ -25,7 +33,7 @@ def load_tokenizer(spec: ModelSpec, limits: Limits) -> TokenizerProtocol:
     try:
         path = resolve(spec.source)
         processor = spec.processor or detect_processor(path)
-        return _load(processor, path, limits)
+        return _load(processor, path, limits, engines)
     except SluiceError:
         raise
     except (KeyboardInterrupt, SystemExit):
@@ -39,7 +47,9 @@ def load_tokenizer(spec: ModelSpec, limits: Limits) -> TokenizerProtocol:
         ) from error
 
 
-def _load(processor: str, path: Path, limits: Limits) -> TokenizerProtocol:
+def _load(processor: str, path: Path, limits: Limits, engines: Mapping[str, EngineOptions]) -> TokenizerProtocol:
+    if processor in ENGINE_PROCESSORS:
+        return EngineTokenizer(processor, path, engines.get(processor) or EngineOptions())
     # Imported here so that a replica pays only for what it serves.
     if processor == "hf":
         from services.preprocess.hf import HfTokenizer

@@ -97,8 +97,11 @@ class ModelRegistry:
         log.warning("tokenizer cannot be loaded", extra={"model": spec.name, "reason": reason})
 
     async def close(self) -> None:
-        """Gives up what is still loading; its thread ends with the process."""
+        """Gives up what is still loading, whose thread ends with the process, and ends tokenizers that have an end."""
         tasks = list(self._loading.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for tokenizer in self._loaded.values():
+            if (end := getattr(tokenizer, "close", None)) is not None:
+                await asyncio.to_thread(end)

@@ -34,11 +34,15 @@ class PreprocessService(preprocess_pb2_grpc.PreprocessServicer):
         registry: the models.
         pool: where the work is done.
         max_prompt_bytes: largest input of one request.
+        waiters: for tokenizers whose calls wait for another process; by default the pool does that as well.
     """
 
-    def __init__(self, registry: ModelRegistry, pool: ComputePool, max_prompt_bytes: int) -> None:
+    def __init__(
+        self, registry: ModelRegistry, pool: ComputePool, max_prompt_bytes: int, waiters: ComputePool | None = None
+    ) -> None:
         self._registry = registry
         self._pool = pool
+        self._waiters = waiters or pool
         self._max_prompt_bytes = max_prompt_bytes
         self._instruments = Instruments(pool)
 
@@ -89,8 +93,8 @@ class PreprocessService(preprocess_pb2_grpc.PreprocessServicer):
             raise invalid("The request holds neither a chat nor text nor token ids.", param="input")
         size = getattr(request, kind).ByteSize()
         self._check_size(size, "prompt" if kind != "chat" else "messages")
-        reply, tokens = await self._pool.run(
-            lambda: _tokenized(tokenizer, request, kind), size, may_block=bool(request.chat.chat_template)
+        reply, tokens = await self._compute(
+            tokenizer, lambda: _tokenized(tokenizer, request, kind), size, bool(request.chat.chat_template)
         )
         self._instruments.prompt(request.model, tokens)
         return reply
@@ -99,8 +103,8 @@ class PreprocessService(preprocess_pb2_grpc.PreprocessServicer):
         tokenizer = await self._registry.get(request.model)
         size = request.chat.ByteSize()
         self._check_size(size, "messages")
-        text = await self._pool.run(
-            lambda: tokenizer.render(_chat(request.chat)), size, may_block=bool(request.chat.chat_template)
+        text = await self._compute(
+            tokenizer, lambda: tokenizer.render(_chat(request.chat)), size, bool(request.chat.chat_template)
         )
         return preprocess_pb2.RenderResponse(text=text.encode("utf-8", "replace").decode())
 
@@ -111,7 +115,7 @@ class PreprocessService(preprocess_pb2_grpc.PreprocessServicer):
             ids = _checked_ids(request.token_ids, tokenizer)
             return tokenizer.decode(ids, request.skip_special_tokens)
 
-        return preprocess_pb2.DetokenizeResponse(text=await self._pool.run(job, len(request.token_ids)))
+        return preprocess_pb2.DetokenizeResponse(text=await self._compute(tokenizer, job, len(request.token_ids)))
 
     async def _list_models(
         self, request: preprocess_pb2.ListTokenizersRequest
@@ -126,6 +130,13 @@ class PreprocessService(preprocess_pb2_grpc.PreprocessServicer):
             tokenizer=_spec(self._registry.spec(request.model), tokenizer),
             template_fingerprint=tokenizer.facts.template_fingerprint,
         )
+
+    async def _compute(
+        self, tokenizer: TokenizerProtocol, job: Callable[[], A], size: int, may_block: bool = False
+    ) -> A:
+        blocks = getattr(tokenizer, "blocks", False)  # a user's class need not know of it
+        pool = self._waiters if blocks else self._pool
+        return await pool.run(job, size, may_block or blocks)
 
     def _check_size(self, size: int, param: str) -> None:
         if size > self._max_prompt_bytes:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Self
 
 from pydantic import Field, model_validator
 
 from services.common.models import DEFAULT_NAME, DEFAULT_SOURCE, ModelSpec
 from services.common.settings import CommaList, GrpcServiceSettings, settings_config
+from services.preprocess.engine_tokenizer import EngineOptions
 
 
 class PreprocessSettings(GrpcServiceSettings):
@@ -38,6 +40,24 @@ class PreprocessSettings(GrpcServiceSettings):
     template_processes: int = Field(1, ge=1, le=16, description="processes that run templates sent by clients")
     template_memory_mb: int = Field(512, ge=128, description="address space of such a process, MiB")
 
+    vllm_processing: bool = Field(False, description="vLLM's own code for models that name no processor")
+    sglang_processing: bool = Field(False, description="SGLang's own code for models that name no processor")
+    vllm_python: str = Field("", description="interpreter that has vllm, if not this one; of any environment")
+    sglang_python: str = Field("", description="interpreter that has sglang, if not this one; of any environment")
+    engine_processes: int = Field(1, ge=1, le=64, description="processes of an engine's code for each model")
+    engine_memory_mb: int = Field(
+        2048, ge=128, description="MiB that such a process may take beyond what its tokenizer needs"
+    )
+    engine_start_s: float = Field(120.0, gt=0, description="longest that such a process may take to start")
+
+    @model_validator(mode="after")
+    def _one_processing(self) -> Self:
+        if self.vllm_processing and self.sglang_processing:
+            raise ValueError(
+                "vllm-processing and sglang-processing exclude each other; name processors with the models"
+            )
+        return self
+
     @model_validator(mode="after")
     def _models_can_be_read(self) -> Self:
         names = [spec.name for spec in self.specs()]
@@ -47,7 +67,27 @@ class PreprocessSettings(GrpcServiceSettings):
 
     def specs(self) -> list[ModelSpec]:
         """The served models."""
-        return [ModelSpec.parse(text) for text in self.models]
+        return [self.with_processor(ModelSpec.parse(text)) for text in self.models]
+
+    def with_processor(self, spec: ModelSpec) -> ModelSpec:
+        """The model with the processor that the settings give to models that name none."""
+        chosen = "vllm" if self.vllm_processing else "sglang" if self.sglang_processing else ""
+        return spec if spec.processor or not chosen else replace(spec, processor=chosen)
+
+    @property
+    def engines(self) -> dict[str, EngineOptions]:
+        """How the processes of each engine are run."""
+        return {
+            engine: EngineOptions(
+                python,
+                self.engine_processes,
+                self.work_limit_s,
+                self.template_limit_s,
+                self.engine_start_s,
+                self.engine_memory_mb,
+            )
+            for engine, python in (("vllm", self.vllm_python), ("sglang", self.sglang_python))
+        }
 
     @property
     def max_prompt_bytes(self) -> int:

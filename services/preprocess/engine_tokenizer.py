@@ -1,0 +1,150 @@
+"""Tokenizers of engines behind the boundary of all tokenizers: the calls go to processes, see `engine_process`."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from services.common.models import fingerprint, read_json
+from services.preprocess.engine_process import EngineProcess
+from services.preprocess.engines import TESTED_VERSIONS
+from services.preprocess.engines.tokenizer import chat_argument
+from services.preprocess.tokenizer import ChatRequest, TokenizerFacts, TokenizerProtocol
+
+log = logging.getLogger(__name__)
+
+_SERVICES = Path(__file__).resolve().parents[1]
+# Of this project the process sees only `services`; every package it needs is its own interpreter's.
+_BOOTSTRAP = (
+    "import sys, types; services = types.ModuleType('services'); services.__path__ = [sys.argv[1]]; "
+    "sys.modules['services'] = services; from services.preprocess.engines.host import main; main(sys.argv[2:])"
+)
+_HANG_FACTOR = 2.0
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How the processes of one engine are run.
+
+    Attributes:
+        python: an interpreter that has the engine's package; empty for this one.
+        processes: how many tokenize for one model at once.
+        limit_s: longest that one request may compute, seconds.
+        template_s: the same for a request that brings a chat template.
+        start_s: longest that a process may take to load.
+        memory_mb: MiB that a process may take beyond what it has once it is loaded.
+    """
+
+    python: str = ""
+    processes: int = 1
+    limit_s: float = 10.0
+    template_s: float = 2.0
+    start_s: float = 120.0
+    memory_mb: int = 2048
+
+
+class EngineTokenizer(TokenizerProtocol):
+    """An engine's own tokenizer.
+
+    Args:
+        engine: a module of `services.preprocess.engines`.
+        path: the model's folder, or its tokenizer's file.
+    """
+
+    blocks = True
+
+    def __init__(self, engine: str, path: Path, options: EngineOptions) -> None:
+        self._options = options
+        self._command = [
+            *(options.python or sys.executable, "-P", "-c", _BOOTSTRAP, str(_SERVICES), engine, str(path)),
+            *(str(options.limit_s * _HANG_FACTOR), str(options.memory_mb)),
+        ]
+        self._lock = Lock()
+        self._foreign: EngineProcess | None = None
+        self._processes = [self._process(options.limit_s) for _ in range(options.processes)]
+        try:
+            (found, *_) = [process.facts() for process in self._processes]
+        except BaseException:
+            self.close()
+            raise
+        self.facts = _facts(engine, path, found)
+        if found["version"].partition("+")[0] != TESTED_VERSIONS[engine]:
+            log.warning(
+                "this version of the engine is not the one that is tested",
+                extra={"engine": engine, "version": found["version"], "tested": TESTED_VERSIONS[engine]},
+            )
+
+    def _process(self, limit_s: float) -> EngineProcess:
+        wait_s = 3 * limit_s + self._options.start_s
+        return EngineProcess(self._command, limit_s, wait_s, self._options.start_s)
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes that run now."""
+        return [process.pid for process in self._processes]
+
+    def encode_chat(self, chat: ChatRequest) -> list[int]:
+        """See TokenizerProtocol."""
+        ids: list[int] = self._of(chat).call("encode_chat", chat_argument(chat))
+        return ids
+
+    def render(self, chat: ChatRequest) -> str:
+        """See TokenizerProtocol."""
+        text: str = self._of(chat).call("render", chat_argument(chat))
+        return text
+
+    def encode_text(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
+        """See TokenizerProtocol."""
+        ids: list[int] = self._call("encode_text", {"text": text, "add_special_tokens": add_special_tokens})
+        return ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """See TokenizerProtocol."""
+        argument = {"token_ids": list(token_ids), "skip_special_tokens": skip_special_tokens}
+        text: str = self._call("decode", argument)
+        return text
+
+    def _call(self, verb: str, argument: dict[str, Any]) -> Any:
+        return self._idlest().call(verb, argument)
+
+    def _idlest(self) -> EngineProcess:
+        return min(self._processes, key=lambda process: process.outstanding)
+
+    def _of(self, chat: ChatRequest) -> EngineProcess:
+        """A chat that brings a template goes to a process of its own, where a hostile one holds up only its like."""
+        if not chat.chat_template:
+            return self._idlest()
+        with self._lock:
+            if self._foreign is None:
+                self._foreign = self._process(self._options.template_s)
+            return self._foreign
+
+    def close(self) -> None:
+        """Ends the processes."""
+        with self._lock:
+            processes = [*self._processes, *([self._foreign] if self._foreign else [])]
+        for process in processes:
+            process.close()
+
+
+def _facts(engine: str, path: Path, found: dict[str, Any]) -> TokenizerFacts:
+    generation, model = read_json(path, "generation_config.json"), read_json(path, "config.json")
+    listed = generation.get("eos_token_id", model.get("eos_token_id"))
+    candidates = [*found["eos_ids"], *(listed if isinstance(listed, list) else [listed])]
+    template: str = found["chat_template"]
+    size = model.get("vocab_size")
+    return TokenizerFacts(
+        processor=engine,
+        fingerprint=fingerprint(path),
+        vocab_size=max(found["vocab_size"], size if isinstance(size, int) else 0),
+        eos_ids=tuple(dict.fromkeys(token for token in candidates if isinstance(token, int))),
+        context_length=found["context_length"],
+        has_chat_template=found["has_chat_template"],
+        template_fingerprint=hashlib.sha256(template.encode()).hexdigest() if template else "",
+    )

@@ -1,0 +1,106 @@
+"""The process that an engine's tokenizer runs in: answers calls from its standard input until that ends.
+
+A frame is a length (u32, little-endian) and as many bytes of JSON. The first frame it writes is the tokenizer's facts
+or an error. A request frame is a list of [id, verb, argument]; a reply frame a list of [id, result, error], in order.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import resource
+import signal
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from struct import Struct
+from time import monotonic
+from typing import Any, BinaryIO
+
+from services.common.errors import ErrorKind, SluiceError
+from services.preprocess.engines import NOT_NEEDED, TESTED_VERSIONS
+from services.preprocess.engines.absent import stand_in_for_absent
+from services.preprocess.engines.tokenizer import EngineTokenizer, answer, error_form
+
+LENGTH = Struct("<I")
+_HOLD_S = 0.002
+
+
+def main(arguments: list[str]) -> None:
+    """Runs the process.
+
+    Args:
+        arguments: the engine; the tokenizer's path; seconds after which the process ends itself when a call hangs;
+            MiB it may take beyond what it has once the tokenizer is loaded.
+    """
+    engine, path, limit_s, memory_mb = arguments[0], Path(arguments[1]), float(arguments[2]), int(arguments[3])
+    replies = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # what libraries print must not get between the replies
+    try:
+        tokenizer = _load(engine, path)
+    except Exception as error:
+        _write(replies, {"error": _load_error(engine, error)})
+        return
+    _bound_memory(memory_mb)
+    _write(replies, {"facts": asdict(tokenizer.facts)})
+    _serve(tokenizer, sys.stdin.buffer, replies, limit_s)
+
+
+def _load(engine: str, path: Path) -> EngineTokenizer:
+    stand_in_for_absent(*NOT_NEEDED.get(engine, ()))
+    module = importlib.import_module(f"services.preprocess.engines.{engine}")
+    tokenizer: EngineTokenizer = module.Tokenizer(path)
+    return tokenizer
+
+
+def _load_error(engine: str, error: Exception) -> dict[str, Any]:
+    if isinstance(error, ImportError):
+        missing = error.name or str(error)
+        said = (
+            f"The processor {engine} needs the package {missing.split('.')[0]}: install sluice[{engine}] "
+            f"({engine}=={TESTED_VERSIONS.get(engine, '')}), or name an interpreter that has it with --{engine}-python."
+        )
+        return error_form(SluiceError(ErrorKind.FAILED_PRECONDITION, said, param="model", code="missing_extra"))
+    if isinstance(error, SluiceError):
+        return error_form(error)
+    reason = (str(error).strip().split("\n", 1)[0][:200] or type(error).__name__).rstrip(".")
+    said = f"The processor {engine} cannot load this tokenizer: {reason}."
+    return error_form(SluiceError(ErrorKind.FAILED_PRECONDITION, said, param="model"))
+
+
+def _bound_memory(memory_mb: int) -> None:
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    limit = taken + (memory_mb << 20)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _serve(tokenizer: EngineTokenizer, requests: BinaryIO, replies: BinaryIO, limit_s: float) -> None:
+    while header := requests.read(LENGTH.size):
+        held: list[list[Any]] = []
+        since = monotonic()
+        for number, verb, argument in json.loads(requests.read(LENGTH.unpack(header)[0])):
+            # Even if the parent is gone: the alarm's default action ends the process, whatever the engine's code does.
+            signal.setitimer(signal.ITIMER_REAL, limit_s)
+            held.append([number, *_answered(tokenizer, verb, argument)])
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            if monotonic() - since > _HOLD_S:
+                _write(replies, held)
+                held, since = [], monotonic()
+        if held:
+            _write(replies, held)
+
+
+def _answered(tokenizer: EngineTokenizer, verb: str, argument: dict[str, Any]) -> tuple[Any, dict[str, Any] | None]:
+    try:
+        return answer(tokenizer, verb, argument), None
+    except Exception as error:
+        return None, error_form(error)
+
+
+def _write(replies: BinaryIO, value: Any) -> None:
+    data = json.dumps(value, separators=(",", ":")).encode()
+    unsent = memoryview(LENGTH.pack(len(data)) + data)
+    while unsent:
+        unsent = unsent[replies.write(unsent) :]

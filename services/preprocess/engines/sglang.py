@@ -1,0 +1,109 @@
+"""SGLang's template handling and tokenizer, as its API server uses them. All that is used of it is imported here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+
+import sglang
+from sglang.srt import runtime_context
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.entrypoints.openai.protocol import TokenizeRequest
+from sglang.srt.entrypoints.openai.serving_tokenize import OpenAIServingTokenize
+from sglang.srt.parser.template_manager import TemplateManager
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.hf_transformers_utils import get_tokenizer
+
+from services.common.errors import invalid
+from services.preprocess.engines.stand_in import engine_folder, is_mistral
+from services.preprocess.engines.tokenizer import EngineFacts
+from services.preprocess.tokenizer import ChatRequest
+
+VERSION: str = sglang.__version__
+
+
+class Manager:
+    """Of SGLang's tokenizer manager what its request handlers ask for while they make a prompt."""
+
+    def __init__(self, folder: Path) -> None:
+        self.server_args = ServerArgs(model_path=str(folder), device="cpu", trust_request_chat_template=True)
+        runtime_context.publish(self.server_args, role="tokenizer")
+        self.model_path = self.served_model_name = str(folder)
+        self.model_config = ModelConfig(str(folder))
+        self.tokenizer = get_tokenizer(str(folder))
+        self.processor = None
+        self.request_logger = SimpleNamespace(log_requests=False)
+
+    def config_value(self, name: str) -> Any:
+        """The value in effect for one setting of the server."""
+        return runtime_context.get_context().config_leaf(name)
+
+
+class Tokenizer:
+    """SGLang's own ids for one model.
+
+    Args:
+        path: a model's folder, or a tokenizer's file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        folder = engine_folder(path)
+        self.manager = Manager(folder)
+        self.templates = TemplateManager()
+        self.templates.initialize_templates(self.manager, str(folder))
+        self._serving = OpenAIServingTokenize(self.manager, self.templates)
+        self._tokenizer = self.manager.tokenizer
+        self._by_template = not is_mistral(folder)
+        template = getattr(self._tokenizer, "chat_template", None)
+        eos = self._tokenizer.eos_token_id
+        self.facts = EngineFacts(
+            version=VERSION,
+            vocab_size=len(self._tokenizer),
+            eos_ids=() if eos is None else (int(eos),),
+            context_length=self.manager.model_config.context_len if folder == path or self._by_template else 0,
+            chat_template=template if isinstance(template, str) else "",
+            has_chat_template=bool(template) or not self._by_template,
+        )
+
+    def encode_chat(self, chat: ChatRequest) -> list[int]:
+        """See TokenizerProtocol."""
+        kwargs = dict(chat.template_kwargs)
+        if chat.chat_template:
+            kwargs["chat_template"] = chat.chat_template
+        if chat.documents:
+            kwargs["documents"] = chat.documents
+        if (chat.chat_template or chat.documents) and not self._by_template:
+            param = "chat_template" if chat.chat_template else "documents"
+            raise invalid(f"This model's tokenizer takes no {param}; leave it out.", param=param)
+        body: dict[str, Any] = {"messages": chat.messages, "continue_final_message": chat.continue_final_message}
+        if chat.tools:
+            body["tools"] = chat.tools
+            if chat.tool_choice is not None:
+                body["tool_choice"] = chat.tool_choice
+        if "reasoning_effort" in kwargs:
+            body["reasoning_effort"] = kwargs.pop("reasoning_effort")
+        if kwargs:
+            body["chat_template_kwargs"] = kwargs
+        if chat.add_generation_prompt is not None and not chat.continue_final_message:
+            body["add_generation_prompt"] = chat.add_generation_prompt
+        ids: list[int] = self._serving._tokenize_chat_request(TokenizeRequest.model_validate(body))
+        return [int(token) for token in ids]
+
+    def render(self, chat: ChatRequest) -> str:
+        """See TokenizerProtocol; the ids decide, so this spells them out."""
+        return self.decode(self.encode_chat(chat))
+
+    def encode_text(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
+        """See TokenizerProtocol."""
+        special = add_special_tokens is not False
+        return [int(token) for token in self._tokenizer.encode(text, add_special_tokens=special)]
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """See TokenizerProtocol."""
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text

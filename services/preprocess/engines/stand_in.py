@@ -1,0 +1,55 @@
+"""A folder as an engine wants it: every file under the name it looks for, and a configuration that names a model."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from services.common.models import detect_processor, read_json, tokenizer_files
+
+_FAMILIES = {"hf": ("LlamaForCausalLM", "llama"), "mistral": ("MistralForCausalLM", "mistral")}
+_SMALLEST_MODEL: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 32_000,
+    "max_position_embeddings": 1 << 20,
+}
+
+
+def engine_folder(path: Path) -> Path:
+    """`path` itself when it is a model's folder; else a temporary folder with links to its files.
+
+    Engines refuse to look at a tokenizer without a model. Where no model is, the configuration stands for a small one;
+    it has no part in what the ids are.
+    """
+    if path.is_dir() and read_json(path, "config.json").get("architectures"):
+        return path
+    folder = Path(tempfile.mkdtemp(prefix="sluice-engine-"))
+    for file in tokenizer_files(path):
+        if file.name != "config.json":
+            (folder / _expected_name(path, file)).symlink_to(file)
+    own = read_json(path, "config.json") if path.is_dir() else {}
+    kept = {key: value for key, value in own.items() if key not in ("model_type", "architectures")}
+    architecture, model_type = _FAMILIES[detect_processor(path)]
+    config = {"architectures": [architecture], "model_type": model_type, **_SMALLEST_MODEL, **kept}
+    (folder / "config.json").write_text(json.dumps(config), "utf-8")
+    return folder
+
+
+def _expected_name(path: Path, file: Path) -> str:
+    """A single file may have any name, such as those that mistral-common ships."""
+    if path.is_dir() or detect_processor(path) == "hf":
+        return file.name
+    if file.suffix == ".json":
+        return "tekken.json"
+    return f"tokenizer.model{file.suffix}" if file.suffix != ".model" else "tokenizer.model"
+
+
+def is_mistral(folder: Path) -> bool:
+    """Whether mistral-common reads this tokenizer."""
+    return detect_processor(folder) == "mistral"

@@ -1,0 +1,123 @@
+"""vLLM's renderer and tokenizer, as its API server uses them. Everything of vLLM that is used is imported here."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+import vllm
+from vllm.config import DeviceConfig, ModelConfig, VllmConfig
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.renderers import renderer_from_config
+from vllm.renderers.online_renderer import OnlineRenderer
+from vllm.renderers.params import TokenizeParams
+
+from services.common.errors import invalid
+from services.preprocess.engines.stand_in import engine_folder, is_mistral
+from services.preprocess.engines.tokenizer import EngineFacts
+from services.preprocess.tokenizer import ChatRequest
+
+VERSION: str = vllm.__version__
+
+
+class _Request(ChatCompletionRequest):  # type: ignore[misc]
+    """A chat of any length: whether it fits is the gateway's business."""
+
+    def build_tok_params(self, model_config: Any) -> Any:
+        return TokenizeParams(
+            max_total_tokens=None, max_output_tokens=0, add_special_tokens=bool(self.add_special_tokens)
+        )
+
+
+class Tokenizer:
+    """vLLM's own ids for one model.
+
+    Args:
+        path: a model's folder, or a tokenizer's file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        folder = engine_folder(path)
+        mode = "mistral" if is_mistral(folder) else "auto"
+        model = ModelConfig(
+            model=str(folder), tokenizer=str(folder), tokenizer_mode=mode, dtype="float32", enforce_eager=True
+        )
+        config = VllmConfig(model_config=model, device_config=DeviceConfig("cpu"))
+        renderer = renderer_from_config(config)
+        self._tokenizer = renderer.get_tokenizer()
+        self._by_template = mode != "mistral"
+        # As `vllm serve --enable-auto-tool-choice` makes it; nothing else of its flags decides a prompt's ids.
+        self._renderer = OnlineRenderer(
+            model_config=model,
+            renderer=renderer,
+            request_logger=None,
+            chat_template=None,
+            chat_template_content_format="auto",
+            trust_request_chat_template=True,
+            enable_auto_tools=True,
+        )
+        self._loop = asyncio.new_event_loop()
+        template = getattr(self._tokenizer, "chat_template", None) if self._by_template else None
+        eos = self._tokenizer.eos_token_id
+        self.facts = EngineFacts(
+            version=VERSION,
+            vocab_size=max(self._tokenizer.max_token_id + 1, len(self._tokenizer)),
+            eos_ids=() if eos is None else (int(eos),),
+            context_length=model.max_model_len if folder == path or self._by_template else 0,
+            chat_template=template or "",
+            has_chat_template=bool(template) or not self._by_template,
+        )
+
+    def _rendered(self, chat: ChatRequest) -> dict[str, Any]:
+        if chat.documents and not self._by_template:
+            raise invalid("This model's tokenizer takes no documents; leave them out.", param="documents")
+        body: dict[str, Any] = {"model": "m", "messages": chat.messages}
+        if chat.tools:
+            # With "none" vLLM leaves the tools in the prompt; other choices constrain the answer, not the prompt.
+            body |= {"tools": chat.tools, "tool_choice": "none" if chat.tool_choice == "none" else "auto"}
+        if chat.continue_final_message:
+            body |= {"continue_final_message": True, "add_generation_prompt": False}
+        elif chat.add_generation_prompt is not None:
+            body["add_generation_prompt"] = chat.add_generation_prompt
+        if chat.chat_template:
+            body["chat_template"] = chat.chat_template
+        if chat.documents:
+            body["documents"] = chat.documents
+        kwargs = dict(chat.template_kwargs)
+        if not self._by_template and "reasoning_effort" in kwargs:
+            body["reasoning_effort"] = kwargs.pop("reasoning_effort")
+        if kwargs:
+            body["chat_template_kwargs"] = kwargs
+        result = self._loop.run_until_complete(self._renderer.render_chat(_Request.model_validate(body)))
+        if not isinstance(result, tuple):
+            raise invalid(result.error.message, param=result.error.param or "messages")
+        _, (prompt,) = result
+        return dict(prompt)
+
+    def encode_chat(self, chat: ChatRequest) -> list[int]:
+        """See TokenizerProtocol."""
+        return [int(token) for token in self._rendered(chat)["prompt_token_ids"]]
+
+    def render(self, chat: ChatRequest) -> str:
+        """See TokenizerProtocol."""
+        prompt = self._rendered(chat)
+        text = prompt.get("prompt")
+        return text if isinstance(text, str) else self.decode(prompt["prompt_token_ids"])
+
+    def encode_text(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
+        """See TokenizerProtocol."""
+        special = add_special_tokens is not False
+        return [int(token) for token in self._tokenizer.encode(text, add_special_tokens=special)]
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """See TokenizerProtocol."""
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text

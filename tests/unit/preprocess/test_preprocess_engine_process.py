@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.common.errors import ErrorKind, SluiceError
+from services.preprocess import engine_process
+from services.preprocess.engine_process import EngineProcess
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def process(mode: str = "ready", limit_s: float = 60, start_s: float = 60, **more: Any) -> EngineProcess:
+    command = [sys.executable, "-P", str(ROOT / "tests/support/fake_engine.py"), str(ROOT / "services"), mode]
+    return EngineProcess(command, limit_s, limit_s + start_s, start_s, **more)
+
+
+@pytest.fixture
+def ready() -> Iterator[EngineProcess]:
+    made = process()
+    made.facts()
+    yield made
+    made.close()
+
+
+def chat(text: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}]}
+
+
+def test_calls_are_answered_with_what_the_tokenizer_says(ready: EngineProcess) -> None:
+    assert ready.facts()["vocab_size"] == 256
+    assert ready.call("encode_chat", chat("Grüße")) == list("Grüße".encode())
+    assert ready.call("render", chat("x")) == "x"
+    assert ready.call("encode_text", {"text": "ab", "add_special_tokens": None}) == [97, 98]
+    assert ready.call("decode", {"token_ids": [97, 255], "skip_special_tokens": False}) == "a?"
+    assert ready.outstanding == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [("fail", r"does not accept this request: this will not do\."), ("memory", "too much memory")],
+)
+def test_what_the_tokenizer_raises_is_a_typed_error(ready: EngineProcess, text: str, sentence: str) -> None:
+    with pytest.raises(SluiceError, match=sentence) as caught:
+        ready.call("encode_chat", chat(text))
+    assert (caught.value.kind, caught.value.param) == (ErrorKind.INVALID_ARGUMENT, "messages")
+    assert ready.call("encode_chat", chat("next")) == list(b"next")
+
+
+def test_many_callers_each_get_their_own_answer(ready: EngineProcess) -> None:
+    texts = [f"{index} " * (1 + index * index % 999) for index in range(300)]
+    with ThreadPoolExecutor(24) as pool:
+        answers = list(pool.map(lambda text: ready.call("encode_chat", chat(text)), texts))
+    assert answers == [list(text.encode()) for text in texts]
+
+
+def test_frames_larger_than_the_pipes_pass_both_ways(ready: EngineProcess) -> None:
+    text = "0123456789" * 100_000
+    assert ready.call("encode_chat", chat(text)) == list(text.encode())
+
+
+def test_a_killed_process_loses_no_request(ready: EngineProcess) -> None:
+    texts = [f"{index} " * 2000 for index in range(400)]
+    killed: set[int] = set()
+    with ThreadPoolExecutor(16) as pool:
+        futures = [pool.submit(ready.call, "encode_chat", chat(text)) for text in texts]
+        for reached in (50, 150, 250):  # 16 callers wait or compute at each of them
+            assert futures[reached].result(120)
+            killed.add(ready.pid)
+            os.kill(ready.pid, signal.SIGKILL)
+        answers = [future.result(120) for future in futures]
+    assert answers == [list(text.encode()) for text in texts]
+    assert 1 <= len(killed) <= ready.restarts
+
+
+def test_a_call_that_kills_fails_alone(ready: EngineProcess) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        deadly = pool.submit(ready.call, "encode_chat", chat("die"))
+        others = [pool.submit(ready.call, "encode_chat", chat(f"text {index}")) for index in range(20)]
+        assert [future.result(120) for future in others] == [list(f"text {index}".encode()) for index in range(20)]
+        with pytest.raises(SluiceError, match="ends whenever it gets this prompt") as caught:
+            deadly.result(120)
+    assert caught.value.kind is ErrorKind.INTERNAL
+    assert ready.restarts == engine_process.ATTEMPTS
+
+
+def test_a_call_that_hangs_is_given_up_and_the_others_are_answered() -> None:
+    made = process(limit_s=1.5)
+    try:
+        made.facts()
+        with ThreadPoolExecutor(8) as pool:
+            stuck = pool.submit(made.call, "encode_chat", chat("hang"))
+            others = [pool.submit(made.call, "encode_chat", chat(f"text {index}")) for index in range(10)]
+            assert [future.result(120) for future in others] == [list(f"text {index}".encode()) for index in range(10)]
+            with pytest.raises(SluiceError, match=r"within 1\.5 s") as caught:
+                stuck.result(120)
+        assert caught.value.kind is ErrorKind.DEADLINE_EXCEEDED
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind", "sentence"),
+    [
+        ("refuses", ErrorKind.FAILED_PRECONDITION, "No such engine"),
+        ("dies", ErrorKind.UNAVAILABLE, "ended while it was starting"),
+        ("hangs", ErrorKind.UNAVAILABLE, "ended while it was starting"),
+    ],
+)
+def test_a_process_that_does_not_start_says_why(mode: str, kind: ErrorKind, sentence: str) -> None:
+    made = process(mode, start_s=1.5 if mode == "hangs" else 60)
+    with pytest.raises(SluiceError, match=sentence) as caught:
+        made.facts()
+    assert caught.value.kind is kind
+    made.close()
+    with pytest.raises(SluiceError, match="stopping"):
+        made.call("render", chat("x"))
+
+
+def test_an_interpreter_that_does_not_exist_is_named_as_the_cause() -> None:
+    made = EngineProcess(["/nowhere/python"], 1, 1, 1)
+    with pytest.raises(SluiceError, match="cannot be started: No such file"):
+        made.facts()
+    made.close()
+
+
+def test_what_waits_is_bounded() -> None:
+    made = process(max_waiting=3)
+    made.facts()
+    with ThreadPoolExecutor(3) as pool:
+        stuck = [pool.submit(made.call, "encode_chat", chat("hang")) for _ in range(3)]
+        while made.outstanding < 3:
+            time.sleep(0.01)
+        with pytest.raises(SluiceError) as caught:
+            made.call("render", chat("x"))
+        assert caught.value.kind is ErrorKind.OVERLOADED
+        made.close()
+        for future in stuck:
+            with pytest.raises(SluiceError, match="is gone"):
+                future.result(30)
+
+
+def test_closing_ends_the_process(ready: EngineProcess) -> None:
+    pid = ready.pid
+    ready.close()
+    ready.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
