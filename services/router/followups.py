@@ -8,6 +8,7 @@ from services.router.bookkeeper import Bookkeeper
 from services.router.cost import MILLI
 from services.router.decisions import Decisions, Outcome
 from services.router.keeper import Keeper
+from services.router.limits import check_tokens
 from services.router.metrics import Metrics
 from services.router.prompts import NOMINAL_BLOCK
 from services.router.reservations import by_model, prefill_halves, request_of
@@ -54,9 +55,13 @@ class FollowUps:
 
         Args:
             outputs: reservation id → tokens generated so far, all in all.
+
+        Raises:
+            SluiceError: INVALID_ARGUMENT for a length that cannot be; then nothing is booked.
         """
         groups: dict[str, dict[str, int]] = {}
         for reservation, tokens in outputs.items():
+            check_tokens("progress.output_tokens", tokens)
             model, request_id = request_of(reservation)
             groups.setdefault(model, {})[request_id] = tokens
         unknown = 0

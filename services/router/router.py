@@ -21,6 +21,7 @@ from services.router.drift import Drift, ReadReport
 from services.router.followups import FollowUps
 from services.router.index import NO_OVERLAP, Overlap
 from services.router.keeper import Keeper
+from services.router.limits import check
 from services.router.line import Lines
 from services.router.link import Link
 from services.router.metrics import Metrics
@@ -158,6 +159,7 @@ class Router:
                 for an empty candidate set or a body without a preprocess service, INVALID_ARGUMENT for a prompt or
                 policy that makes no sense, OVERLOADED when all workers are busy and stay so.
         """
+        check(query)
         query = replace(query, prompt=await self.tokenized(query.model, query.prompt))
         if query.candidates is None:
             await self._casting.wait_for_prefill(query.model)
@@ -188,6 +190,7 @@ class Router:
 
     async def add(self, slot: Slot, query: Query) -> tuple[Choice, Overlap]:
         """Books a request on a rank its caller chose; NOT_FOUND when that is not there."""
+        check(query)
         view, _ = self._serving(query.model)
         worker = self.registry.get(query.model, slot.worker_id)
         if worker is None or slot.rank >= worker.ranks:
