@@ -53,7 +53,7 @@ CHATML = """\
 {%- endif %}
 """
 
-_CORPUS = (
+CORPUS = (
     "The quick brown fox jumps over the lazy dog while rain falls softly on old roofs.",
     "What is the weather in Paris today? It is sunny, and the temperature is twenty degrees.",
     'A function call looks like {"name": "get_weather", "arguments": {"city": "Paris"}} in JSON.',
@@ -83,7 +83,7 @@ def build_tiny_model(folder: Path) -> Path:
         special_tokens=[AddedToken(text, special=True, normalized=False) for text in SPECIAL_TOKENS],
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_CORPUS * 4, trainer)
+    tokenizer.train_from_iterator(CORPUS * 4, trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
     end_of_text, _, turn_end = (tokenizer.token_to_id(text) for text in SPECIAL_TOKENS)
     _write(
