@@ -11,8 +11,8 @@ from tests.support.tiny_models import CORPUS
 SYSTEMS = ("", "Be brief.", "You are a helpful assistant.\n\nAnswer in German. Grüße 😀", "  spaces at both ends \n")
 _PIECES = (
     *CORPUS,
-    " ", "  ", "\n", "\n\n", "\t", "\r\n", "a", "é", "e\u0301", "ﬁ", "😀", "👨‍👩‍👧", "你好", "▁", "\u00a0", "\u3000", "\u200b",
-    "\x00",
+    " ", "  ", "\n", "\n\n", "\t", "\r\n", "a", "é", "e\u0301", "ﬁ", "😀", "👨‍👩‍👧", "你好", "▁", "\u00a0", "\u3000",
+    "\u200b", "\x00",
     "<|im_start|>", "<|im_end|>\n", "<|eot_id|>", "<|start_header_id|>user", "<s>", "</s>", "[INST]", "[/INST] ",
     "<tool>", "<|im_", "start|>", "<0x0A>", "<unk>", "grüße", "1234567890", "'ll've", "x" * 70, " " * 40,
     '{"a": [1, 2]}',
