@@ -23,14 +23,15 @@ Content = dict[Slot, tuple[int, int, list[list[int]]]]  # epoch, sequence, sorte
 class Replica:
     """A router that can be restarted."""
 
-    def __init__(self, redis: RedisServer, lease_ms: int = 120_000) -> None:
+    def __init__(self, redis: RedisServer, lease_ms: int = 120_000, timeout_s: float = 2) -> None:
         self._redis = redis
         self._lease_ms = lease_ms
+        self._timeout_s = timeout_s
         self.deaths: list[str] = []
 
     def start(self) -> None:
         """Starts; it may not have reached Redis yet."""
-        store = RedisStore(self._redis.url, timeout_s=2, random=Random(1))
+        store = RedisStore(self._redis.url, timeout_s=self._timeout_s, random=Random(1))
         self.router = Router(
             store, RouterConfig(lease_ms=self._lease_ms), Random(1), lambda name, error: self.deaths.append(name)
         )
