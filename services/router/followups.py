@@ -93,7 +93,7 @@ class FollowUps:
 
     def _tell_predictions(self, reservations: Sequence[str], outcomes: Sequence[Outcome]) -> None:
         never_ran = {each.reservation_id for each in outcomes if each.cached_tokens is None and not each.output_tokens}
-        for reservation in reservations:
+        for reservation in {*reservations, *(each.reservation_id for each in outcomes)}:
             model, request_id = request_of(reservation)
             if (view := self._keeper.find(model)) is not None:
                 view.predictions.over(request_id, ran=reservation not in never_ran)

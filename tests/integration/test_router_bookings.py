@@ -12,6 +12,9 @@ import pytest
 
 from services.common.hashing import block_hashes
 from services.common.packing import pack_u32
+from services.gateway.clients.catalogue import Catalogue
+from services.gateway.clients.router import RouterClient
+from services.gateway.generation import Route, Tokenized
 from sluice.v1 import router_pb2
 from tests.support.redis_server import RedisServer
 from tests.support.router_cluster import BLOCK, MODEL, FakeWorker, RouterProcess, routers, until
@@ -257,3 +260,64 @@ async def test_an_engine_without_events_is_routed_by_what_was_sent_to_it(pair: l
     second = await stub.RouteQuery(reserve("t2", tokens))
     assert second.decode == first.decode
     assert (second.overlap.device_blocks, second.overlap.predicted_blocks) == (0, 100)
+
+
+class Gateway:
+    """What a gateway is to the router."""
+
+    def __init__(self, pair: list[RouterProcess], owner: str) -> None:
+        self.client = RouterClient([f"127.0.0.1:{replica.port}" for replica in pair], None, 20, owner)
+        self.catalogue = Catalogue(self.client.replicas, lambda entry: None, lambda worker_id: None, owner)
+
+    async def start(self) -> None:
+        await self.client.replicas.start()
+        self._tasks = [asyncio.create_task(self.catalogue.run()), asyncio.create_task(self.client.run_reports())]
+        await until(lambda: len(self.client.replicas.serving) == 2 and self.catalogue.synced)
+
+    async def route(self, request_id: str) -> Route:
+        tokens = pack_u32(range(64))
+        return await self.client.route(request_id, MODEL, Tokenized(tokens, b"", "", b"", b"", 0, b""), BLOCK)
+
+    async def crash(self) -> None:
+        """Its process is gone: connections break, nothing is said."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.wait(self._tasks)
+        await self.client.replicas.close()
+
+
+async def test_the_reservations_of_a_crashed_gateway_vanish(pair: list[RouterProcess]) -> None:
+    await workers(pair, "a")
+    crashing, healthy = Gateway(pair, "gateway-1"), Gateway(pair, "gateway-2")
+    for gateway in (crashing, healthy):
+        await gateway.start()
+        for number in range(4):
+            await gateway.route(f"{gateway.client.owner}-{number}")
+    await asyncio.sleep(2 * LEASE_MS / 1000)
+    assert await booked(pair[0]) == 8
+    await crashing.crash()
+
+    async def half_is_left() -> bool:
+        return await booked(pair[1]) == 4
+
+    await until(half_is_left)
+    await asyncio.sleep(LEASE_MS / 1000)
+    assert await booked(pair[0]) == 4
+    await healthy.crash()
+
+
+async def test_whichever_replica_decided_hears_what_became_of_it(pair: list[RouterProcess]) -> None:
+    await workers(pair, "a")
+    gateway = Gateway(pair, "gateway")
+    await gateway.start()
+    routes = await asyncio.gather(*(gateway.route(f"r{number}") for number in range(20)))
+    for number, route in enumerate(routes):
+        gateway.client.free(route.reservation_id, number, 2 * number)
+    await gateway.client.flush_reports(20)
+    assert await booked(pair[0]) == 0
+    records = {}
+    for replica in pair:
+        answer = await replica.stub.GetDecisions(router_pb2.GetDecisionsRequest())
+        records |= {each.request_id: (each.delivered_cached_tokens, each.output_tokens) for each in answer.decisions}
+    assert records == {f"r{number}": (number, 2 * number) for number in range(20)}
+    await gateway.crash()

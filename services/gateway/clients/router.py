@@ -137,8 +137,14 @@ class RouterClient:
 
     async def _tell_over(self, outcomes: list[router_pb2.RequestOutcome]) -> None:
         ids = [outcome.reservation_id for outcome in outcomes]
-        request = router_pb2.FreeRequestRequest(reservation_ids=ids, outcomes=outcomes)
+        request = router_pb2.FreeRequestRequest(reservation_ids=ids)
         await self.replicas.call(lambda stub: stub.FreeRequest, request, self._timeout_s)
+        # Any replica can free, but each remembers only its own decisions: all of them hear how these ended.
+        request = router_pb2.FreeRequestRequest(outcomes=outcomes)
+        calls = [replica.stub.FreeRequest(request, timeout=self._timeout_s) for replica in self.replicas.serving]
+        for told in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(told, grpc.aio.AioRpcError):
+                log.info("a router replica did not hear how requests ended", extra={"status": told.code().name})
 
     async def _report(self, news: list[N], tell: Callable[[list[N]], Awaitable[None]]) -> list[N]:
         """Sends one batch; what is left to send afterwards, which includes what came in meanwhile."""
