@@ -34,7 +34,7 @@ class Siblings:
         """
         overlaps = view.match(hashes)
         for _ in range(ROUNDS if wait else 0):
-            covered = max((each.blocks + each.predicted for each in overlaps.values()), default=0)
+            covered = max((each.blocks + each.predicted for each in set(overlaps.values())), default=0)
             if covered >= len(hashes):
                 break
             key = view.model, hashes[covered]
