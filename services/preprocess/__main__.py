@@ -32,8 +32,10 @@ async def serve(settings: PreprocessSettings, stop: Stop) -> None:
     # These threads only wait; what is waited for is bounded by the engines' own processes.
     patience_s = settings.work_limit_s + settings.engine_start_s  # a process that died is back within it
     waiters = ComputePool(WAITING_THREADS, settings.max_waiting, 0, patience_s)
-    engines = settings.engines
-    registry = ModelRegistry(settings.specs(), lambda spec: load_tokenizer(spec, limits, engines), settings.load_wait_s)
+    engines, speed = settings.engines, settings.speed
+    registry = ModelRegistry(
+        settings.specs(), lambda spec: load_tokenizer(spec, limits, engines, speed), settings.load_wait_s
+    )
     server = GrpcServer(settings, preprocess_pb2.DESCRIPTOR)
     preprocess_pb2_grpc.add_PreprocessServicer_to_server(
         PreprocessService(registry, pool, settings.max_prompt_bytes, waiters), server.server

@@ -6,9 +6,6 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from tokenizers import Tokenizer
-
-from services.common.packing import pack_u32
 from services.preprocess.samples import SAMPLES
 
 log = logging.getLogger(__name__)
@@ -22,21 +19,6 @@ class Backend(Protocol):
     def encode(self, texts: Sequence[str]) -> list[bytes]:
         """Packed u32 ids of each text by itself, nothing added; ValueError or TypeError for what is no Unicode."""
         ...
-
-
-class TokenizersBackend(Backend):
-    """The reference for everything that is a tokenizer.json."""
-
-    name = "tokenizers"
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-
-    def encode(self, texts: Sequence[str]) -> list[bytes]:
-        """See Backend."""
-        # Of all its ways to encode, the one that lets other threads run meanwhile.
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [pack_u32(encoding.ids) for encoding in encodings]
 
 
 def fastest(reference: Backend, make: Callable[[], Backend], extra_samples: Sequence[str] = ()) -> Backend:

@@ -11,13 +11,18 @@ from services.common.errors import ErrorKind, SluiceError, invalid
 from services.common.models import ENGINE_PROCESSORS, ModelSpec, detect_processor, resolve
 from services.preprocess.engine_tokenizer import EngineOptions, EngineTokenizer
 from services.preprocess.limits import Limits
+from services.preprocess.speed import Speed
 from services.preprocess.tokenizer import TokenizerProtocol
 
 NO_OPTIONS: Mapping[str, EngineOptions] = MappingProxyType({})
+USUAL_SPEED = Speed()
 
 
 def load_tokenizer(
-    spec: ModelSpec, limits: Limits, engines: Mapping[str, EngineOptions] = NO_OPTIONS
+    spec: ModelSpec,
+    limits: Limits,
+    engines: Mapping[str, EngineOptions] = NO_OPTIONS,
+    speed: Speed = USUAL_SPEED,
 ) -> TokenizerProtocol:
     """Finds the model's files, downloading them if need be, and loads the implementation that reads them.
 
@@ -26,6 +31,7 @@ def load_tokenizer(
             files' path; empty picks by what the files are.
         limits: of requests to the tokenizer.
         engines: by engine, how its processes are run; the defaults where it is not there.
+        speed: what "hf" and "mistral" may do to be fast.
 
     Raises:
         SluiceError: NOT_FOUND when there are no files, FAILED_PRECONDITION when they cannot be loaded.
@@ -33,7 +39,7 @@ def load_tokenizer(
     try:
         path = resolve(spec.source)
         processor = spec.processor or detect_processor(path)
-        return _load(processor, path, limits, engines)
+        return _load(processor, path, limits, engines, speed)
     except SluiceError:
         raise
     except (KeyboardInterrupt, SystemExit):
@@ -47,18 +53,20 @@ def load_tokenizer(
         ) from error
 
 
-def _load(processor: str, path: Path, limits: Limits, engines: Mapping[str, EngineOptions]) -> TokenizerProtocol:
+def _load(
+    processor: str, path: Path, limits: Limits, engines: Mapping[str, EngineOptions], speed: Speed
+) -> TokenizerProtocol:
     if processor in ENGINE_PROCESSORS:
         return EngineTokenizer(processor, path, engines.get(processor) or EngineOptions())
     # Imported here so that a replica pays only for what it serves.
     if processor == "hf":
         from services.preprocess.hf import HfTokenizer
 
-        return HfTokenizer(path, limits)
+        return HfTokenizer(path, limits, speed)
     if processor == "mistral":
         from services.preprocess.mistral import MistralTokenizer
 
-        return MistralTokenizer(path)
+        return MistralTokenizer(path, speed)
     module, _, name = processor.partition(":")
     if not name:
         raise invalid(f"Processor {processor!r} is unknown.", param="model")

@@ -16,7 +16,8 @@ from services.common.packing import pack_u32, pack_u64, unpack_u32
 from services.preprocess.instruments import Instruments
 from services.preprocess.pool import ComputePool
 from services.preprocess.registry import ModelRegistry
-from services.preprocess.tokenizer import ChatRequest, TokenizerProtocol
+from services.preprocess.tokenizer import ChatRequest, TokenizerProtocol, packed_chat, packed_text
+from services.preprocess.tokenizer_instruments import watch_tokenizers
 from services.preprocess.validate import parse_chat, too_large
 from sluice.v1 import common_pb2, preprocess_pb2, preprocess_pb2_grpc
 
@@ -45,6 +46,7 @@ class PreprocessService(preprocess_pb2_grpc.PreprocessServicer):
         self._waiters = waiters or pool
         self._max_prompt_bytes = max_prompt_bytes
         self._instruments = Instruments(pool)
+        watch_tokenizers(registry)
 
     async def Tokenize(
         self, request: preprocess_pb2.TokenizeRequest, context: Context
@@ -151,9 +153,7 @@ def _tokenized(
         packed = request.tokens.token_ids
         _checked_ids(packed, tokenizer)
     else:
-        packed = pack_u32(
-            tokenizer.encode_chat(_chat(request.chat)) if kind == "chat" else _text_ids(tokenizer, request.text)
-        )
+        packed = packed_chat(tokenizer, _chat(request.chat)) if kind == "chat" else _text_ids(tokenizer, request.text)
     size = request.block_size
     facts = tokenizer.facts
     reply = preprocess_pb2.TokenizeResponse(
@@ -182,10 +182,10 @@ def _chat(chat: preprocess_pb2.ChatInput) -> ChatRequest:
     )
 
 
-def _text_ids(tokenizer: TokenizerProtocol, text: preprocess_pb2.TextInput) -> list[int]:
+def _text_ids(tokenizer: TokenizerProtocol, text: preprocess_pb2.TextInput) -> bytes:
     special = text.add_special_tokens if text.HasField("add_special_tokens") else None
     try:
-        return tokenizer.encode_text(text.text, special)
+        return packed_text(tokenizer, text.text, special)
     except SluiceError as error:
         error.param = error.param or "prompt"
         raise
@@ -218,4 +218,6 @@ def _info(spec: ModelSpec, tokenizer: TokenizerProtocol | None) -> preprocess_pb
         info.vocab_size = tokenizer.facts.vocab_size
         info.context_length = tokenizer.facts.context_length
         info.has_chat_template = tokenizer.facts.has_chat_template
+        info.backend = tokenizer.facts.backend
+        info.cache_refusal = tokenizer.facts.cache_refusal
     return info

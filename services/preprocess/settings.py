@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from services.common.models import DEFAULT_NAME, DEFAULT_SOURCE, ModelSpec
 from services.common.settings import CommaList, GrpcServiceSettings, settings_config
 from services.preprocess.engine_tokenizer import EngineOptions
+from services.preprocess.speed import Speed
 
 
 class PreprocessSettings(GrpcServiceSettings):
@@ -36,6 +37,10 @@ class PreprocessSettings(GrpcServiceSettings):
     max_waiting: int = Field(1024, ge=1, description="requests that may wait for a thread; more are shed")
     work_limit_s: float = Field(10.0, gt=0, description="longest that one request may wait and compute")
     max_prompt_mb: float = Field(4.0, gt=0, description="largest prompt, before and after the template, MiB of text")
+    fast_tokenizers: bool = Field(
+        True, description="use a faster library where it is installed and a self-check proves equal ids"
+    )
+    cache_mb: int = Field(64, ge=0, description="MiB for each model that remember ids of earlier prompts; 0: none")
     template_limit_s: float = Field(2.0, gt=0, description="longest that a chat template may run")
     template_processes: int = Field(1, ge=1, le=16, description="processes that run templates sent by clients")
     template_memory_mb: int = Field(512, ge=128, description="address space of such a process, MiB")
@@ -88,6 +93,11 @@ class PreprocessSettings(GrpcServiceSettings):
             )
             for engine, python in (("vllm", self.vllm_python), ("sglang", self.sglang_python))
         }
+
+    @property
+    def speed(self) -> Speed:
+        """What tokenizers may do to be fast."""
+        return Speed(self.fast_tokenizers, self.cache_mb << 20)
 
     @property
     def max_prompt_bytes(self) -> int:

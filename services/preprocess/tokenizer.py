@@ -73,6 +73,22 @@ class TokenizerFacts:
     cache_refusal: str = ""
 
 
+def packed_chat(tokenizer: TokenizerProtocol, chat: ChatRequest) -> bytes:
+    """Packed ids of a chat; of a user's class that knows nothing of packing as well."""
+    pack = getattr(tokenizer, "pack_chat", None)
+    return pack(chat) if pack is not None else pack_u32(tokenizer.encode_chat(chat))
+
+
+def packed_text(tokenizer: TokenizerProtocol, text: str, add_special_tokens: bool | None) -> bytes:
+    """Packed ids of a text; of a user's class that knows nothing of packing as well."""
+    pack = getattr(tokenizer, "pack_text", None)
+    return (
+        pack(text, add_special_tokens)
+        if pack is not None
+        else pack_u32(tokenizer.encode_text(text, add_special_tokens))
+    )
+
+
 class TokenizerProtocol(Protocol):
     """Turns requests into token ids and ids into text. Called from several threads at once; never awaits.
 

@@ -178,6 +178,8 @@ class TokenizeResponse(_message.Message):
     CONTEXT_LENGTH_FIELD_NUMBER: _builtins.int
     PROMPT_TAIL_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
+    DEFAULT_SAMPLING_FIELD_NUMBER: _builtins.int
+    DEFAULT_MAX_TOKENS_FIELD_NUMBER: _builtins.int
     token_ids: _builtins.bytes
     """packed u32"""
     block_hashes: _builtins.bytes
@@ -196,6 +198,14 @@ class TokenizeResponse(_message.Message):
     """
     fingerprint: _builtins.str
     """of the tokenizer that made these ids"""
+    default_max_tokens: _builtins.int
+    """longest answer the files recommend (max_new_tokens); unset: none"""
+    @_builtins.property
+    def default_sampling(self) -> _common_pb2.SamplingOptions:
+        """What the model's files recommend (generation_config.json), for whatever a client leaves unset. Fields that the files
+        do not set are unset; seed and logit_bias always are.
+        """
+
     def __init__(
         self,
         *,
@@ -207,12 +217,16 @@ class TokenizeResponse(_message.Message):
         context_length: _builtins.int = ...,
         prompt_tail: _builtins.bytes = ...,
         fingerprint: _builtins.str = ...,
+        default_sampling: _common_pb2.SamplingOptions | None = ...,
+        default_max_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_default_max_tokens", b"_default_max_tokens", "default_max_tokens", b"default_max_tokens", "default_sampling", b"default_sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "context_length", b"context_length", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "hash_scheme", b"hash_scheme", "prompt_tail", b"prompt_tail", "stop_token_ids", b"stop_token_ids", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_default_max_tokens", b"_default_max_tokens", "block_hashes", b"block_hashes", "context_length", b"context_length", "default_max_tokens", b"default_max_tokens", "default_sampling", b"default_sampling", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "hash_scheme", b"hash_scheme", "prompt_tail", b"prompt_tail", "stop_token_ids", b"stop_token_ids", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__default_max_tokens: _TypeAlias = _typing.Literal["default_max_tokens"]  # noqa: Y015
+    _WhichOneofArgType__default_max_tokens: _TypeAlias = _typing.Literal["_default_max_tokens", b"_default_max_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__default_max_tokens) -> _WhichOneofReturnType__default_max_tokens | None: ...
 
 Global___TokenizeResponse: _TypeAlias = TokenizeResponse  # noqa: Y015
 
@@ -352,6 +366,8 @@ class TokenizerInfo(_message.Message):
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     CONTEXT_LENGTH_FIELD_NUMBER: _builtins.int
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
+    BACKEND_FIELD_NUMBER: _builtins.int
+    CACHE_REFUSAL_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     loaded: _builtins.bool
     """in memory now; otherwise the first use loads it"""
@@ -361,6 +377,10 @@ class TokenizerInfo(_message.Message):
     """as the model's files say; 0: unknown"""
     has_chat_template: _builtins.bool
     """chat requests work without a template of their own"""
+    backend: _builtins.str
+    """library that encodes, such as "tokenizers"; empty: the processor itself, or not loaded"""
+    cache_refusal: _builtins.str
+    """why ids of earlier prompts are not remembered; empty: they are, or not loaded"""
     @_builtins.property
     def tokenizer(self) -> _common_pb2.TokenizerSpec:
         """fingerprint is set once the tokenizer is loaded"""
@@ -374,10 +394,12 @@ class TokenizerInfo(_message.Message):
         vocab_size: _builtins.int = ...,
         context_length: _builtins.int = ...,
         has_chat_template: _builtins.bool = ...,
+        backend: _builtins.str = ...,
+        cache_refusal: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["tokenizer", b"tokenizer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_length", b"context_length", "has_chat_template", b"has_chat_template", "loaded", b"loaded", "model", b"model", "tokenizer", b"tokenizer", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "cache_refusal", b"cache_refusal", "context_length", b"context_length", "has_chat_template", b"has_chat_template", "loaded", b"loaded", "model", b"model", "tokenizer", b"tokenizer", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
