@@ -20,6 +20,7 @@ from services.router.events import (
     WorkerDraining,
     WorkerUp,
 )
+from services.router.flood import FloodGuard
 from services.router.holding import Outcome
 from services.router.link import Link
 from services.router.store.base import Applied, Lease, Store, StoreUnavailable
@@ -57,6 +58,7 @@ class Attachment:
         self._view = view
         self._lease_ms = lease_ms
         self._renewed_at = 0.0
+        self._flood = FloodGuard(worker)
         self._heard: dict[int, int] = {}  # last sequence number the worker spoke of, by rank
         self._assemblies: dict[int, _Assembly] = {}
 
@@ -103,8 +105,9 @@ class Attachment:
         """Takes messages in order; event batches that came together are applied together.
 
         Raises:
-            SluiceError: the worker sent nonsense or was replaced; cut it off.
+            SluiceError: the worker sent nonsense or too much, or was replaced; cut it off.
         """
+        self._flood.count(len(said), sum(map(_hashes, said)))
         replies = Replies()
         self._ask_for_unstored(replies)
         batches: list[EventBatch] = []
@@ -322,3 +325,10 @@ class Attachment:
             f"{self.worker.total_blocks} of its card.",
             code="too_many_blocks",
         )
+
+
+def _hashes(said: Said) -> int:
+    """How many block hashes a message has."""
+    if isinstance(said, EventBatch):
+        return said.bytes // HASH_BYTES
+    return len(said.hashes) // HASH_BYTES if isinstance(said, SnapshotChunk) else 0
