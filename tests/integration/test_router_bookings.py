@@ -321,3 +321,28 @@ async def test_whichever_replica_decided_hears_what_became_of_it(pair: list[Rout
         records |= {each.request_id: (each.delivered_cached_tokens, each.output_tokens) for each in answer.decisions}
     assert records == {f"r{number}": (number, 2 * number) for number in range(20)}
     await gateway.crash()
+
+
+async def test_no_owner_loses_anything_while_redis_is_away(pair: list[RouterProcess], redis: RedisServer) -> None:
+    await workers(pair, "a")
+    held, gone = Lease(pair[0], "held"), Lease(pair[1], "gone")
+    for owner in ("held", "gone"):
+        await pair[0].stub.RouteQuery(reserve(f"before-{owner}", owner=owner))
+    redis.freeze()
+    answer = await pair[0].stub.RouteQuery(reserve("meanwhile-held", owner="held"))
+    assert answer.degraded == "store_unavailable"
+    await pair[1].stub.RouteQuery(reserve("meanwhile-gone", owner="gone"))
+    await asyncio.sleep(2 * LEASE_MS / 1000)
+    await gone.end()
+    redis.thaw()
+
+    async def settled(count: int) -> bool:
+        return await booked(pair[0]) == await booked(pair[1]) == count
+
+    await until(lambda: settled(2), timeout_s=40)
+    await asyncio.sleep(2 * LEASE_MS / 1000)
+    assert await settled(2), "the lease of the one that is there was renewed before anything was cleared"
+    ids = [f"{MODEL}:before-held", f"{MODEL}:meanwhile-held"]
+    freed = await pair[1].stub.FreeRequest(router_pb2.FreeRequestRequest(reservation_ids=ids))
+    assert freed.unknown == 0
+    await held.end()

@@ -40,7 +40,7 @@ class Desk:
 
     async def book(self, *request_ids: str) -> None:
         for request_id in request_ids:
-            await self.cluster.ask(prompt(f"AB{request_id[-1]}"), request_id=request_id, ttl_ms=10**9)
+            await self.cluster.ask(prompt(f"AB{request_id[-1]}"), request_id=request_id, ttl_ms=10**7)
 
     async def look(self, report: str, after_s: float = 0.0) -> Load:
         self.now += after_s
