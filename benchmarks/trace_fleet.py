@@ -21,7 +21,7 @@ from services.router.events import BlockOp, EventBatch, Kind, Tier
 from services.router.queries import Prompt, Query
 from services.router.router import Router, RouterConfig
 from services.router.store.memory import MemoryStore
-from services.router.workers import Role, Worker
+from services.router.workers import KV_EVENTS, Role, Worker
 from services.worker.cache_events import BlocksRemoved, BlocksStored, KvEvent
 from services.worker.engines.mock.blocks import BlockPool
 from services.worker.engines.mock.scheduler import Scheduler, Step
@@ -124,6 +124,7 @@ class MockWorker:
             total_blocks=total_blocks,
             ranks=1,
             document=b"",
+            capabilities=(KV_EVENTS,),
         )
         self.scheduler = Scheduler(
             BlockPool(total_blocks),
