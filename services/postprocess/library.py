@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from services.common.errors import ErrorKind, SluiceError, internal, invalid, not_found
 from services.common.models import PROCESSORS, ModelSpec, detect_processor, resolve
@@ -43,7 +43,12 @@ class VocabularyLibrary:
         specs: what to serve.
         load_timeout_s: how long anybody waits for one to load.
         loader: makes a vocabulary in a thread.
+
+    Attributes:
+        learn: waits, at most so many seconds, for a model that may become known by `add`; False when it will not.
     """
+
+    learn: Callable[[str, float], Awaitable[bool]] | None = None
 
     def __init__(
         self, specs: Sequence[ModelSpec], load_timeout_s: float, loader: Callable[[ModelSpec], Vocabulary] = load
@@ -55,14 +60,23 @@ class VocabularyLibrary:
         self._loading: dict[str, asyncio.Task[Vocabulary]] = {}
 
     def ready(self, model: str) -> Vocabulary | None:
-        """The vocabulary, None while it is not loaded; SluiceError(NOT_FOUND) for a model that is not served."""
+        """The vocabulary, None while it is not loaded; SluiceError(NOT_FOUND) for a model that will not be served."""
         vocabulary = self._loaded.get(model)
-        if vocabulary is None and model not in self._specs:
-            names = ", ".join(sorted(self._specs))
-            raise not_found(
-                f"Model {model!r} is not known here; there is {names}.", param="model", code="model_not_found"
-            )
+        if vocabulary is None and model not in self._specs and self.learn is None:
+            raise self._unknown(model)
         return vocabulary
+
+    def _unknown(self, model: str) -> SluiceError:
+        names = ", ".join(sorted(self._specs)) or "none yet"
+        return not_found(f"Model {model!r} is not known here; there is {names}.", param="model", code="model_not_found")
+
+    async def add(self, spec: ModelSpec) -> None:
+        """Serves one more model, or a known one with other files, once it is loaded; raises what the load raised.
+
+        Streams that run keep the vocabulary they began with.
+        """
+        self._loaded[spec.name] = await self._loaded_from(spec)
+        self._specs[spec.name] = spec
 
     async def get(self, model: str) -> Vocabulary:
         """The vocabulary, loaded now if need be; a load that failed is tried again by the next caller.
@@ -87,15 +101,22 @@ class VocabularyLibrary:
             ) from None
 
     async def _load(self, model: str) -> Vocabulary:
+        if model not in self._specs and (self.learn is None or not await self.learn(model, self._timeout_s)):
+            raise self._unknown(model)
+        if model not in self._loaded:
+            self._loaded[model] = await self._loaded_from(self._specs[model])
+        return self._loaded[model]
+
+    async def _loaded_from(self, spec: ModelSpec) -> Vocabulary:
+        model = spec.name
         started = time.monotonic()
         try:
-            vocabulary = await asyncio.to_thread(self._loader, self._specs[model])
+            vocabulary = await asyncio.to_thread(self._loader, spec)
         except SluiceError:
             raise
         except Exception as error:
             log.exception("loading the tokenizer failed", extra={"model": model})
             raise internal(f"The tokenizer of {model} cannot be loaded.") from error
-        self._loaded[model] = vocabulary
         log.info(
             "tokenizer is loaded",
             extra={

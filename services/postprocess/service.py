@@ -12,10 +12,12 @@ import grpc
 from services.common import telemetry
 from services.common.errors import ErrorKind, SluiceError, internal
 from services.common.grpc_errors import abort, answer, to_detail
+from services.common.learning import Learning
 from services.common.packing import pack_u32, unpack_u32
 from services.common.runner import Stop
 from services.common.server import GrpcServer
 from services.common.session import BatchWriter, serve_session
+from services.common.tokenizer_delivery import Learned
 from services.postprocess.library import VocabularyLibrary
 from services.postprocess.metrics import Metrics
 from services.postprocess.session import Batch, PostSession, SessionLimits
@@ -221,7 +223,10 @@ async def serve(settings: PostprocessSettings, stop: Stop) -> None:
     server = GrpcServer(settings, postprocess_pb2.DESCRIPTOR)
     postprocess_pb2_grpc.add_PostprocessServicer_to_server(service, server.server)
     await server.start()
+    learning = _learning(settings, library, stop) if settings.learns else None
     try:
+        if learning is not None:
+            await learning.start()
         if not settings.preload or await _before(stop, library.load_all()):
             await server.set_serving(True)
             await stop.wait()
@@ -232,7 +237,16 @@ async def serve(settings: PostprocessSettings, stop: Stop) -> None:
     finally:
         service.start_draining()
         await server.stop(settings.drain_s)
+        if learning is not None:
+            await learning.close()
         await library.close()
+
+
+def _learning(settings: PostprocessSettings, library: VocabularyLibrary, stop: Stop) -> Learning:
+    async def learned(model: Learned) -> None:
+        await library.add(model.spec)
+
+    return Learning("postprocess", settings, {spec.name for spec in settings.specs}, library, learned, stop)
 
 
 async def _before(stop: Stop, loading: Coroutine[Any, Any, None]) -> bool:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pydantic import Field, field_validator
 
+from services.common.learning import LearningSettings
 from services.common.models import DEFAULT_NAME, DEFAULT_SOURCE, ModelSpec
 from services.common.settings import CommaList, GrpcServiceSettings, settings_config
 
 
-class PostprocessSettings(GrpcServiceSettings):
+class PostprocessSettings(LearningSettings, GrpcServiceSettings):
     """Turns token ids into text. Every flag is also an environment variable: --log-level is
     SLUICE_POSTPROCESS_LOG_LEVEL."""
 
@@ -45,5 +46,7 @@ class PostprocessSettings(GrpcServiceSettings):
 
     @property
     def specs(self) -> list[ModelSpec]:
-        """The models, parsed."""
+        """The models named; with models to learn from workers, the default one is served only if it is named."""
+        if self.learns and "models" not in self.model_fields_set:
+            return []
         return [ModelSpec.parse(text) for text in self.models]

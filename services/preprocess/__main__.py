@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import gc
 
+from services.common.learning import Learning
 from services.common.runner import Stop, run
 from services.common.server import GrpcServer
+from services.common.tokenizer_delivery import Learned
 from services.preprocess.limits import Limits
 from services.preprocess.loading import load_tokenizer
 from services.preprocess.pool import ComputePool
@@ -41,7 +43,10 @@ async def serve(settings: PreprocessSettings, stop: Stop) -> None:
         PreprocessService(registry, pool, settings.max_prompt_bytes, waiters), server.server
     )
     await server.start()
+    learning = _learning(settings, registry, stop) if settings.learns else None
     try:
+        if learning is not None:
+            await learning.start()
         if settings.preload:
             await _loaded_or_stopped(registry, stop)
         if not stop.is_set():
@@ -49,10 +54,20 @@ async def serve(settings: PreprocessSettings, stop: Stop) -> None:
         await stop.wait()
     finally:
         await server.stop(settings.drain_s)
+        if learning is not None:
+            await learning.close()
         await registry.close()
         pool.close()
         waiters.close()
         foreign.close()
+
+
+def _learning(settings: PreprocessSettings, registry: ModelRegistry, stop: Stop) -> Learning:
+    async def learned(model: Learned) -> None:
+        await registry.add(settings.learned_spec(model))
+
+    configured = {spec.name for spec in settings.specs()}
+    return Learning("preprocess", settings, configured, registry, learned, stop)
 
 
 async def _loaded_or_stopped(registry: ModelRegistry, stop: Stop) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from time import perf_counter
 
 from services.common.errors import SluiceError, not_found, unavailable
@@ -22,7 +22,12 @@ class ModelRegistry:
         load: makes a tokenizer; runs in a thread, once per model however many requests wait for it. A failed load is
             tried again by the next request.
         wait_s: longest that one caller waits for a load, seconds.
+
+    Attributes:
+        learn: waits, at most so many seconds, for a model that may become known by `add`; False when it will not.
     """
+
+    learn: Callable[[str, float], Awaitable[bool]] | None = None
 
     def __init__(
         self, specs: Sequence[ModelSpec], load: Callable[[ModelSpec], TokenizerProtocol], wait_s: float = 60.0
@@ -42,7 +47,7 @@ class ModelRegistry:
         spec = self._specs.get(name)
         if spec is None:
             raise not_found(
-                f"Model {name!r} does not exist; this server has {', '.join(self._specs)}.",
+                f"Model {name!r} does not exist; this server has {', '.join(self._specs) or 'none yet'}.",
                 param="model",
                 code="model_not_found",
             )
@@ -58,12 +63,22 @@ class ModelRegistry:
         tokenizer = self._loaded.get(name)
         if tokenizer is not None:
             return tokenizer
+        if name not in self._specs and self.learn is not None:
+            await self.learn(name, self._wait_s)
         task = self._task(self.spec(name))
         try:
             # One caller that gives up must not end the load for the others.
             return await asyncio.wait_for(asyncio.shield(task), self._wait_s)
         except TimeoutError:
             raise unavailable(f"The tokenizer of model {name} is still loading.", code="model_loading") from None
+
+    async def add(self, spec: ModelSpec) -> None:
+        """Serves one more model, or a known one with other files, once it is loaded; raises what the load raised."""
+        tokenizer = await asyncio.to_thread(self._timed_load, spec)
+        before = self._loaded.get(spec.name)
+        self._specs = dict(sorted({**self._specs, spec.name: spec}.items()))
+        self._loaded[spec.name] = tokenizer
+        await _end(before)
 
     async def preload(self) -> None:
         """Loads all models, however long it takes; raises what the first failing load raised."""
@@ -91,7 +106,8 @@ class ModelRegistry:
             return
         error = task.exception()
         if error is None:
-            self._loaded[spec.name] = task.result()
+            if self._specs[spec.name] is spec:  # else other files took its place meanwhile
+                self._loaded[spec.name] = task.result()
             return
         reason = error.message if isinstance(error, SluiceError) else type(error).__name__
         log.warning("tokenizer cannot be loaded", extra={"model": spec.name, "reason": reason})
@@ -103,5 +119,10 @@ class ModelRegistry:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for tokenizer in self._loaded.values():
-            if (end := getattr(tokenizer, "close", None)) is not None:
-                await asyncio.to_thread(end)
+            await _end(tokenizer)
+
+
+async def _end(tokenizer: TokenizerProtocol | None) -> None:
+    end = getattr(tokenizer, "close", None)
+    if end is not None:
+        await asyncio.to_thread(end)

@@ -7,13 +7,15 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from services.common.models import DEFAULT_NAME, DEFAULT_SOURCE, ModelSpec
+from services.common.learning import LearningSettings
+from services.common.models import DEFAULT_NAME, DEFAULT_SOURCE, ENGINE_PROCESSORS, ModelSpec
 from services.common.settings import CommaList, GrpcServiceSettings, settings_config
+from services.common.tokenizer_delivery import Learned
 from services.preprocess.engine_tokenizer import EngineOptions
 from services.preprocess.speed import Speed
 
 
-class PreprocessSettings(GrpcServiceSettings):
+class PreprocessSettings(LearningSettings, GrpcServiceSettings):
     """Turns requests into token ids.
 
     Every flag is also an environment variable: --log-level is SLUICE_PREPROCESS_LOG_LEVEL.
@@ -47,6 +49,9 @@ class PreprocessSettings(GrpcServiceSettings):
 
     vllm_processing: bool = Field(False, description="vLLM's own code for models that name no processor")
     sglang_processing: bool = Field(False, description="SGLang's own code for models that name no processor")
+    native_framework_processing: bool = Field(
+        False, description="for such models the code of the engine that their workers run; needs routers or workers"
+    )
     vllm_python: str = Field("", description="interpreter that has vllm, if not this one; of any environment")
     sglang_python: str = Field("", description="interpreter that has sglang, if not this one; of any environment")
     engine_processes: int = Field(1, ge=1, le=64, description="processes of an engine's code for each model")
@@ -57,22 +62,38 @@ class PreprocessSettings(GrpcServiceSettings):
 
     @model_validator(mode="after")
     def _one_processing(self) -> Self:
-        if self.vllm_processing and self.sglang_processing:
+        if self.vllm_processing + self.sglang_processing + self.native_framework_processing > 1:
             raise ValueError(
-                "vllm-processing and sglang-processing exclude each other; name processors with the models"
+                "of vllm-processing, sglang-processing and native-framework-processing only one can be set"
             )
+        if self.native_framework_processing and not self.learns:
+            raise ValueError("native-framework-processing needs routers or workers, which say what engine they run")
         return self
 
     @model_validator(mode="after")
     def _models_can_be_read(self) -> Self:
-        names = [spec.name for spec in self.specs()]
+        names = [spec.name for spec in self._configured()]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"models lists {', '.join(twice)} more than once")
         return self
 
-    def specs(self) -> list[ModelSpec]:
-        """The served models."""
+    def _configured(self) -> list[ModelSpec]:
+        """The models named; with models to learn, the default one is served only if it is named."""
+        if self.learns and "models" not in self.model_fields_set:
+            return []
         return [self.with_processor(ModelSpec.parse(text)) for text in self.models]
+
+    def specs(self) -> list[ModelSpec]:
+        """The models that are served from the start; with native processing, an engine's worker has to come first."""
+        native = self.native_framework_processing
+        return [spec for spec in self._configured() if spec.processor or not native]
+
+    def learned_spec(self, learned: Learned) -> ModelSpec:
+        """How a model that was learned is served: the files as configured where they are, else as delivered."""
+        spec = next((spec for spec in self._configured() if spec.name == learned.spec.name), learned.spec)
+        if self.native_framework_processing:
+            return replace(spec, processor=learned.engine if learned.engine in ENGINE_PROCESSORS else "")
+        return self.with_processor(spec)
 
     def with_processor(self, spec: ModelSpec) -> ModelSpec:
         """The model with the processor that the settings give to models that name none."""

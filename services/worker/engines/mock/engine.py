@@ -208,7 +208,8 @@ class MockEngine(LLMEngine):
 def _load(settings: WorkerSettings) -> _Loaded:
     path = models.resolve(settings.spec.source)
     processor = settings.spec.processor or models.detect_processor(path)
-    vocabulary = load_vocabulary(path, processor)
+    # Whoever makes the ids, what an id means is in the files.
+    vocabulary = load_vocabulary(path, processor if processor in models.PROCESSORS else models.detect_processor(path))
     return _Loaded(
         vocabulary, Storyteller(vocabulary), processor, models.fingerprint(path), declared_context_length(path)
     )

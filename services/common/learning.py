@@ -1,0 +1,77 @@
+"""Serves models that nobody configured: learned from their workers, with the tokenizers these deliver."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection
+from typing import Protocol
+
+from services.common.access import RouterTokenSettings, shown_token
+from services.common.replicas import ReplicaSet
+from services.common.runner import Stop
+from services.common.settings import ServiceSettings
+from services.common.tasks import TaskOwner
+from services.common.tls import channel_credentials
+from services.common.tokenizer_delivery import DeliverySettings, Learned, TokenizerDelivery
+from services.common.tokenizer_store import TokenizerStore
+from services.common.worker_watch import WorkerWatch
+from sluice.v1 import router_pb2_grpc
+
+
+class LearningSettings(DeliverySettings, RouterTokenSettings, ServiceSettings):
+    """Settings of a service that learns models."""
+
+
+class Learner(Protocol):
+    """Who holds models by name and can be given more."""
+
+    learn: Callable[[str, float], Awaitable[bool]] | None
+
+
+class Learning:
+    """Follows the workers that the settings' routers know and hands on their models.
+
+    Args:
+        service: whose metrics count it.
+        settings: with `routers` or `workers`.
+        configured: models that are not learned.
+        learner: is told how to wait for a model that is on its way.
+        on_model: takes a model that was learned, or whose tokenizer has changed.
+    """
+
+    def __init__(
+        self,
+        service: str,
+        settings: LearningSettings,
+        configured: Collection[str],
+        learner: Learner,
+        on_model: Callable[[Learned], Awaitable[None]],
+        stop: Stop,
+    ) -> None:
+        self._learner = learner
+        self._tasks = TaskOwner(stop.fail)
+        credentials = channel_credentials(settings)
+        self._routers: ReplicaSet[router_pb2_grpc.RouterAsyncStub] | None = None
+        if settings.routers:
+            self._routers = ReplicaSet(
+                "router",
+                settings.routers,
+                router_pb2_grpc.RouterStub,
+                credentials,
+                token=shown_token(settings),
+            )
+        watch = WorkerWatch(self._routers, settings.workers, credentials)
+        store = TokenizerStore(settings.tokenizer_cache)
+        self._delivery = TokenizerDelivery(service, watch, store, configured, on_model, credentials)
+
+    async def start(self) -> None:
+        """Begins to follow; requests for models that are on their way wait from now on."""
+        if self._routers is not None:
+            await self._routers.start()
+        self._tasks.spawn(self._delivery.run(), "delivery")
+        self._learner.learn = self._delivery.wait_for
+
+    async def close(self) -> None:
+        """Stops following."""
+        await self._tasks.close()
+        if self._routers is not None:
+            await self._routers.close()

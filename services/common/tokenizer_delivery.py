@@ -1,0 +1,197 @@
+"""Models learned from the workers that serve them, their tokenizers fetched from there: nobody needs a shared volume.
+
+workers a router knows (or addresses) → for each model nobody configured: GetTokenizer → store → on_model
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+from pydantic import Field
+from pydantic_settings import BaseSettings
+
+from services.common.channels import open_channel
+from services.common.errors import SluiceError, invalid
+from services.common.grpc_errors import from_rpc_error
+from services.common.models import ENGINE_PROCESSORS, PROCESSORS, ModelSpec
+from services.common.settings import CommaList
+from services.common.tasks import TaskOwner
+from services.common.telemetry import meter
+from services.common.tokenizer_store import Incoming, TokenizerStore, default_folder
+from services.common.worker_watch import Served, WorkerWatch
+from sluice.v1 import worker_pb2, worker_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+MAX_MODELS = 1024
+FETCH_S = 120.0
+RETRY_S = (0.2, 10.0)
+HEARSAY_S = 1.0
+
+
+class DeliverySettings(BaseSettings):
+    """Where models come from that are not configured."""
+
+    routers: CommaList = Field([], description="host:port of routers whose workers' models are served without --models")
+    workers: CommaList = Field([], description="host:port of workers whose models are served, where there is no router")
+    tokenizer_cache: Path = Field(
+        default_factory=default_folder, description="folder for tokenizers that workers sent; may be shared and kept"
+    )
+
+    @property
+    def learns(self) -> bool:
+        """Whether models are learned from workers."""
+        return bool(self.routers or self.workers)
+
+
+@dataclass(frozen=True)
+class Learned:
+    """A model of a worker's, with its tokenizer on this machine's disk. `engine` is what the worker runs."""
+
+    spec: ModelSpec
+    engine: str
+    fingerprint: str
+
+
+class TokenizerDelivery:
+    """Follows the workers and learns their models.
+
+    Args:
+        service: whose metrics count it.
+        watch: says which workers there are.
+        store: keeps the tokenizers.
+        configured: models that are not learned.
+        on_model: takes a model that was learned, or whose tokenizer has changed.
+        credentials: for the channels to workers.
+    """
+
+    def __init__(
+        self,
+        service: str,
+        watch: WorkerWatch,
+        store: TokenizerStore,
+        configured: Collection[str],
+        on_model: Callable[[Learned], Awaitable[None]],
+        credentials: grpc.ChannelCredentials | None = None,
+    ) -> None:
+        self._watch = watch
+        self._store = store
+        self._configured = frozenset(configured)
+        self._on_model = on_model
+        self._credentials = credentials
+        self._learned: dict[str, Learned] = {}
+        self._fetching: dict[str, asyncio.Task[None]] = {}
+        self._tasks = TaskOwner()
+        self._news = asyncio.Event()
+        watch.on_change = self._look
+        self._fetches = meter(service).create_counter(
+            f"sluice_{service}_tokenizer_fetches_total", "1", "tokenizers fetched from workers, by outcome"
+        )
+
+    async def run(self) -> None:
+        """Follows until cancelled."""
+        try:
+            await self._watch.run()
+        finally:
+            await self._tasks.close()
+
+    async def wait_for(self, model: str, timeout_s: float) -> bool:
+        """Waits until a model is learned; at once False when no worker is known to serve it."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        hearsay = min(deadline, loop.time() + HEARSAY_S)  # the caller may have heard of a worker before we do
+        while model not in self._learned:
+            known = self._watch.of_model(model) or not self._watch.synced
+            left = (deadline if known else hearsay) - loop.time()
+            if left <= 0:
+                return False
+            self._news.clear()
+            try:
+                await asyncio.wait_for(self._news.wait(), left)
+            except TimeoutError:
+                continue
+        return True
+
+    def _look(self) -> None:
+        """Starts to learn what is new among the workers."""
+        self._news.set()
+        for model in self._watch.models():
+            if model in self._configured or model in self._fetching or self._is_current(model):
+                continue
+            if model not in self._learned and len(self._learned) >= MAX_MODELS:
+                log.warning("a model is not learned: there are too many", extra={"model": model})
+                continue
+            task = self._fetching[model] = self._tasks.spawn(self._learn(model), f"learn-{model}")
+            task.add_done_callback(lambda _, name=model: self._fetching.pop(name, None))  # type: ignore[misc]
+
+    def _is_current(self, model: str) -> bool:
+        known = self._learned.get(model)
+        return known is not None and any(
+            served.fingerprint == known.fingerprint for served in self._watch.of_model(model)
+        )
+
+    async def _learn(self, model: str) -> None:
+        """Tries the model's workers in turn until one has delivered or none is left."""
+        retry_s = RETRY_S[0]
+        while workers := self._watch.of_model(model):
+            served = random.choice(workers)
+            try:
+                await self._learn_from(served)
+                self._fetches.add(1, {"outcome": "ok"})
+                return
+            except SluiceError as error:
+                self._fetches.add(1, {"outcome": error.kind.name.lower()})
+                log.warning(
+                    "a worker's tokenizer cannot be used: %s", error.message,
+                    extra={"model": model, "worker": served.address},
+                )  # fmt: skip
+            await asyncio.sleep(retry_s * random.uniform(0.5, 1.5))
+            retry_s = min(2 * retry_s, RETRY_S[1])
+
+    async def _learn_from(self, served: Served) -> None:
+        path = await asyncio.to_thread(self._store.find, served.fingerprint)
+        if path is None:
+            path = await fetch_tokenizer(served.address, served.fingerprint, self._store, self._credentials)
+        known = served.processor in (*PROCESSORS, *ENGINE_PROCESSORS)  # a class of its own would be code from outside
+        spec = ModelSpec(served.model, str(path), served.processor if known else "")
+        learned = Learned(spec, served.engine, served.fingerprint)
+        await self._on_model(learned)
+        self._learned[served.model] = learned
+        self._news.set()
+        log.info("model is learned from its worker", extra={"model": served.model, "worker": served.address})
+
+
+async def fetch_tokenizer(
+    address: str, fingerprint: str, store: TokenizerStore, credentials: grpc.ChannelCredentials | None = None
+) -> Path:
+    """A tokenizer's files, streamed from a worker, checked and stored.
+
+    Raises:
+        SluiceError: as the worker said; INVALID_ARGUMENT when what came is not what was announced.
+    """
+    channel = open_channel(address, credentials)
+    incoming: Incoming | None = None
+    try:
+        stub: worker_pb2_grpc.WorkerAsyncStub = worker_pb2_grpc.WorkerStub(channel)
+        incoming = await asyncio.to_thread(store.receive, fingerprint)
+        first = True
+        async for chunk in stub.GetTokenizer(worker_pb2.GetTokenizerRequest(), timeout=FETCH_S):
+            if first and chunk.fingerprint != fingerprint:
+                raise invalid("The worker sends another tokenizer than its card says.", code="bad_tokenizer")
+            first = False
+            await asyncio.to_thread(incoming.add, chunk.file_name, chunk.file_size, chunk.data)
+        path = await asyncio.to_thread(incoming.keep)
+        incoming = None
+        return path
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error, "worker") from error
+    finally:
+        if incoming is not None:
+            await asyncio.to_thread(incoming.drop)
+        await channel.close()

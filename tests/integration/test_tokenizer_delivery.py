@@ -1,0 +1,167 @@
+"""Models travel from their workers to the services that nobody told about them."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from services.common.channels import open_channel
+from services.common.errors import ErrorKind, SluiceError
+from services.common.grpc_errors import from_rpc_error
+from services.common.models import fingerprint
+from services.common.packing import unpack_u32
+from services.common.runner import Stop
+from services.common.tokenizer_delivery import Learned, TokenizerDelivery, fetch_tokenizer
+from services.common.tokenizer_store import TokenizerStore
+from services.common.worker_watch import WorkerWatch
+from services.postprocess import service as postprocess
+from services.postprocess.settings import PostprocessSettings
+from services.preprocess import __main__ as preprocess
+from services.preprocess.settings import PreprocessSettings
+from services.router import __main__ as router
+from services.router.settings import RouterSettings
+from services.worker.hosting import WorkerHost
+from sluice.v1 import postprocess_pb2, postprocess_pb2_grpc, preprocess_pb2, preprocess_pb2_grpc
+from tests.support.loaded_tokenizers import tekken, tiny_folder, tiny_hf
+from tests.support.redis_server import free_port
+from tests.support.tiny_models import build_tiny_model
+from tests.support.workers import hosted
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> TokenizerStore:
+    return TokenizerStore(tmp_path / "cache")
+
+
+async def delivered(host: WorkerHost, store: TokenizerStore) -> Path:
+    return await fetch_tokenizer(f"127.0.0.1:{host.server.port}", host.worker.config.fingerprint, store)
+
+
+async def test_a_tokenizer_arrives_as_it_was(store: TokenizerStore) -> None:
+    async with hosted(tiny_folder()) as host:
+        path = await delivered(host, store)
+    assert fingerprint(path) == host.worker.config.fingerprint == tiny_hf().facts.fingerprint
+    assert store.find(host.worker.config.fingerprint) == path
+    assert {file.name for file in path.iterdir()} == {file.name for file in tiny_folder().iterdir()}
+
+
+async def test_a_single_file_under_a_name_of_its_own_arrives_too(store: TokenizerStore, tmp_path: Path) -> None:
+    async with hosted(tmp_path, model="tekken=mistral-common:tekken_240911") as host:
+        path = await delivered(host, store)
+    assert path.is_file()
+    assert fingerprint(path) == tekken().facts.fingerprint
+
+
+async def test_another_tokenizer_than_announced_is_refused(store: TokenizerStore) -> None:
+    async with hosted(tiny_folder()) as host:
+        with pytest.raises(SluiceError, match="another tokenizer than its card says"):
+            await fetch_tokenizer(f"127.0.0.1:{host.server.port}", "0" * 64, store)
+    assert store.find("0" * 64) is None
+
+
+async def test_a_worker_that_is_gone_is_a_typed_error(store: TokenizerStore) -> None:
+    with pytest.raises(SluiceError) as caught:
+        await fetch_tokenizer(f"127.0.0.1:{free_port()}", "0" * 64, store)
+    assert caught.value.kind is ErrorKind.UNAVAILABLE
+
+
+async def test_a_model_is_learned_again_when_its_files_change(tmp_path: Path, store: TokenizerStore) -> None:
+    folder = build_tiny_model(tmp_path / "model")
+    port = free_port()
+    learned: list[Learned] = []
+    watch = WorkerWatch(None, [f"127.0.0.1:{port}"])
+
+    async def on_model(model: Learned) -> None:
+        learned.append(model)
+
+    delivery = TokenizerDelivery("test", watch, store, {"other"}, on_model)
+    running = asyncio.create_task(delivery.run())
+    try:
+        async with hosted(folder, listen=f"127.0.0.1:{port}"):
+            assert await delivery.wait_for("tiny", 60)
+        (folder / "generation_config.json").write_text('{"eos_token_id": 2}')
+        async with hosted(folder, listen=f"127.0.0.1:{port}"):
+            for _ in range(600):
+                if len(learned) == 2:
+                    break
+                await asyncio.sleep(0.1)
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    first, second = learned
+    assert first.fingerprint != second.fingerprint == fingerprint(folder)
+    assert first.engine == "mock"
+    assert Path(second.spec.source) == store.find(second.fingerprint)
+
+
+async def test_nobody_waits_long_for_a_model_that_no_worker_has(store: TokenizerStore) -> None:
+    async def on_model(model: Learned) -> None:
+        raise AssertionError(model)
+
+    delivery = TokenizerDelivery("test", WorkerWatch(None), store, (), on_model)
+    assert not await asyncio.wait_for(delivery.wait_for("nothing", 600), 30)
+
+
+@asynccontextmanager
+async def running(serve: Callable[[Any, Stop], Any], settings: Any) -> AsyncIterator[grpc.aio.Channel]:
+    stop = Stop()
+    task = asyncio.ensure_future(serve(settings, stop))
+    channel = open_channel(settings.listen)
+    try:
+        await asyncio.wait_for(channel.channel_ready(), 60)
+        yield channel
+    finally:
+        await channel.close()
+        stop.set()
+        await task
+
+
+async def test_a_cluster_needs_no_shared_volume_and_no_list_of_models(tmp_path: Path) -> None:
+    model = tmp_path / "on-the-worker" / "tiny"
+    shutil.copytree(tiny_folder(), model)
+    addresses = {name: f"127.0.0.1:{free_port()}" for name in ("router", "preprocess", "postprocess")}
+    shared = ["--routers", addresses["router"], "--drain-s", "0", "--tokenizer-cache"]
+    async with (
+        running(router.serve, RouterSettings.load(["--listen", addresses["router"], "--drain-s", "0"])),
+        running(
+            preprocess.serve,
+            PreprocessSettings.load(["--listen", addresses["preprocess"], *shared, str(tmp_path / "pre")]),
+        ) as pre_channel,
+        running(
+            postprocess.serve,
+            PostprocessSettings.load(["--listen", addresses["postprocess"], *shared, str(tmp_path / "post")]),
+        ) as post_channel,
+    ):
+        pre = preprocess_pb2_grpc.PreprocessStub(pre_channel)
+        post = postprocess_pb2_grpc.PostprocessStub(post_channel)
+        text = preprocess_pb2.TokenizeRequest(model="tiny", text=preprocess_pb2.TextInput(text="hello world"))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await pre.Tokenize(text)
+        assert from_rpc_error(caught.value, "preprocess").code == "model_not_found"
+        async with hosted(model, routers=[addresses["router"]], model=f"tiny={model}") as host:
+            assert host.registration is not None
+            await asyncio.wait_for(host.registration.attached.wait(), 60)
+            ids = (await pre.Tokenize(text, timeout=60)).token_ids
+            assert unpack_u32(ids).tolist() == tiny_hf().encode_text("hello world")
+            parse = postprocess_pb2.ParseRequest(options=postprocess_pb2.StreamOptions(model="tiny"), token_ids=ids)
+            assert (await post.Parse(parse, timeout=60)).text == "hello world"
+        shutil.rmtree(model)  # and it is served on, from what was delivered
+        assert (await pre.Tokenize(text, timeout=60)).token_ids == ids
+        (info,) = (await pre.ListModels(preprocess_pb2.ListTokenizersRequest())).models
+        assert info.tokenizer.fingerprint == tiny_hf().facts.fingerprint
+
+
+def test_learning_needs_no_default_model() -> None:
+    settings = PreprocessSettings.load(["--routers", "localhost:1"])
+    assert settings.specs() == []
+    assert [spec.name for spec in PreprocessSettings.load(["--routers", "localhost:1", "--models", "a=b"]).specs()] == [
+        "a"
+    ]
+    assert PostprocessSettings.load(["--workers", "localhost:1"]).specs == []
