@@ -64,11 +64,13 @@ def _panel(panel: Panel, rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
     def x_of(speed: float) -> float:
         span = (speeds[-1] - speeds[0]) or 1
-        return LEFT + (WIDTH - LEFT - RIGHT) * (speed - speeds[0]) / span
+        return float(LEFT + (WIDTH - LEFT - RIGHT) * (speed - speeds[0]) / span)
 
     def y_of(value: float) -> float:
-        share = (math.log10(max(value, low)) - math.log10(low)) / math.log10(high / low) if panel.logarithmic else 0
-        share = share if panel.logarithmic else (value - low) / (high - low)
+        if panel.logarithmic:
+            share = math.log(max(value, low) / low) / math.log(high / low)
+        else:
+            share = (value - low) / (high - low)
         return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * share
 
     parts = [f'<text x="{LEFT}" y="18" font-weight="bold">{panel.title}</text>']
