@@ -91,7 +91,7 @@ def _panel(panel: Panel, rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _linear(values: Sequence[float]) -> tuple[float, float, list[float]]:
-    top = max(*values, 1e-9)
+    top = max(values) or 1.0
     step = 10 ** math.floor(math.log10(top))
     step = next(each for each in (step / 5, step / 2, step, 2 * step) if top / each <= 6)
     count = math.ceil(top / step)
