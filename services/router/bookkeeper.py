@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from random import Random
 from typing import Any, TypeAlias
@@ -14,6 +15,7 @@ from services.router.store.memory import unix_ms
 from services.router.workers import Slot
 
 STORE_UNAVAILABLE = "store_unavailable"
+SETTLED_AT_ONCE = 512
 MOST_DEFERRED = 100_000  # ids of each kind and model; beyond it the reservations' expiry has to do
 
 _Step: TypeAlias = Callable[[str, Sequence[str]], Awaitable[Any]]
@@ -117,9 +119,10 @@ class Bookkeeper:
         for model, local in list(self._locals.items()):
             local.book.expire()
             while not local.empty:
-                for reservation in local.book.reservations:
-                    await self._store.book(model, reservation)
-                    local.book.free([reservation.request_id])
+                # Many at a time: more are booked here all the while, and this has to catch up with them.
+                some = local.book.reservations[:SETTLED_AT_ONCE]
+                await asyncio.gather(*(self._store.book(model, each) for each in some))
+                local.book.free([each.request_id for each in some])
                 await _replay(self._store.mark_prefill_complete, model, local.marked)
                 await _replay(self._store.free, model, local.freed)
             self._locals.pop(model)
