@@ -20,6 +20,7 @@ from services.gateway.http.pacing import Pacer
 from services.gateway.http.server import HttpServer
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.openai.endpoints import OpenAIEndpoints
+from services.gateway.openai.tokens import TokenEndpoints
 from services.gateway.pipeline import Pipeline
 from services.gateway.readiness import Readiness
 from services.gateway.settings import GatewaySettings
@@ -51,7 +52,9 @@ async def serve(settings: GatewaySettings, stop: Stop) -> None:
     pipeline = Pipeline(preprocess, router, catalogue, fleet, switchboard, metrics)
 
     openai = OpenAIEndpoints(pipeline, settings, Pacer())
-    app = create_app(openai, Readiness(preprocess, router, catalogue, fleet), metrics)
+    app = create_app(
+        openai, TokenEndpoints(pipeline, settings), Readiness(preprocess, router, catalogue, fleet), metrics
+    )
     server = HttpServer(app, settings.listen, settings.keep_alive_s, settings.drain_s)
 
     replica_sets = (preprocess.replicas, router.replicas, fleet.postprocess)

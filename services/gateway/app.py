@@ -8,6 +8,7 @@ from typing import Any
 import orjson
 from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -17,6 +18,8 @@ from services.gateway.http.errors import error_response, plain_error_response
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.openai.endpoints import OpenAIEndpoints
 from services.gateway.openai.schemas import ChatCompletionRequest, CompletionRequest
+from services.gateway.openai.token_schemas import DetokenizeRequest, TokenizeRequest
+from services.gateway.openai.tokens import TokenEndpoints
 from services.gateway.readiness import Readiness
 from sluice import __version__
 
@@ -46,25 +49,27 @@ class CountAnswers:
         await self._app(scope, receive, counting_send)
 
 
-def create_app(openai: OpenAIEndpoints, readiness: Readiness, metrics: GatewayMetrics) -> FastAPI:
+def create_app(
+    openai: OpenAIEndpoints, tokens: TokenEndpoints, readiness: Readiness, metrics: GatewayMetrics
+) -> FastAPI:
     """The application over a pipeline that runs."""
     app = FastAPI(
         title="Sluice",
         version=__version__,
         description="An OpenAI-compatible gateway to large language models.",
     )
-    _add_openai(app, openai)
+    _add_openai(app, openai, tokens)
     _add_operations(app, readiness)
     _add_errors(app)
     app.add_middleware(CountAnswers, metrics=metrics, paths=frozenset(app.openapi()["paths"]))
     return app
 
 
-def _add_openai(app: FastAPI, openai: OpenAIEndpoints) -> None:
+def _add_openai(app: FastAPI, openai: OpenAIEndpoints, tokens: TokenEndpoints) -> None:
     def post(
         path: str,
         endpoint: Callable[[Request], Awaitable[Response]],
-        body: type[ChatCompletionRequest | CompletionRequest],
+        body: type[BaseModel],
     ) -> None:
         async def handle(request: Request) -> Response:
             return await endpoint(request)
@@ -85,6 +90,9 @@ def _add_openai(app: FastAPI, openai: OpenAIEndpoints) -> None:
 
     post("/v1/chat/completions", openai.chat_completions, ChatCompletionRequest)
     post("/v1/completions", openai.completions, CompletionRequest)
+    post("/v1/chat/completions/render", tokens.render, ChatCompletionRequest)
+    post("/tokenize", tokens.tokenize, TokenizeRequest)
+    post("/detokenize", tokens.detokenize, DetokenizeRequest)
 
     @app.get("/v1/models", tags=["OpenAI"])
     async def models() -> dict[str, Any]:

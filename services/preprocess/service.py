@@ -22,6 +22,8 @@ from services.preprocess.validate import parse_chat, too_large
 from sluice.v1 import common_pb2, preprocess_pb2, preprocess_pb2_grpc
 
 PROMPT_TAIL_TOKENS = 16
+MAX_EACH = 32_768
+EACH_COSTS = 32  # times what it costs to decode them together
 
 Q = TypeVar("Q")
 A = TypeVar("A")
@@ -113,11 +115,17 @@ class PreprocessService(preprocess_pb2_grpc.PreprocessServicer):
     async def _detokenize(self, request: preprocess_pb2.DetokenizeRequest) -> preprocess_pb2.DetokenizeResponse:
         tokenizer = await self._registry.get(request.model)
 
-        def job() -> str:
-            ids = _checked_ids(request.token_ids, tokenizer)
-            return tokenizer.decode(ids, request.skip_special_tokens)
+        if request.each and len(request.token_ids) > 4 * MAX_EACH:
+            raise invalid(f"The text of each token is given for at most {MAX_EACH} tokens.", param="token_ids")
 
-        return preprocess_pb2.DetokenizeResponse(text=await self._compute(tokenizer, job, len(request.token_ids)))
+        def job() -> preprocess_pb2.DetokenizeResponse:
+            ids = _checked_ids(request.token_ids, tokenizer)
+            text = tokenizer.decode(ids, request.skip_special_tokens)
+            each = [tokenizer.decode([token]) for token in ids] if request.each else ()
+            return preprocess_pb2.DetokenizeResponse(text=text, each=each)
+
+        size = len(request.token_ids) * (EACH_COSTS if request.each else 1)
+        return await self._compute(tokenizer, job, size)
 
     async def _list_models(
         self, request: preprocess_pb2.ListTokenizersRequest

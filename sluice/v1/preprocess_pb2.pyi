@@ -279,21 +279,25 @@ class DetokenizeRequest(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    EACH_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     token_ids: _builtins.bytes
     """packed u32"""
     skip_special_tokens: _builtins.bool
     """leave control tokens out of the text"""
+    each: _builtins.bool
+    """also the text of each id by itself; at most 32768 ids"""
     def __init__(
         self,
         *,
         model: _builtins.str = ...,
         token_ids: _builtins.bytes = ...,
         skip_special_tokens: _builtins.bool = ...,
+        each: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "skip_special_tokens", b"skip_special_tokens", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["each", b"each", "model", b"model", "skip_special_tokens", b"skip_special_tokens", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -304,16 +308,22 @@ class DetokenizeResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TEXT_FIELD_NUMBER: _builtins.int
+    EACH_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """bytes that are no UTF-8 appear as U+FFFD"""
+    @_builtins.property
+    def each(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """with DetokenizeRequest.each: one text an id, control tokens spelled out"""
+
     def __init__(
         self,
         *,
         text: _builtins.str = ...,
+        each: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["each", b"each", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -44,10 +44,24 @@ class PreprocessClient:
             prompt_tail=answer.prompt_tail,
         )
 
-    async def detokenize(self, model: str, token_ids: bytes) -> str:
+    async def detokenize(self, model: str, token_ids: bytes, skip_special_tokens: bool = True) -> str:
         """Text of packed token ids."""
-        request = preprocess_pb2.DetokenizeRequest(model=model, token_ids=token_ids, skip_special_tokens=True)
+        request = preprocess_pb2.DetokenizeRequest(
+            model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens
+        )
         answer = await self.replicas.call(lambda stub: stub.Detokenize, request, self._timeout_s)
+        return answer.text
+
+    async def token_texts(self, model: str, token_ids: bytes) -> list[str]:
+        """Text of each of the packed token ids by itself."""
+        request = preprocess_pb2.DetokenizeRequest(model=model, token_ids=token_ids, each=True)
+        answer = await self.replicas.call(lambda stub: stub.Detokenize, request, self._timeout_s)
+        return list(answer.each)
+
+    async def render(self, model: str, prompt: ChatPrompt) -> str:
+        """A chat's prompt as text."""
+        request = preprocess_pb2.RenderRequest(model=model, chat=_chat_input(prompt))
+        answer = await self.replicas.call(lambda stub: stub.Render, request, self._timeout_s)
         return answer.text
 
 

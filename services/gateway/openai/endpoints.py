@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import secrets
 import time
-from typing import Any, TypeVar
+from typing import Any
 
 import orjson
-from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -18,12 +17,10 @@ from services.gateway.http.event_stream import EventStream, run_unless_gone
 from services.gateway.http.pacing import Pacer
 from services.gateway.openai.answers import ChatFormat, CompletionFormat, Format
 from services.gateway.openai.choices import CollectedChoices, StreamedChoices, Usage
-from services.gateway.openai.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields, explain
+from services.gateway.openai.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields, check
 from services.gateway.openai.translate import chat_request, completion_requests
 from services.gateway.pipeline import Pipeline
 from services.gateway.settings import GatewaySettings
-
-F = TypeVar("F", bound=GenerationFields)
 
 CLIENT_CLOSED_REQUEST = 499
 
@@ -39,7 +36,7 @@ class OpenAIEndpoints:
     async def chat_completions(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
         body = await self._body(request)
-        fields = _check(ChatCompletionRequest, body)
+        fields = check(ChatCompletionRequest, body)
         answer_id = ChatFormat.id_prefix + secrets.token_hex(12)
         generation = chat_request(body, fields, answer_id, self._settings.max_choices)
         form = ChatFormat(answer_id, int(time.time()), fields.model, fields.include_usage)
@@ -48,7 +45,7 @@ class OpenAIEndpoints:
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
         body = await self._body(request)
-        fields = _check(CompletionRequest, body)
+        fields = check(CompletionRequest, body)
         answer_id = CompletionFormat.id_prefix + secrets.token_hex(12)
         generations = completion_requests(fields, answer_id, self._settings.max_choices)
         form = CompletionFormat(answer_id, int(time.time()), fields.model, fields.include_usage)
@@ -120,13 +117,6 @@ class OpenAIEndpoints:
         except BaseException:
             usage.cancel()
             raise
-
-
-def _check(kind: type[F], body: dict[str, Any]) -> F:
-    try:
-        return kind.model_validate(body)
-    except ValidationError as error:
-        raise explain(error) from None
 
 
 def _mark_degraded(response: Response, usage: Usage) -> None:

@@ -6,11 +6,13 @@ cannot be honoured here: nothing is dropped in silence.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from services.common.errors import SluiceError, invalid
+
+M = TypeVar("M", bound=BaseModel)
 
 MAX_STOP_STRINGS = 1000
 MAX_TOKEN_ID = 2**32 - 1
@@ -42,18 +44,20 @@ LogitBias = Annotated[
 ]
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
+    """Types are as said, and fields nobody knows are refused."""
+
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, hide_input_in_errors=True)
 
 
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     """What a stream carries besides text."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
 
 
-class GenerationFields(_Strict):
+class GenerationFields(Strict):
     """What chat completions and completions have in common."""
 
     model: str = Field(min_length=1)
@@ -161,6 +165,14 @@ class CompletionRequest(GenerationFields):
 
 def _is_token_id(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_TOKEN_ID
+
+
+def check(kind: type[M], body: dict[str, Any]) -> M:
+    """The body as a request of this kind; SluiceError(INVALID_ARGUMENT) names the first field that is wrong."""
+    try:
+        return kind.model_validate(body)
+    except ValidationError as error:
+        raise explain(error) from None
 
 
 def explain(error: ValidationError) -> SluiceError:

@@ -1,0 +1,141 @@
+"""What becomes of a prompt, without generating: /tokenize, /detokenize and /v1/chat/completions/render."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import asdict
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from services.common import telemetry
+from services.common.errors import SluiceError, invalid
+from services.common.packing import pack_u32, unpack_u32
+from services.gateway.clients.catalogue import WorkerEntry
+from services.gateway.generation import ChatPrompt, GenerationRequest, Prompt, TextPrompt, Tokenized
+from services.gateway.http.body import read_json
+from services.gateway.openai.answers import ChatFormat
+from services.gateway.openai.schemas import ChatCompletionRequest, check
+from services.gateway.openai.token_schemas import DetokenizeRequest, TokenizeRequest
+from services.gateway.openai.translate import chat_request
+from services.gateway.pipeline import Pipeline
+from services.gateway.settings import GatewaySettings
+
+
+class TokenEndpoints:
+    """Answers from preprocess; no worker computes anything."""
+
+    def __init__(self, pipeline: Pipeline, settings: GatewaySettings) -> None:
+        self._pipeline = pipeline
+        self._settings = settings
+
+    async def tokenize(self, request: Request) -> Response:
+        """POST /tokenize."""
+        body = await self._body(request)
+        fields = check(TokenizeRequest, body)
+        entry = self._entry(fields.model)
+        with telemetry.stage("gateway.tokenize", parent=dict(request.headers), model=entry.model):
+            prompt = await self._tokens(entry, _prompt(body, fields))
+            texts = None
+            if fields.return_token_strs:
+                texts = await self._pipeline.preprocess.token_texts(entry.model, prompt.token_ids)
+        return _json(
+            {
+                "count": prompt.length,
+                "max_model_len": _context(entry, prompt),
+                "tokens": unpack_u32(prompt.token_ids).tolist(),
+                "token_strs": texts,
+            }
+        )
+
+    async def detokenize(self, request: Request) -> Response:
+        """POST /detokenize."""
+        fields = check(DetokenizeRequest, await self._body(request))
+        entry = self._entry(fields.model)
+        with telemetry.stage("gateway.detokenize", parent=dict(request.headers), model=entry.model):
+            try:
+                text = await self._pipeline.preprocess.detokenize(
+                    entry.model, pack_u32(fields.tokens), skip_special_tokens=False
+                )
+            except SluiceError as error:
+                error.param = "tokens" if error.param == "token_ids" else error.param
+                raise
+        return _json({"prompt": text})
+
+    async def render(self, request: Request) -> Response:
+        """POST /v1/chat/completions/render: the chat completion as its worker would get it."""
+        body = await self._body(request)
+        fields = check(ChatCompletionRequest, body)
+        request_id = ChatFormat.id_prefix + secrets.token_hex(12)
+        generation = chat_request(body, fields, request_id, self._settings.max_choices)
+        assert isinstance(generation.prompt, ChatPrompt)
+        entry = self._pipeline.catalogue.model(generation.model)
+        with telemetry.stage("gateway.render", parent=dict(request.headers), model=entry.model):
+            prompt = await self._tokens(entry, generation.prompt)
+            text = await self._pipeline.preprocess.render(entry.model, generation.prompt)
+        return _json(
+            {
+                "request_id": request_id,
+                "model": generation.model,
+                "token_ids": unpack_u32(prompt.token_ids).tolist(),
+                "prompt": text,
+                "sampling_params": _sampling(generation, prompt),
+                "max_model_len": _context(entry, prompt),
+                "stream": bool(fields.stream),
+            }
+        )
+
+    async def _body(self, request: Request) -> dict[str, Any]:
+        limit = int(self._settings.max_body_mb * (1 << 20))
+        return await read_json(request, limit, self._settings.body_timeout_s)
+
+    def _entry(self, model: str | None) -> WorkerEntry:
+        """The model named, or the only one there is."""
+        if model is not None:
+            return self._pipeline.catalogue.model(model)
+        entries = list(self._pipeline.catalogue.models.values())
+        if len(entries) != 1:
+            raise invalid("Missing required parameter: model.", param="model", code="missing_required_parameter")
+        return entries[0]
+
+    async def _tokens(self, entry: WorkerEntry, prompt: Prompt) -> Tokenized:
+        return await self._pipeline.preprocess.tokenize(entry.model, prompt, 0, "", "")
+
+
+def _prompt(body: dict[str, Any], fields: TokenizeRequest) -> Prompt:
+    if fields.prompt is not None:
+        return TextPrompt(fields.prompt, fields.add_special_tokens)
+    return ChatPrompt(
+        messages_json=orjson.dumps(body["messages"]),
+        tools_json=b"" if fields.tools is None else orjson.dumps(body["tools"]),
+        template_kwargs_json=b"" if fields.chat_template_kwargs is None else orjson.dumps(fields.chat_template_kwargs),
+        chat_template=fields.chat_template or "",
+        add_generation_prompt=fields.add_generation_prompt,
+        continue_final_message=bool(fields.continue_final_message),
+    )
+
+
+def _sampling(generation: GenerationRequest, prompt: Tokenized) -> dict[str, Any]:
+    """What the client set, and the ids that end the answer."""
+    stop = generation.stop
+    given = {
+        **asdict(generation.sampling),
+        "max_tokens": stop.max_tokens,
+        "min_tokens": stop.min_tokens or None,
+        "stop": list(stop.strings),
+        "ignore_eos": stop.ignore_eos or None,
+        "n": generation.choices,
+    }
+    ends = dict.fromkeys((*stop.token_ids, *unpack_u32(prompt.stop_token_ids), *unpack_u32(prompt.eos_token_ids)))
+    kept = {key: value for key, value in given.items() if value not in (None, [], {})}
+    return {**kept, "stop_token_ids": list(ends)}
+
+
+def _context(entry: WorkerEntry, prompt: Tokenized) -> int:
+    return min((length for length in (entry.context_length, prompt.context_length) if length), default=0)
+
+
+def _json(content: dict[str, Any]) -> Response:
+    return Response(orjson.dumps(content), media_type="application/json")
