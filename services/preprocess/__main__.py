@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from threading import get_ident
 
 from services.common.learning import Learning
 from services.common.runner import Stop, run
@@ -16,9 +17,11 @@ from services.preprocess.registry import ModelRegistry
 from services.preprocess.service import PreprocessService
 from services.preprocess.settings import PreprocessSettings
 from services.preprocess.template_process import TemplateProcesses
+from services.preprocess.tokenizer import packed_text
 from sluice.v1 import preprocess_pb2, preprocess_pb2_grpc
 
 WAITING_THREADS = 32
+WARM_UP = "Hello, world! " * 10_000
 
 
 async def serve(settings: PreprocessSettings, stop: Stop) -> None:
@@ -49,6 +52,7 @@ async def serve(settings: PreprocessSettings, stop: Stop) -> None:
             await learning.start()
         if settings.preload:
             await _loaded_or_stopped(registry, stop)
+            await pool.on_every_thread(lambda: _warm(registry))
         if not stop.is_set():
             await server.set_serving(True)
         await stop.wait()
@@ -68,6 +72,14 @@ def _learning(settings: PreprocessSettings, registry: ModelRegistry, stop: Stop)
 
     configured = {spec.name for spec in settings.specs()}
     return Learning("preprocess", settings, configured, registry, learned, stop)
+
+
+def _warm(registry: ModelRegistry) -> None:
+    """Has tokenizers set up what they keep for this thread, before a request would wait for it."""
+    for _, tokenizer in registry:
+        if tokenizer is not None and not getattr(tokenizer, "blocks", False):
+            # Different text for each thread: what is remembered is not computed.
+            packed_text(tokenizer, f"{get_ident()} {WARM_UP}", add_special_tokens=None)
 
 
 async def _loaded_or_stopped(registry: ModelRegistry, stop: Stop) -> None:

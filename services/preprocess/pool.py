@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from threading import Lock
+from threading import Barrier, Lock
 from typing import TypeVar
 
 from services.common.errors import ErrorKind, SluiceError, overloaded
@@ -25,6 +25,7 @@ class ComputePool:
 
     def __init__(self, threads: int, max_waiting: int, inline_bytes: int, limit_s: float) -> None:
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
+        self._threads = threads
         self._room = threads + max_waiting
         self._inline_bytes = inline_bytes
         self._limit_s = limit_s
@@ -64,6 +65,17 @@ class ComputePool:
                 f"The prompt could not be tokenized within {self._limit_s:g} s.",
                 code="stage_timeout",
             ) from None
+
+    async def on_every_thread(self, job: Callable[[], object]) -> None:
+        """Runs a job once here and once on each thread of the idle pool, for what libraries set up thread by thread."""
+        job()
+        together = Barrier(self._threads)
+
+        def once() -> None:
+            together.wait(self._limit_s)
+            job()
+
+        await asyncio.gather(*(asyncio.wrap_future(self._executor.submit(once)) for _ in range(self._threads)))
 
     def _leave(self, _: object) -> None:
         with self._lock:

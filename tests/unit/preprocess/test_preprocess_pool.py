@@ -100,3 +100,12 @@ async def test_a_job_over_its_limit_is_given_up_and_keeps_its_place_until_it_end
         await asyncio.sleep(0.01)
     assert pool.taken == 0
     pool.close()
+
+
+async def test_a_job_can_run_once_on_every_thread() -> None:
+    pool = ComputePool(threads=3, max_waiting=1, inline_bytes=0, limit_s=30)
+    names: list[str] = []
+    await pool.on_every_thread(lambda: names.append(threading.current_thread().name))
+    assert len(set(names)) == len(names) == 4
+    assert threading.current_thread().name in names
+    pool.close()
