@@ -52,7 +52,12 @@ def make_config(settings: RouterSettings) -> RouterConfig:
         owner_lease_ms=settings.owner_lease_ms,
         decisions_kept=settings.decisions_kept,
         drift_after_s=settings.drift_after_s,
-        lifetimes=Lifetimes(settings.predicted_ttl_s, settings.predicted_bridge_s, settings.predicted_blocks),
+        lifetimes=Lifetimes(
+            settings.predicted_ttl_s,
+            settings.predicted_bridge_s,
+            settings.predicted_computing_s,
+            settings.predicted_blocks,
+        ),
         session_ttl_ms=int(settings.session_ttl_s * 1000),
         thresholds=Thresholds(settings.busy_kv_share, settings.busy_prefill_tokens, settings.busy_requests),
         wait_ms=settings.wait_ms,

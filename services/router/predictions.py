@@ -24,12 +24,13 @@ from services.router.workers import Slot
 class Lifetimes:
     """How long predictions last, seconds, and how many blocks of them a rank has at most.
 
-    `silent_s`: of ranks that report no events. `bridge_s`: of ranks that do; and how long a request counts as being
-    computed if nobody says that it is.
+    `silent_s`: of ranks that report no events. `bridge_s`: of ranks that do, after the prompt is computed.
+    `computing_s`: how long a prompt counts as waiting for that if nobody says anything.
     """
 
     silent_s: float = 120.0
     bridge_s: float = 2.0
+    computing_s: float = 60.0
     most_blocks: int = 100_000
 
 
@@ -114,12 +115,12 @@ class Predictions:
         now = self._now_s()
         self._expire(slot, now)
         lifetimes = self._lifetimes
-        until = now + (lifetimes.silent_s if silent else lifetimes.bridge_s)
+        until = now + (lifetimes.silent_s if silent else lifetimes.computing_s)
         start = overlap.blocks + overlap.predicted
         most = min(capacity or lifetimes.most_blocks, lifetimes.most_blocks)
         new = array("Q", hashes[start : start + most])
         if new:
-            self._add(_Stretch(request_id, slot, start, new, until, now + lifetimes.bridge_s, silent))
+            self._add(_Stretch(request_id, slot, start, new, until, now + lifetimes.computing_s, silent))
         if silent:
             self._use(slot, hashes, until, now)
         rank = self._ranks.get(slot)
@@ -127,9 +128,14 @@ class Predictions:
             self._drop(next(iter(rank.values())))
 
     def computed(self, request_id: str) -> None:
-        """A request's prompt is computed: its blocks are not work ahead of anybody any more."""
-        if (stretch := self._requests.get(request_id)) is not None:
-            stretch.computing_until = 0.0
+        """A request's prompt is computed: its blocks are not work ahead of anybody any more, and soon reported."""
+        stretch = self._requests.get(request_id)
+        if stretch is None:
+            return
+        stretch.computing_until = 0.0
+        if not stretch.silent:
+            stretch.until = min(stretch.until, self._now_s() + self._lifetimes.bridge_s)
+            self._ranks[stretch.slot].move_to_end(stretch.hashes[0], last=False)
 
     def over(self, request_id: str, ran: bool = True) -> None:
         """A request has ended: what it left in a cache has been reported by now, where anything is.
@@ -200,7 +206,7 @@ class Predictions:
             del self._requests[stretch.request_id]
 
     def _expire(self, slot: Slot, now: float) -> None:
-        """The longest unused are the first to expire, because one rank's predictions all live equally long."""
+        """The first to expire come first: one rank's predictions all live equally long, but for those just computed."""
         rank = self._ranks.get(slot)
         while rank:
             first = next(iter(rank.values()))

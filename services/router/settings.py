@@ -44,7 +44,12 @@ class RouterSettings(AccessSettings, GrpcServiceSettings):
     predicted_ttl_s: float = Field(
         120.0, gt=0, description="seconds such blocks are believed in where the engine reports no KV events"
     )
-    predicted_bridge_s: float = Field(2.0, gt=0, description="seconds they are believed in where it does")
+    predicted_bridge_s: float = Field(
+        2.0, gt=0, description="seconds they are believed in where it does, after the prompt is computed"
+    )
+    predicted_computing_s: float = Field(
+        60.0, gt=0, description="longest a prompt counts as not computed yet, for predictions"
+    )
     predicted_blocks: int = Field(100_000, ge=1, description="most such blocks per data-parallel rank")
     temperature: float = Field(0.0, ge=0, description="0: the cheapest worker; above: a softmax over the costs")
     session_ttl_s: float = Field(600.0, gt=0, description="seconds a session is remembered after its last request")

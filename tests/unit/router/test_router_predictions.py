@@ -21,7 +21,7 @@ from services.router.workers import KV_EVENTS, Slot
 from tests.support.routing import BLOCK, Cluster, prompt, tokens, worker
 
 A, B = Slot("a", 0), Slot("b", 0)
-LIVES = Lifetimes(silent_s=100, bridge_s=2, most_blocks=50)
+LIVES = Lifetimes(silent_s=100, bridge_s=2, computing_s=10, most_blocks=50)
 
 
 class Clock:
@@ -85,10 +85,24 @@ def test_branches_stand_on_each_other(expected: Expected) -> None:
     assert expected.held.blocks(A) == 7
 
 
-def test_a_bridge_is_short_and_a_silent_rank_is_believed_longer(expected: Expected) -> None:
+def test_a_bridge_ends_soon_after_the_prompt_is_computed(expected: Expected) -> None:
+    request_id = expected.send(A, [1, 2, 3])
+    expected.send(A, [1, 2, 3, 4])
+    expected.clock.now += 5
+    assert expected.overlap(A, [1, 2, 3]) == Overlap(predicted=3, computing=3)
+    expected.held.computed(request_id)
+    expected.clock.now += 1.9
+    assert expected.overlap(A, [1, 2, 3, 4]) == Overlap(predicted=4, computing=1)
+    expected.clock.now += 0.2
+    assert expected.overlap(A, [1, 2, 3, 4]) == NO_OVERLAP
+    expected.held.tidy()
+    assert expected.held.blocks(A) == 1
+
+
+def test_a_bridge_is_not_endless_and_a_silent_rank_is_believed_longer(expected: Expected) -> None:
     expected.send(A, [1, 2, 3])
     expected.send(B, [1, 2, 3], silent=True)
-    expected.clock.now += 1.9
+    expected.clock.now += 9.9
     assert expected.overlap(A, [1, 2, 3]).predicted == 3
     expected.clock.now += 0.2
     assert expected.overlap(A, [1, 2, 3]) == NO_OVERLAP
@@ -148,7 +162,7 @@ def test_the_longest_unused_goes_when_there_is_too_much(expected: Expected) -> N
 
 
 PATHS = st.lists(st.integers(0, 1), min_size=1, max_size=6)
-STEPS = st.lists(st.tuples(st.sampled_from([A, B]), PATHS, st.booleans(), st.floats(0, 1.5)), min_size=1, max_size=25)
+STEPS = st.lists(st.tuples(st.sampled_from([A, B]), PATHS, st.booleans(), st.floats(0, 7)), min_size=1, max_size=25)
 
 
 def chained(path: Sequence[int]) -> list[int]:
@@ -175,13 +189,13 @@ def test_it_is_what_a_table_of_blocks_with_expiry_would_say(
         known = depth(slot, hashes)
         assert expected.overlap(slot, hashes).predicted == known
         expected.send(slot, hashes)
-        table |= {(slot, block): expected.clock.now + LIVES.bridge_s for block in hashes[known:]}
+        table |= {(slot, block): expected.clock.now + LIVES.computing_s for block in hashes[known:]}
         expected.clock.now += pause
         if tidy:
             expected.held.tidy()
     for slot in (A, B):
         assert expected.overlap(slot, chained(asked)).predicted == depth(slot, chained(asked))
-    expected.clock.now += 10
+    expected.clock.now += 20
     expected.held.tidy()
     assert len(expected.held) == expected.held.blocks(A) == expected.held.blocks(B) == 0
 
@@ -191,7 +205,7 @@ SHARED = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
 @pytest.fixture(params=[(), (KV_EVENTS,)], ids=["silent", "with events"])
 async def cluster(request: pytest.FixtureRequest) -> AsyncIterator[Cluster]:
-    async with Cluster(RouterConfig(lifetimes=Lifetimes(bridge_s=60))) as made:
+    async with Cluster(RouterConfig(lifetimes=Lifetimes(computing_s=600))) as made:
         await made.add(*(worker(name, capabilities=request.param) for name in "abcd"))
         yield made
 
