@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Protocol
 
@@ -66,6 +66,19 @@ class Sampling:
     seed: int | None = None
     logit_bias: dict[int, float] = field(default_factory=dict)
 
+    def or_else(self, defaults: Sampling) -> Sampling:
+        """The same, with what is None taken from `defaults`."""
+        unset = {
+            name: value
+            for name in DEFAULTED
+            if getattr(self, name) is None and (value := getattr(defaults, name)) is not None
+        }
+        return replace(self, **unset) if unset else self
+
+
+DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""What a model's files may recommend."""
+
 
 @dataclass(frozen=True, slots=True)
 class StopRules:
@@ -106,6 +119,8 @@ class Tokenized:
     eos_token_ids: bytes
     context_length: int
     prompt_tail: bytes
+    defaults: Sampling = Sampling()
+    default_max_tokens: int | None = None
 
     @property
     def length(self) -> int:

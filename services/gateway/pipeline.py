@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 from services.common import telemetry
 from services.common.errors import ErrorKind, SluiceError, invalid, unavailable
@@ -87,6 +88,7 @@ class Pipeline:
             prompt = await self.preprocess.tokenize(
                 request.model, request.prompt, entry.block_size, request.lora, request.cache_salt
             )
+        request = replace(request, sampling=request.sampling.or_else(prompt.defaults))
         max_tokens = _fit(request, prompt, entry)
         generation = Generation(self.switchboard, prompt)
         try:
@@ -205,6 +207,7 @@ def _fit(request: GenerationRequest, prompt: Tokenized, entry: WorkerEntry) -> i
     context = min(limits, default=0)
     wanted = request.stop.max_tokens
     if not context:
+        wanted = wanted or prompt.default_max_tokens
         if wanted is None:
             raise invalid("The context length of this model is unknown; set max_tokens.", param="max_tokens")
         return wanted
@@ -223,4 +226,4 @@ def _fit(request: GenerationRequest, prompt: Tokenized, entry: WorkerEntry) -> i
             param="max_tokens",
             code="context_length_exceeded",
         )
-    return room if wanted is None else wanted
+    return min(room, prompt.default_max_tokens or room) if wanted is None else wanted

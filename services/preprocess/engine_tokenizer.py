@@ -15,6 +15,7 @@ from services.common.models import fingerprint, read_json
 from services.preprocess.engine_process import EngineProcess
 from services.preprocess.engines import TESTED_VERSIONS
 from services.preprocess.engines.tokenizer import chat_argument
+from services.preprocess.generation_defaults import generation_defaults
 from services.preprocess.tokenizer import ChatRequest, TokenizerFacts, TokenizerProtocol
 
 log = logging.getLogger(__name__)
@@ -147,4 +148,5 @@ def _facts(engine: str, path: Path, found: dict[str, Any]) -> TokenizerFacts:
         context_length=found["context_length"],
         has_chat_template=found["has_chat_template"],
         template_fingerprint=hashlib.sha256(template.encode()).hexdigest() if template else "",
+        defaults=generation_defaults(generation),
     )

@@ -14,6 +14,7 @@ from services.common.errors import SluiceError, invalid
 from services.common.models import fingerprint, read_json
 from services.common.packing import unpack_u32
 from services.preprocess import templates
+from services.preprocess.generation_defaults import generation_defaults
 from services.preprocess.hf_encoder import HfEncoder
 from services.preprocess.limits import Limits
 from services.preprocess.segment_cache import CacheStats
@@ -58,6 +59,7 @@ class HfTokenizer(TokenizerProtocol):
         self._tokenizer.no_padding()
         config = read_json(path, "tokenizer_config.json")
         model = read_json(path, "config.json")
+        generation = read_json(path, "generation_config.json")
         self._special = _special_tokens({**read_json(path, "special_tokens_map.json"), **config})
         self._templates = _own_templates(path, config)
         for source in self._templates.values():
@@ -67,11 +69,12 @@ class HfTokenizer(TokenizerProtocol):
             processor="hf",
             fingerprint=fingerprint(path),
             vocab_size=max(_vocab_size(self._tokenizer), _number(model, ("vocab_size",))),
-            eos_ids=self._eos_ids(read_json(path, "generation_config.json"), model),
+            eos_ids=self._eos_ids(generation, model),
             context_length=_context_length(model, config),
             has_chat_template=bool(self._templates),
             template_fingerprint=_digest(self._templates),
             backend=self._encoder.backend,
+            defaults=generation_defaults(generation),
             cache_refusal=self._encoder.cache_refusal,
         )
 

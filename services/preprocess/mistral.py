@@ -23,6 +23,7 @@ from pydantic import ValidationError
 from services.common.errors import invalid
 from services.common.models import fingerprint, read_json
 from services.common.packing import pack_u32, unpack_u32
+from services.preprocess.generation_defaults import generation_defaults
 from services.preprocess.mistral_encoder import MistralEncoder
 from services.preprocess.mistral_plain import PlainEncoder
 from services.preprocess.segment_cache import CacheStats
@@ -63,6 +64,7 @@ class MistralTokenizer(TokenizerProtocol):
             context_length=length if isinstance(length, int) else 0,
             has_chat_template=True,
             backend=self._encoder.backend,
+            defaults=generation_defaults(read_json(path, "generation_config.json")),
         )
 
     @property

@@ -13,6 +13,7 @@ from services.common.grpc_errors import answer
 from services.common.hashing import HASH_SCHEME, block_hashes
 from services.common.models import ModelSpec
 from services.common.packing import pack_u32, pack_u64, unpack_u32
+from services.preprocess.generation_defaults import GenerationDefaults
 from services.preprocess.instruments import Instruments
 from services.preprocess.pool import ComputePool
 from services.preprocess.registry import ModelRegistry
@@ -173,8 +174,20 @@ def _tokenized(
         context_length=facts.context_length,
         prompt_tail=packed[-4 * PROMPT_TAIL_TOKENS :],
         fingerprint=facts.fingerprint,
+        default_sampling=_default_sampling(facts.defaults),
+        default_max_tokens=facts.defaults.max_tokens,
     )
     return reply, len(packed) // 4
+
+
+def _default_sampling(defaults: GenerationDefaults) -> common_pb2.SamplingOptions:
+    return common_pb2.SamplingOptions(
+        temperature=defaults.temperature,
+        top_p=defaults.top_p,
+        top_k=defaults.top_k,
+        min_p=defaults.min_p,
+        repetition_penalty=defaults.repetition_penalty,
+    )
 
 
 def _chat(chat: preprocess_pb2.ChatInput) -> ChatRequest:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 from services.common.packing import pack_u32
+from services.preprocess.generation_defaults import NO_DEFAULTS, GenerationDefaults
 from services.preprocess.segment_cache import CacheStats
 
 Message = dict[str, Any]
@@ -58,6 +59,7 @@ class TokenizerFacts:
         has_chat_template: chat requests work without a template of their own.
         template_fingerprint: sha-256, hex, of the chat template; empty for none.
         backend: library that turns text into ids; empty for the implementation's own.
+        defaults: what the model's files recommend for whatever a client leaves unset.
         cache_refusal: why prompts' segments are not remembered; empty when they are, or when there is no such cache.
     """
 
@@ -71,6 +73,7 @@ class TokenizerFacts:
     template_fingerprint: str = ""
     backend: str = ""
     cache_refusal: str = ""
+    defaults: GenerationDefaults = NO_DEFAULTS
 
 
 def packed_chat(tokenizer: TokenizerProtocol, chat: ChatRequest) -> bytes:

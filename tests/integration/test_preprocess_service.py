@@ -9,6 +9,7 @@ import sys
 from array import array
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -21,6 +22,7 @@ from services.common.grpc_errors import from_rpc_error
 from services.common.hashing import HASH_SCHEME, block_hashes
 from services.common.packing import pack_u32, pack_u64, unpack_u32
 from services.common.server import GrpcServer
+from services.preprocess.hf import HfTokenizer
 from services.preprocess.loading import load_tokenizer
 from services.preprocess.pool import ComputePool
 from services.preprocess.registry import ModelRegistry
@@ -30,6 +32,7 @@ from services.preprocess.tokenizer import ChatRequest
 from sluice.v1 import preprocess_pb2 as pb
 from sluice.v1 import preprocess_pb2_grpc
 from tests.support.loaded_tokenizers import limits, tekken, tiny_folder, tiny_hf
+from tests.support.tiny_models import build_tiny_model
 
 USER = {"role": "user", "content": "What is the weather in Paris today?"}
 TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {}}}}
@@ -179,6 +182,21 @@ async def test_models_are_listed_and_load_on_first_use() -> None:
         assert again.has_chat_template
         assert again.vocab_size == tiny_hf().facts.vocab_size
         assert again.tokenizer.fingerprint == found.tokenizer.fingerprint
+        assert (again.backend, again.cache_refusal) == ("fastokens", "")
+
+
+async def test_what_the_models_files_recommend_comes_with_the_ids(tmp_path: Path) -> None:
+    folder = build_tiny_model(tmp_path)
+    (folder / "generation_config.json").write_text('{"temperature": 0.5, "top_k": 0, "max_new_tokens": 99}')
+    async with serving() as (stub, registry):
+        registry._loaded["tiny"] = HfTokenizer(folder, limits())
+        with_defaults = await stub.Tokenize(pb.TokenizeRequest(model="tiny", chat=chat()))
+        without = await stub.Tokenize(pb.TokenizeRequest(model="again", chat=chat()))
+    options = with_defaults.default_sampling
+    assert {field.name: value for field, value in options.ListFields()} == {"temperature": 0.5, "top_k": 0}
+    assert with_defaults.default_max_tokens == 99
+    assert not without.default_sampling.ListFields()
+    assert not without.HasField("default_max_tokens")
 
 
 BAD_REQUESTS: list[tuple[pb.TokenizeRequest, ErrorKind, str, str]] = [

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import grpc
 
 from services.common.replicas import ReplicaSet
-from services.gateway.generation import ChatPrompt, Prompt, TextPrompt, Tokenized
-from sluice.v1 import preprocess_pb2, preprocess_pb2_grpc
+from services.gateway.generation import DEFAULTED, ChatPrompt, Prompt, Sampling, TextPrompt, Tokenized
+from sluice.v1 import common_pb2, preprocess_pb2, preprocess_pb2_grpc
 
 
 class PreprocessClient:
@@ -42,6 +42,8 @@ class PreprocessClient:
             eos_token_ids=answer.eos_token_ids,
             context_length=answer.context_length,
             prompt_tail=answer.prompt_tail,
+            defaults=_defaults(answer.default_sampling),
+            default_max_tokens=answer.default_max_tokens if answer.HasField("default_max_tokens") else None,
         )
 
     async def detokenize(self, model: str, token_ids: bytes, skip_special_tokens: bool = True) -> str:
@@ -63,6 +65,10 @@ class PreprocessClient:
         request = preprocess_pb2.RenderRequest(model=model, chat=_chat_input(prompt))
         answer = await self.replicas.call(lambda stub: stub.Render, request, self._timeout_s)
         return answer.text
+
+
+def _defaults(options: common_pb2.SamplingOptions) -> Sampling:
+    return Sampling(**{field.name: value for field, value in options.ListFields() if field.name in DEFAULTED})
 
 
 def _chat_input(prompt: ChatPrompt) -> preprocess_pb2.ChatInput:
