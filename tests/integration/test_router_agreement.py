@@ -56,6 +56,7 @@ async def serve(router: RouterProcess, workers: dict[str, FakeWorker], number: i
 async def test_a_replica_that_joins_late_and_an_outage_in_between(redis: RedisServer) -> None:
     workers = {name: FakeWorker(name) for name in ("w1", "w2", "w3")}
     async with routers(redis_url=redis.url, redis_timeout_s=5) as (first,):
+        await until(lambda: _agree({}, first))
         for worker in workers.values():
             await worker.attach(first)
             worker.keep_beating()
