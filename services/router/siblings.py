@@ -13,7 +13,7 @@ from services.router.index import Overlap
 from services.router.view import ModelView
 from services.router.workers import Slot
 
-PATIENCE_S = 0.25
+PATIENCE_S = 1.0  # as long as the store may take; then the link is lost and nobody waits for it
 ROUNDS = 4  # a prompt can branch off again and again; then it goes without waiting
 
 
