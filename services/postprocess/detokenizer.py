@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import codecs
 from codecs import utf_8_decode
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -197,3 +197,24 @@ class LibraryDetokenizer:
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skip)
+
+
+class MarkerDetokenizer:
+    """Another detokenizer, with the text of special tokens that it would leave out.
+
+    Args:
+        inner: leaves special tokens out.
+        texts: of the special tokens that stay, by id.
+    """
+
+    __slots__ = ("_inner", "_texts", "flush")
+
+    def __init__(self, inner: Detokenizer, texts: Mapping[int, str]) -> None:
+        self._inner = inner
+        self._texts = texts
+        self.flush = inner.flush
+
+    def step(self, token: int) -> str:
+        """See Detokenizer."""
+        text = self._texts.get(token)
+        return self._inner.step(token) if text is None else self._inner.flush() + text

@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from services.common.errors import ErrorKind, SluiceError, internal, invalid, not_found
 from services.common.models import PROCESSORS, ModelSpec, detect_processor, resolve
 from services.postprocess import hf, mistral
+from services.postprocess.parsers.hints import names_of
+from services.postprocess.parsers.registry import NONE, ParserNames
 from services.postprocess.vocabulary import Vocabulary
 
 log = logging.getLogger(__name__)
+
+NO_OVERRIDES: Mapping[str, ParserNames] = {}
 
 
 def load(spec: ModelSpec) -> Vocabulary:
@@ -25,7 +29,9 @@ def load(spec: ModelSpec) -> Vocabulary:
     # An implementation of the user's own decides ids; what an id means is in the files all the same.
     processor = spec.processor if spec.processor in PROCESSORS else detect_processor(path)
     try:
-        return mistral.load(path) if processor == "mistral" else hf.load(path)
+        vocabulary = mistral.load(path) if processor == "mistral" else hf.load(path)
+        vocabulary.parsers = names_of(path, vocabulary.special_tokens)
+        return vocabulary
     except SluiceError:
         raise
     except ImportError as error:
@@ -43,6 +49,7 @@ class VocabularyLibrary:
         specs: what to serve.
         load_timeout_s: how long anybody waits for one to load.
         loader: makes a vocabulary in a thread.
+        parsers: what `auto` means for a model, where the operator knows better than its template.
 
     Attributes:
         learn: waits, at most so many seconds, for a model that may become known by `add`; False when it will not.
@@ -51,11 +58,16 @@ class VocabularyLibrary:
     learn: Callable[[str, float], Awaitable[bool]] | None = None
 
     def __init__(
-        self, specs: Sequence[ModelSpec], load_timeout_s: float, loader: Callable[[ModelSpec], Vocabulary] = load
+        self,
+        specs: Sequence[ModelSpec],
+        load_timeout_s: float,
+        loader: Callable[[ModelSpec], Vocabulary] = load,
+        parsers: Mapping[str, ParserNames] = NO_OVERRIDES,
     ) -> None:
         self._specs = {spec.name: spec for spec in specs}
         self._timeout_s = load_timeout_s
         self._loader = loader
+        self._parsers = parsers
         self._loaded: dict[str, Vocabulary] = {}
         self._loading: dict[str, asyncio.Task[Vocabulary]] = {}
 
@@ -117,12 +129,18 @@ class VocabularyLibrary:
         except Exception as error:
             log.exception("loading the tokenizer failed", extra={"model": model})
             raise internal(f"The tokenizer of {model} cannot be loaded.") from error
+        given = self._parsers.get(model, ParserNames())
+        vocabulary.parsers = ParserNames(
+            given.tool or vocabulary.parsers.tool, given.reasoning or vocabulary.parsers.reasoning
+        )
         log.info(
             "tokenizer is loaded",
             extra={
                 "model": model,
                 "size": vocabulary.size,
                 "decoder": "table" if vocabulary.exact else "library",
+                "tool_parser": vocabulary.parsers.tool or NONE,
+                "reasoning_parser": vocabulary.parsers.reasoning or NONE,
                 "seconds": round(time.monotonic() - started, 2),
             },
         )

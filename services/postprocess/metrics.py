@@ -16,6 +16,13 @@ class Metrics:
         self._finished = meter.create_counter(
             "sluice_postprocess_finished_streams", description="streams ended, by reason and by what was found"
         )
+        self._degraded = meter.create_counter(
+            "sluice_postprocess_degraded_streams", description="fallbacks taken by parsed streams, by reason"
+        )
+
+    def degraded(self, reason: str) -> None:
+        """A stream took a fallback."""
+        self._degraded.add(1, {"reason": reason})
 
     def took(self, tokens: int) -> None:
         """A message with tokens."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+import secrets
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import grpc
@@ -20,9 +21,13 @@ from services.common.session import BatchWriter, serve_session
 from services.common.tokenizer_delivery import Learned
 from services.postprocess.library import VocabularyLibrary
 from services.postprocess.metrics import Metrics
+from services.postprocess.parsed import parse_all
+from services.postprocess.parsers.events import CallArguments, CallStart, Content, Degraded, Event, Reasoning
+from services.postprocess.parsers.registry import Registry
+from services.postprocess.plan import plan_of
 from services.postprocess.session import Batch, PostSession, SessionLimits
 from services.postprocess.settings import PostprocessSettings
-from services.postprocess.stream import Finish, FinishReason, Limits, StreamOptions, parse
+from services.postprocess.stream import Finish, FinishReason, Limits, StreamOptions
 from sluice.v1 import common_pb2, postprocess_pb2, postprocess_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -32,6 +37,9 @@ NEWS_SPREADS_S = 1.0
 
 INLINE_TOKENS = 4_096
 """Tokens that are parsed on the event loop; more of them would keep the sessions waiting."""
+
+ToolCallDelta = postprocess_pb2.ToolCallDelta
+NOTHING = Content("")
 
 SessionContext = grpc.aio.ServicerContext[postprocess_pb2.PostSessionRequest, postprocess_pb2.TextBatch]
 ParseContext = grpc.aio.ServicerContext[postprocess_pb2.ParseRequest, postprocess_pb2.ParseResponse]
@@ -110,14 +118,15 @@ class PostprocessService(postprocess_pb2_grpc.PostprocessServicer):
         if len(tokens) > self._limits.max_message_tokens:
             raise SluiceError(ErrorKind.TOO_LARGE, f"{len(tokens)} tokens are too many.", param="token_ids")
         vocabulary = await self._library.get(options.model)
-        arguments = (tokens, options, vocabulary, self._limits.stream, to_reason(request.finish_reason))
+        plan = plan_of(options, vocabulary, self._limits.registry, self._limits.stream, secrets.token_hex(12))
+        arguments = (tokens, options, vocabulary, self._limits.stream, to_reason(request.finish_reason), plan)
         inline = len(tokens) <= INLINE_TOKENS
-        text, finish = parse(*arguments) if inline else await asyncio.to_thread(parse, *arguments)
+        events, finish = parse_all(*arguments) if inline else await asyncio.to_thread(parse_all, *arguments)
         if finish.error is not None:
             raise finish.error
         self._metrics.took(len(tokens))
         self._metrics.finished(finish)
-        return postprocess_pb2.ParseResponse(text=text, finish=to_event(0, finish))
+        return to_response(events, finish)
 
 
 async def _until_drained(session: PostSession, serving: Coroutine[Any, Any, None]) -> None:
@@ -170,6 +179,28 @@ def to_options(message: postprocess_pb2.StreamOptions) -> StreamOptions:
         prompt_tail=unpack_u32(message.prompt_tail, "prompt_tail"),
         tool_parser=message.tool_parser,
         reasoning_parser=message.reasoning_parser,
+        tools_json=message.tools_json,
+        tool_choice_json=message.tool_choice_json,
+        single_tool_call=message.single_tool_call,
+        guided=message.guided,
+    )
+
+
+def to_response(events: list[Event], finish: Finish) -> postprocess_pb2.ParseResponse:
+    """The wire form of a whole answer."""
+    calls: dict[int, ToolCallDelta] = {}
+    for event in events:
+        if isinstance(event, CallStart):
+            calls[event.call] = ToolCallDelta(index=event.call, id=event.id, name=event.name)
+    for call, delta in calls.items():
+        delta.arguments = "".join(e.text for e in events if isinstance(e, CallArguments) and e.call == call)
+    message = to_finish(0, finish)
+    message.degraded = ",".join(dict.fromkeys(event.reason for event in events if isinstance(event, Degraded)))
+    return postprocess_pb2.ParseResponse(
+        text="".join(event.text for event in events if isinstance(event, Content)),
+        reasoning="".join(event.text for event in events if isinstance(event, Reasoning)),
+        tool_calls=calls.values(),
+        finish=message,
     )
 
 
@@ -181,7 +212,40 @@ def to_reason(number: int) -> FinishReason:
         return FinishReason.UNSPECIFIED
 
 
-def to_event(slot: int, finish: Finish) -> postprocess_pb2.StreamEvent:
+def parts(events: list[Event]) -> Iterator[tuple[Event, list[ToolCallDelta]]]:
+    """Events as they travel: neighbouring pieces of tool calls together, each beside the first of them."""
+    calls: list[ToolCallDelta] = []
+    for event in events:
+        if isinstance(event, CallStart):
+            delta = ToolCallDelta(index=event.call, id=event.id, name=event.name)
+        elif isinstance(event, CallArguments):
+            if calls and calls[-1].index == event.call:
+                calls[-1].arguments += event.text
+                continue
+            delta = ToolCallDelta(index=event.call, arguments=event.text)
+        else:
+            if calls:
+                yield NOTHING, calls
+                calls = []
+            yield event, []
+            continue
+        calls.append(delta)
+    if calls:
+        yield NOTHING, calls
+
+
+def to_event(slot: int, event: Event, calls: list[ToolCallDelta]) -> postprocess_pb2.StreamEvent:
+    """The wire form of what a parser found."""
+    return postprocess_pb2.StreamEvent(
+        slot=slot,
+        text=event.text if isinstance(event, Content) else "",
+        reasoning=event.text if isinstance(event, Reasoning) else "",
+        degraded=event.reason if isinstance(event, Degraded) else "",
+        tool_calls=calls,
+    )
+
+
+def to_finish(slot: int, finish: Finish) -> postprocess_pb2.StreamEvent:
     """The wire form of a stream's end."""
     return postprocess_pb2.StreamEvent(
         slot=slot,
@@ -189,6 +253,7 @@ def to_event(slot: int, finish: Finish) -> postprocess_pb2.StreamEvent:
         stop_string=finish.stop_string,
         stop_token_id=finish.stop_token_id,
         tokens_seen=finish.tokens_seen,
+        reasoning_tokens=finish.reasoning_tokens,
         error=to_detail(finish.error) if finish.error is not None else None,
     )
 
@@ -201,24 +266,28 @@ def to_text_batch(batch: Batch | None) -> postprocess_pb2.TextBatch | None:
         slots=pack_u32(batch.slots),
         text_lengths=pack_u32(batch.text_lengths),
         text=batch.text,
-        events=[to_event(slot, finish) for slot, finish in batch.finishes],
+        events=[
+            *[to_event(slot, *part) for slot, events in batch.events for part in parts(events)],
+            *[to_finish(slot, finish) for slot, finish in batch.finishes],
+        ],
     )
 
 
 def limits_of(settings: PostprocessSettings) -> SessionLimits:
     """The bounds that the settings give."""
     return SessionLimits(
-        stream=Limits(settings.max_stop_strings, settings.max_stop_chars),
+        stream=Limits(settings.max_stop_strings, settings.max_stop_chars, settings.max_tools_kb << 10),
         max_streams=settings.max_streams,
         max_message_tokens=settings.max_message_tokens,
         max_waiting_tokens=settings.max_waiting_tokens,
         max_backlog=settings.max_backlog,
+        registry=Registry(settings.own_parsers),
     )
 
 
 async def serve(settings: PostprocessSettings, stop: Stop) -> None:
     """Serves until `stop`: healthy once the models are loaded, drained within `drain_s` at the end."""
-    library = VocabularyLibrary(settings.specs, settings.load_timeout_s)
+    library = VocabularyLibrary(settings.specs, settings.load_timeout_s, parsers=settings.parsers)
     service = PostprocessService(library, limits_of(settings), stop.fail)
     server = GrpcServer(settings, postprocess_pb2.DESCRIPTOR)
     postprocess_pb2_grpc.add_PostprocessServicer_to_server(service, server.server)

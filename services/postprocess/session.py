@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from array import array
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from opentelemetry.trace import Span
 
@@ -14,7 +16,14 @@ from services.common.errors import ErrorKind, SluiceError, invalid, overloaded, 
 from services.common.tasks import TaskOwner
 from services.postprocess.library import VocabularyLibrary
 from services.postprocess.metrics import Metrics
+from services.postprocess.parsed import ParsedStream, parsed_stream
+from services.postprocess.parsers.events import Degraded, Event, merge
+from services.postprocess.parsers.registry import ParserNames, Registry
+from services.postprocess.plan import plan_of
 from services.postprocess.stream import Finish, FinishReason, Limits, Stream, StreamOptions
+from services.postprocess.vocabulary import Vocabulary
+
+NO_PARSERS = ParserNames()
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,23 +35,27 @@ class SessionLimits:
     max_message_tokens: int = 1 << 20
     max_waiting_tokens: int = 1 << 16
     max_backlog: int = 1 << 20
+    registry: Registry = field(default_factory=Registry)
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What became ready together: row i is `text_lengths[i]` code points for `slots[i]`, then the ended streams."""
+    """What became ready together: row i is `text_lengths[i]` code points for `slots[i]`, then what parsers found, then
+    the ended streams."""
 
     slots: array[int]
     text_lengths: array[int]
     text: str
     finishes: list[tuple[int, Finish]]
+    events: list[tuple[int, list[Event]]] = field(default_factory=list)
 
 
 class _Waiting:
     """A stream whose model is still loading, with what came for it meanwhile."""
 
-    def __init__(self, options: StreamOptions) -> None:
+    def __init__(self, options: StreamOptions, identity: str) -> None:
         self.options = options
+        self.identity = identity
         self.tokens: array[int] = array("I")
         self.end: tuple[FinishReason, int | None] | None = None
 
@@ -75,16 +88,18 @@ class PostSession:
         self._tasks = TaskOwner(on_death)
         self._settling: set[asyncio.Task[None]] = set()
         self._streams: dict[int, Stream] = {}
+        self._parsed: dict[int, ParsedStream] = {}
         self._waiting: dict[int, _Waiting] = {}
         self._spans: dict[int, Span] = {}
         self._texts: dict[int, str] = {}
+        self._events: dict[int, list[Event]] = {}
         self._finishes: list[tuple[int, Finish]] = []
         self._backlog = 0
         self._draining = False
         self.drained = asyncio.Event()
 
     def __len__(self) -> int:
-        return len(self._streams) + len(self._waiting)
+        return len(self._streams) + len(self._parsed) + len(self._waiting)
 
     def open(self, slot: int, request_id: str, options: StreamOptions, parent: Mapping[str, str]) -> None:
         """Begins a stream; one that cannot be begun is answered with an error in its slot.
@@ -95,13 +110,14 @@ class PostSession:
         try:
             self._admit(slot)
             vocabulary = self._library.ready(options.model)
+            identity = request_id or secrets.token_hex(12)
             if vocabulary is None:
-                waiting = self._waiting[slot] = _Waiting(options)
+                waiting = self._waiting[slot] = _Waiting(options, identity)
                 settling = self._tasks.spawn(self._settle(slot, waiting), f"postprocess stream {slot}")
                 self._settling.add(settling)
                 settling.add_done_callback(self._settling.discard)
             else:
-                self._streams[slot] = Stream(options, vocabulary, self._limits.stream)
+                self._begin(slot, options, vocabulary, identity)
         except SluiceError as error:
             self.refuse(slot, error)
             return
@@ -110,8 +126,18 @@ class PostSession:
         if span is not None:
             self._spans[slot] = span
 
+    def _begin(self, slot: int, options: StreamOptions, vocabulary: Vocabulary, identity: str) -> None:
+        limits = self._limits
+        plan = plan_of(options, vocabulary, limits.registry, limits.stream, identity)
+        if plan.names == NO_PARSERS:
+            self._streams[slot] = Stream(options, vocabulary, limits.stream)
+        else:
+            self._parsed[slot] = parsed_stream(options, vocabulary, limits.stream, plan)
+        if plan.degraded:
+            self._tell(slot, [Degraded(plan.degraded)])
+
     def _admit(self, slot: int) -> None:
-        if slot in self._streams or slot in self._waiting:
+        if slot in self._streams or slot in self._parsed or slot in self._waiting:
             raise invalid(f"Slot {slot} is in use.", param="slot", code="slot_in_use")
         if self._draining:
             raise unavailable("This replica is shutting down.", code="draining")
@@ -120,7 +146,7 @@ class PostSession:
 
     def refuse(self, slot: int, error: SluiceError) -> None:
         """Answers a stream with an error; a live one in the slot ends with it."""
-        stream = self._streams.get(slot)
+        stream = self._streams.get(slot) or self._parsed.get(slot)
         self._finished(slot, Finish(FinishReason.ERROR, stream.tokens_seen if stream else 0, error=error))
 
     async def _settle(self, slot: int, waiting: _Waiting) -> None:
@@ -129,10 +155,12 @@ class PostSession:
             vocabulary = await self._library.get(waiting.options.model)
             if self._waiting.get(slot) is not waiting:
                 return
-            stream = Stream(waiting.options, vocabulary, self._limits.stream)
+            self._begin(slot, waiting.options, vocabulary, waiting.identity)
             del self._waiting[slot]
-            self._streams[slot] = stream
-            self._feed_stream(slot, stream, waiting.tokens)
+            if (parsed := self._parsed.get(slot)) is not None:
+                self._feed_parsed(slot, parsed, waiting.tokens)
+            else:
+                self._feed_stream(slot, self._streams[slot], waiting.tokens)
             if waiting.end is not None:
                 self.end(slot, *waiting.end)
         except SluiceError as error:
@@ -161,7 +189,9 @@ class PostSession:
             start, end = end, end + count
             stream = streams.get(slot)
             if stream is None:
-                if self._waiting:
+                if (parsed := self._parsed.get(slot)) is not None:
+                    self._feed_parsed(slot, parsed, tokens[start:end])
+                elif self._waiting:
                     self._hold(slot, tokens[start:end])
                 continue
             text = stream.feed_one(tokens[start]) if count == 1 else stream.feed(tokens[start:end])
@@ -174,6 +204,25 @@ class PostSession:
         self._say(slot, stream.feed(tokens))
         if stream.finish is not None:
             self._finished(slot, stream.finish)
+
+    def _feed_parsed(self, slot: int, stream: ParsedStream, tokens: array[int]) -> None:
+        stream.feed(tokens)
+        self._parsed_changed(slot, stream)
+
+    def _parsed_changed(self, slot: int, stream: ParsedStream) -> None:
+        if stream.events:
+            self._tell(slot, stream.take_events())
+        if stream.finish is not None:
+            self._finished(slot, stream.finish)
+
+    def _tell(self, slot: int, events: list[Event]) -> None:
+        for event in events:
+            if isinstance(event, Degraded):
+                self._metrics.degraded(event.reason)
+        if (waiting := self._events.get(slot)) is None:
+            self._events[slot] = events
+        else:
+            waiting += events
 
     def _hold(self, slot: int, tokens: array[int]) -> None:
         waiting = self._waiting.get(slot)
@@ -188,6 +237,9 @@ class PostSession:
         """The engine has ended a stream; an unknown slot is ignored, its stream ended before."""
         if waiting := self._waiting.get(slot):
             waiting.end = (reason, stop_token_id)
+        if (parsed := self._parsed.get(slot)) is not None:
+            parsed.end(reason, stop_token_id)
+            self._parsed_changed(slot, parsed)
         stream = self._streams.get(slot)
         if stream is None:
             return
@@ -201,6 +253,7 @@ class PostSession:
         for slot in gone:
             self._forget(slot)
             self._texts.pop(slot, None)
+            self._events.pop(slot, None)
         if gone and self._finishes:
             self._finishes = [(slot, finish) for slot, finish in self._finishes if slot not in gone]
 
@@ -216,7 +269,8 @@ class PostSession:
         self._metrics.finished(finish)
 
     def _forget(self, slot: int) -> None:
-        if self._streams.pop(slot, None) is not None or self._waiting.pop(slot, None) is not None:
+        known: tuple[dict[int, Any], ...] = (self._streams, self._parsed, self._waiting)
+        if any(streams.pop(slot, None) is not None for streams in known):
             self._metrics.lives(-1)
         if span := self._spans.pop(slot, None):
             span.end()
@@ -230,12 +284,14 @@ class PostSession:
         """What is ready, None when nothing is; call it when everything before has been written."""
         self._backlog = 0
         texts, finishes = self._texts, self._finishes
-        if not texts and not finishes:
+        events = self._events
+        if not texts and not finishes and not events:
             if self._draining and not len(self):
                 self.drained.set()
             return None
-        self._texts, self._finishes = {}, []
-        return Batch(array("I", texts), array("I", map(len, texts.values())), "".join(texts.values()), finishes)
+        self._texts, self._finishes, self._events = {}, [], {}
+        told = [(slot, merge(found)) for slot, found in events.items()]
+        return Batch(array("I", texts), array("I", map(len, texts.values())), "".join(texts.values()), finishes, told)
 
     def start_draining(self) -> None:
         """Takes no more streams; `drained` is set when the last one has been answered."""
@@ -250,4 +306,4 @@ class PostSession:
     async def aclose(self) -> None:
         """The caller is gone: forgets everything."""
         await self._tasks.close()
-        self.close([*self._streams, *self._waiting])
+        self.close([*self._streams, *self._parsed, *self._waiting])

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from pydantic import Field, field_validator
+import re
+from typing import Self
 
+from pydantic import Field, field_validator, model_validator
+
+from services.common.errors import SluiceError
 from services.common.learning import LearningSettings
 from services.common.models import DEFAULT_NAME, DEFAULT_SOURCE, ModelSpec
 from services.common.settings import CommaList, GrpcServiceSettings, settings_config
+from services.postprocess.parsers.registry import ParserNames, Registry
 
 
 class PostprocessSettings(LearningSettings, GrpcServiceSettings):
@@ -26,6 +31,20 @@ class PostprocessSettings(LearningSettings, GrpcServiceSettings):
     max_streams: int = Field(16_384, ge=1, description="streams that may live on one session at a time")
     max_stop_strings: int = Field(1_000, ge=0, description="stop strings of one stream")
     max_stop_chars: int = Field(8_192, ge=0, description="code points of all stop strings of one stream together")
+    tool_parsers: CommaList = Field(
+        [],
+        description="what the tool parser 'auto' means, MODEL=PARSER; by default the model's template tells",
+    )
+    reasoning_parsers: CommaList = Field([], description="the same for the reasoning parser")
+    own_parsers: CommaList = Field(
+        [],
+        description="parsers of your own that streams may name, module:Class; each runs in a process of its own",
+    )
+    parser_time_s: float = Field(2.0, gt=0, description="seconds an own parser may take for one message's text")
+    parser_memory_mb: int = Field(
+        512, ge=16, description="memory an own parser's process may take beyond its start, MiB"
+    )
+    max_tools_kb: int = Field(1024, ge=1, description="tool descriptions of one stream, KiB")
     max_message_tokens: int = Field(1 << 20, ge=1, description="tokens in one message")
     max_waiting_tokens: int = Field(
         1 << 16, ge=1, description="tokens one stream may hold while its model is still loading"
@@ -44,9 +63,43 @@ class PostprocessSettings(LearningSettings, GrpcServiceSettings):
             raise ValueError("two models have the same name")
         return models
 
+    @field_validator("own_parsers")
+    @classmethod
+    def _own_parsers_have_a_class(cls, names: list[str]) -> list[str]:
+        for name in names:
+            if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name):
+                raise ValueError(f"{name!r} is not module:Class")
+        return names
+
+    @model_validator(mode="after")
+    def _parsers_are_there(self) -> Self:
+        for names in self.parsers.values():
+            try:
+                Registry(self.own_parsers).check(names)
+            except SluiceError as error:
+                raise ValueError(error.message) from None
+        return self
+
+    @property
+    def parsers(self) -> dict[str, ParserNames]:
+        """What `auto` means, for the models where it is given."""
+        tool, reasoning = _by_model(self.tool_parsers), _by_model(self.reasoning_parsers)
+        return {model: ParserNames(tool.get(model, ""), reasoning.get(model, "")) for model in {**tool, **reasoning}}
+
     @property
     def specs(self) -> list[ModelSpec]:
         """The models named; with models to learn from workers, the default one is served only if it is named."""
         if self.learns and "models" not in self.model_fields_set:
             return []
         return [ModelSpec.parse(text) for text in self.models]
+
+
+def _by_model(texts: list[str]) -> dict[str, str]:
+    """Reads MODEL=PARSER; ValueError says what is wrong."""
+    found = {}
+    for text in texts:
+        model, _, name = text.rpartition("=")
+        if not model or not name:
+            raise ValueError(f"{text!r} is not MODEL=PARSER")
+        found[model] = name
+    return found

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from services.common.errors import SluiceError, invalid
+from services.common.errors import SluiceError
 from services.postprocess.detokenizer import Detokenizer
 from services.postprocess.stops import StopScanner, compile_stops
 from services.postprocess.vocabulary import Vocabulary
+
+NO_MARKERS: frozenset[str] = frozenset()
 
 
 class FinishReason(IntEnum):
@@ -39,6 +41,10 @@ class StreamOptions:
     prompt_tail: Sequence[int] = ()
     tool_parser: str = ""
     reasoning_parser: str = ""
+    tools_json: bytes = b""
+    tool_choice_json: bytes = b""
+    single_tool_call: bool = False
+    guided: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +53,7 @@ class Limits:
 
     max_stop_strings: int = 1_000
     max_stop_chars: int = 8_192
+    max_tools_bytes: int = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +65,7 @@ class Finish:
     stop_string: str = ""
     stop_token_id: int | None = None
     error: SluiceError | None = None
+    reasoning_tokens: int = 0
 
 
 class Stream:
@@ -72,17 +80,26 @@ class Stream:
 
     After its end a stream ignores tokens.
 
+    Args:
+        options: of the stream; parsers are not its business.
+        vocabulary: of the model.
+        limits: what options may ask for.
+        markers: special tokens whose text stays even where special tokens are left out.
+
     Raises:
         SluiceError: the options cannot be honoured.
     """
 
     __slots__ = ("_detokenizer", "_ends", "_include", "_min_tokens", "_scanner", "finish", "tokens_seen")
 
-    def __init__(self, options: StreamOptions, vocabulary: Vocabulary, limits: Limits) -> None:
-        _refuse_parsers(options)
+    def __init__(
+        self, options: StreamOptions, vocabulary: Vocabulary, limits: Limits, markers: frozenset[str] = NO_MARKERS
+    ) -> None:
         stops = compile_stops(options.stop, limits.max_stop_strings, limits.max_stop_chars)
         self._scanner = None if stops is None else StopScanner(stops, options.include_stop_string)
-        self._detokenizer: Detokenizer = vocabulary.detokenizer(options.skip_special_tokens, options.prompt_tail)
+        self._detokenizer: Detokenizer = vocabulary.detokenizer(
+            options.skip_special_tokens, options.prompt_tail, markers
+        )
         # The caller's stop ids contain the end-of-sequence ids too: ignore_eos takes them out again.
         ends = options.stop_token_ids | options.eos_token_ids
         self._ends = ends - options.eos_token_ids if options.ignore_eos else ends
@@ -155,12 +172,6 @@ class Stream:
                 text += self._scanner.flush()
         self.finish = self.finish or finish
         return text
-
-
-def _refuse_parsers(options: StreamOptions) -> None:
-    for field, name in (("tool_parser", options.tool_parser), ("reasoning_parser", options.reasoning_parser)):
-        if name:
-            raise invalid(f"The {field.replace('_', ' ')} {name} is not available.", param=field, code="no_such_parser")
 
 
 def parse(

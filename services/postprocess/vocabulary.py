@@ -7,7 +7,16 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
-from services.postprocess.detokenizer import ByteTable, Detokenizer, LibraryDetokenizer, TableDetokenizer
+from services.postprocess.detokenizer import (
+    ByteTable,
+    Detokenizer,
+    LibraryDetokenizer,
+    MarkerDetokenizer,
+    TableDetokenizer,
+)
+from services.postprocess.parsers.registry import ParserNames
+
+NO_MARKERS: frozenset[str] = frozenset()
 
 
 class Vocabulary(ABC):
@@ -16,14 +25,28 @@ class Vocabulary(ABC):
     Attributes:
         size: ids are below this.
         exact: detokenizing is a table look-up, proven equal to the library's decoding.
+        parsers: what the parser name `auto` means for this model.
     """
 
     size: int
     exact: bool
+    parsers: ParserNames = ParserNames()
+
+    @property
+    @abstractmethod
+    def special_tokens(self) -> frozenset[str]:
+        """The texts of all special tokens."""
 
     @abstractmethod
-    def detokenizer(self, skip_special_tokens: bool, tail: Sequence[int] = ()) -> Detokenizer:
-        """A detokenizer for one stream whose prompt ended with `tail`."""
+    def detokenizer(
+        self, skip_special_tokens: bool, tail: Sequence[int] = (), markers: frozenset[str] = NO_MARKERS
+    ) -> Detokenizer:
+        """A detokenizer for one stream whose prompt ended with `tail`; special tokens among `markers` stay."""
+
+    def text_of(self, tokens: Sequence[int]) -> str:
+        """The text of a few tokens, special ones included."""
+        detokenizer = self.detokenizer(False)
+        return "".join(map(detokenizer.step, tokens)) + detokenizer.flush()
 
 
 class TableVocabulary(Vocabulary):
@@ -40,11 +63,33 @@ class TableVocabulary(Vocabulary):
     def __init__(self, kept: ByteTable, specials: frozenset[int], specials_break: bool = False) -> None:
         self.size = len(kept.pieces)
         self._kept = kept
-        self._skipped = kept.without(specials, specials if specials_break else frozenset())
+        self._specials = {token: kept.pieces[token].decode(errors="replace") for token in specials}
+        self._specials_break = specials_break
+        self._skipped = self._without(NO_MARKERS)
+        self._skipped_but: dict[frozenset[str], ByteTable] = {NO_MARKERS: self._skipped}
 
-    def detokenizer(self, skip_special_tokens: bool, tail: Sequence[int] = ()) -> Detokenizer:
+    @property
+    def special_tokens(self) -> frozenset[str]:
         """See Vocabulary."""
-        return TableDetokenizer(self._skipped if skip_special_tokens else self._kept, tail)
+        return frozenset(self._specials.values())
+
+    def _without(self, markers: frozenset[str]) -> ByteTable:
+        skipped = frozenset(token for token, text in self._specials.items() if text not in markers)
+        return self._kept.without(skipped, skipped if self._specials_break else frozenset())
+
+    def detokenizer(
+        self, skip_special_tokens: bool, tail: Sequence[int] = (), markers: frozenset[str] = NO_MARKERS
+    ) -> Detokenizer:
+        """See Vocabulary."""
+        if not skip_special_tokens:
+            return TableDetokenizer(self._kept, tail)
+        if not markers:
+            return TableDetokenizer(self._skipped, tail)
+        present = markers & self.special_tokens
+        table = self._skipped_but.get(present)
+        if table is None:  # as many as there are parsers
+            table = self._skipped_but[present] = self._without(present)
+        return TableDetokenizer(table, tail)
 
 
 class LibraryVocabulary(Vocabulary):
@@ -55,7 +100,18 @@ class LibraryVocabulary(Vocabulary):
     def __init__(self, tokenizer: Tokenizer, size: int) -> None:
         self.size = size
         self._tokenizer = tokenizer
+        added = tokenizer.get_added_tokens_decoder()
+        self._specials = {token: entry.content for token, entry in added.items() if entry.special}
 
-    def detokenizer(self, skip_special_tokens: bool, tail: Sequence[int] = ()) -> Detokenizer:
+    @property
+    def special_tokens(self) -> frozenset[str]:
         """See Vocabulary."""
-        return LibraryDetokenizer(self._tokenizer, self.size, skip_special_tokens, tail)
+        return frozenset(self._specials.values())
+
+    def detokenizer(
+        self, skip_special_tokens: bool, tail: Sequence[int] = (), markers: frozenset[str] = NO_MARKERS
+    ) -> Detokenizer:
+        """See Vocabulary."""
+        library = LibraryDetokenizer(self._tokenizer, self.size, skip_special_tokens, tail)
+        seen = {token: text for token, text in self._specials.items() if text in markers}
+        return MarkerDetokenizer(library, seen) if skip_special_tokens and seen else library

@@ -38,6 +38,8 @@ class StreamOptions(_message.Message):
     TOOLS_JSON_FIELD_NUMBER: _builtins.int
     TOOL_CHOICE_JSON_FIELD_NUMBER: _builtins.int
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
+    SINGLE_TOOL_CALL_FIELD_NUMBER: _builtins.int
+    GUIDED_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """served name; decides tokenizer and parsers"""
     skip_special_tokens: _builtins.bool
@@ -53,15 +55,19 @@ class StreamOptions(_message.Message):
     prompt_tail: _builtins.bytes
     """packed u32; TokenizeResponse.prompt_tail"""
     tool_parser: _builtins.str
-    """parser name; empty: none, "auto": by model"""
+    """parser name; empty or "none": none, "auto": by model, if there are tools"""
     reasoning_parser: _builtins.str
-    """parser name; empty: none, "auto": by model"""
+    """parser name; empty or "none": none, "auto": by model"""
     tools_json: _builtins.bytes
     """JSON array of OpenAI tools; empty: none"""
     tool_choice_json: _builtins.bytes
     """OpenAI tool_choice as JSON; empty: unset"""
     ignore_eos: _builtins.bool
     """eos_token_ids are ordinary tokens"""
+    single_tool_call: _builtins.bool
+    """at most one tool call; further ones stay text"""
+    guided: _builtins.bool
+    """a grammar constrains the output: no tool calls in it, and no reasoning unless the"""
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """stop strings; the text ends before the first one"""
@@ -82,10 +88,12 @@ class StreamOptions(_message.Message):
         tools_json: _builtins.bytes = ...,
         tool_choice_json: _builtins.bytes = ...,
         ignore_eos: _builtins.bool = ...,
+        single_tool_call: _builtins.bool = ...,
+        guided: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens", "skip_special_tokens", b"skip_special_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens", "eos_token_ids", b"eos_token_ids", "ignore_eos", b"ignore_eos", "include_stop_string", b"include_stop_string", "min_tokens", b"min_tokens", "model", b"model", "prompt_tail", b"prompt_tail", "reasoning_parser", b"reasoning_parser", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "tool_choice_json", b"tool_choice_json", "tool_parser", b"tool_parser", "tools_json", b"tools_json"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens", "eos_token_ids", b"eos_token_ids", "guided", b"guided", "ignore_eos", b"ignore_eos", "include_stop_string", b"include_stop_string", "min_tokens", b"min_tokens", "model", b"model", "prompt_tail", b"prompt_tail", "reasoning_parser", b"reasoning_parser", "single_tool_call", b"single_tool_call", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "tool_choice_json", b"tool_choice_json", "tool_parser", b"tool_parser", "tools_json", b"tools_json"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__skip_special_tokens: _TypeAlias = _typing.Literal["skip_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__skip_special_tokens: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens"]  # noqa: Y015

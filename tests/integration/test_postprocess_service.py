@@ -164,7 +164,7 @@ async def test_a_bad_stream_hurts_only_itself(service: Service) -> None:
     call = service.stub.Session()
     bad = {
         1: opening(1, model="unknown"),
-        2: opening(2, tool_parser="hermes"),
+        2: opening(2, tool_parser="nonsense"),
         3: opening(3, stop_token_ids=b"abc"),
         4: opening(4, stop=["x"] * 1001),
         5: opening(5, prompt_tail=pack_u32([2**31])),
@@ -247,7 +247,7 @@ async def test_parse_is_the_same_at_once(service: Service) -> None:
             ErrorKind.INVALID_ARGUMENT,
         ),
         (
-            postprocess_pb2.ParseRequest(options=opening(0, reasoning_parser="auto").options),
+            postprocess_pb2.ParseRequest(options=opening(0, reasoning_parser="nonsense").options),
             ErrorKind.INVALID_ARGUMENT,
         ),
         (

@@ -139,7 +139,7 @@ async def test_streams_end_by_themselves_and_by_the_engine(session: PostSession)
 async def test_a_bad_stream_hurts_only_itself(session: PostSession) -> None:
     start(session, 1)
     start(session, 2, options=replace(OPTIONS, model="other"))
-    start(session, 3, options=replace(OPTIONS, tool_parser="hermes"))
+    start(session, 3, options=replace(OPTIONS, tool_parser="nonsense"))
     start(session, 4, options=replace(OPTIONS, stop=("",)))
     start(session, 5)
     feed(session, (5, [200_000]), (1, "fine"))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.errors import SluiceError
 from services.postprocess.stream import Finish, FinishReason, Limits, Stream, StreamOptions, parse
 from services.postprocess.vocabulary import Vocabulary
 from tests.support.vocabularies import ALL, byte_level, tekken
@@ -163,14 +163,6 @@ def test_an_unknown_id_ends_the_stream_with_an_error_after_its_text() -> None:
     assert stream.finish.reason is FinishReason.ERROR
     assert stream.finish.error is not None
     assert stream.finish.error.code == "token_unknown"
-
-
-@pytest.mark.parametrize("field", ["tool_parser", "reasoning_parser"])
-def test_a_parser_that_is_not_there_is_refused(field: str) -> None:
-    options = replace(OPTIONS, **{field: "hermes"})
-    with pytest.raises(SluiceError, match="hermes is not available") as caught:
-        start(options)
-    assert (caught.value.kind, caught.value.param) == (ErrorKind.INVALID_ARGUMENT, field)
 
 
 def test_a_prompt_tail_of_another_model_is_refused() -> None:

@@ -1,0 +1,141 @@
+"""One generation's way from token ids to content, reasoning and tool calls."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+from services.postprocess.parsers.contract import Parser
+from services.postprocess.parsers.events import CallStart, Content, Degraded, Event, merge
+from services.postprocess.parsers.registry import build, markers_of
+from services.postprocess.plan import Plan
+from services.postprocess.stream import Finish, FinishReason, Limits, Stream, StreamOptions, parse
+from services.postprocess.vocabulary import Vocabulary
+
+log = logging.getLogger(__name__)
+
+PARSER_FAILED = "parser_failed"
+
+
+class ParsedStream:
+    """A stream whose text goes through a parser in this process.
+
+    Stop strings are looked for in the whole text, markup and reasoning included, as the engines do. Every token's
+    text is parsed by itself, so how tokens come in batches makes no difference. A parser that raises ends: its stream
+    goes on as plain text with a `degraded` mark, and what the parser held comes first.
+
+    Attributes:
+        events: what became certain and was not taken yet.
+        finish: how the stream ended, once all its events are there.
+    """
+
+    __slots__ = ("_calls", "_parser", "_reasoning_tokens", "_stream", "events", "finish")
+
+    def __init__(self, stream: Stream, parser: Parser) -> None:
+        self._stream = stream
+        self._parser: Parser | None = parser
+        self._reasoning_tokens = 0
+        self._calls = False
+        self.events: list[Event] = []
+        self.finish: Finish | None = None
+
+    @property
+    def tokens_seen(self) -> int:
+        """Tokens taken so far."""
+        return self._stream.tokens_seen
+
+    def take_events(self) -> list[Event]:
+        """What became certain since the last time."""
+        events, self.events = self.events, []
+        return events
+
+    def feed(self, tokens: Sequence[int]) -> None:
+        """The next tokens."""
+        stream = self._stream
+        for token in tokens:
+            text = stream.feed_one(token)
+            if text:
+                self._parse(text)
+            if stream.finish is not None:
+                self._close(stream.finish)
+                return
+            if self._parser is not None and self._parser.reasoning:
+                self._reasoning_tokens += 1
+
+    def end(self, reason: FinishReason, stop_token_id: int | None = None) -> None:
+        """The engine has ended the stream; see Stream.end."""
+        if text := self._stream.end(reason, stop_token_id):
+            self._parse(text)
+        if self._stream.finish is not None:
+            self._close(self._stream.finish)
+
+    def _parse(self, text: str) -> None:
+        parser = self._parser
+        if parser is None:
+            self.events.append(Content(text))
+            return
+        held = parser.held
+        try:
+            found = parser.feed(text)
+        except Exception:
+            self._fail(held + text)
+            return
+        self._tell(found)
+
+    def _tell(self, found: list[Event]) -> None:
+        for event in found:
+            self.events.append(event)
+            if type(event) is CallStart:
+                self._calls = True
+
+    def _fail(self, text: str) -> None:
+        log.exception("a parser failed; its stream goes on as plain text")
+        self._parser = None
+        self.events.append(Degraded(PARSER_FAILED))
+        if text:
+            self.events.append(Content(text))
+
+    def _close(self, finish: Finish) -> None:
+        if self.finish is not None:
+            return
+        if self._parser is not None:
+            held = self._parser.held
+            try:
+                self._tell(self._parser.finish())
+            except Exception:
+                self._fail(held)
+            self._parser = None
+        self.finish = with_calls(finish, self._calls, self._reasoning_tokens)
+
+
+def with_calls(finish: Finish, calls: bool, reasoning_tokens: int) -> Finish:
+    """The end of a stream whose parser found tool calls or not; one that was cut off stays cut off."""
+    reason = FinishReason.TOOL_CALLS if calls and finish.reason is FinishReason.STOP else finish.reason
+    return replace(finish, reason=reason, reasoning_tokens=reasoning_tokens)
+
+
+def parsed_stream(options: StreamOptions, vocabulary: Vocabulary, limits: Limits, plan: Plan) -> ParsedStream:
+    """A stream as planned, parsed in this process."""
+    stream = Stream(options, vocabulary, limits, markers_of(plan.names))
+    return ParsedStream(stream, build(plan.names, plan.context))
+
+
+def parse_all(
+    tokens: Sequence[int],
+    options: StreamOptions,
+    vocabulary: Vocabulary,
+    limits: Limits,
+    reason: FinishReason,
+    plan: Plan,
+) -> tuple[list[Event], Finish]:
+    """A whole token sequence at once: what is in it and how it ended."""
+    degraded: list[Event] = [Degraded(plan.degraded)] if plan.degraded else []
+    if not plan.names.tool and not plan.names.reasoning:
+        text, finish = parse(tokens, options, vocabulary, limits, reason)
+        return [*degraded, Content(text)], finish
+    stream = parsed_stream(options, vocabulary, limits, plan)
+    stream.feed(tokens)
+    stream.end(reason)
+    assert stream.finish is not None
+    return merge([*degraded, *stream.events]), stream.finish

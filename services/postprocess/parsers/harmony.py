@@ -1,0 +1,172 @@
+"""Harmony, the format of gpt-oss: messages on the channels analysis, commentary and final.
+
+    <|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json
+    <|message|>{…}<|call|>
+
+Analysis is reasoning, a recipient makes a message a tool call, everything else is content.
+"""
+
+from __future__ import annotations
+
+import re
+
+from services.postprocess.parsers.calls import INCOMPLETE, MALFORMED, NOT_CHOSEN, Calls, Named
+from services.postprocess.parsers.contract import Parser, ParserContext
+from services.postprocess.parsers.events import CallArguments, Content, Degraded, Event, Reasoning
+from services.postprocess.parsers.json_scan import JsonValue, Malformed, skip_spaces
+from services.postprocess.parsers.markers import Markers, SpaceGate
+from services.postprocess.parsers.objects import is_name
+
+START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
+ENDS = ("<|end|>", "<|call|>", "<|return|>")
+HEADER_AT_MOST = 512
+UNKNOWN_HEADER = "harmony_header_missing"
+
+_CHANNEL = re.compile(rf"{re.escape(CHANNEL)}\s*([A-Za-z]+)").search
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)").search
+_IN_HEADER = Markers(MESSAGE)
+_IN_MESSAGE = Markers(START, *ENDS)
+
+_HEADER, _CONTENT, _REASONING, _CALL, _BETWEEN = range(5)
+
+
+class HarmonyParser(Parser):
+    """Content, reasoning and calls of gpt-oss.
+
+    Args:
+        context: of the stream.
+        calls: tool calls are told; else they stay text.
+    """
+
+    markers = frozenset((START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS))
+
+    def __init__(self, context: ParserContext, calls: bool = True) -> None:
+        super().__init__(context)
+        self._tells_calls = calls
+        self._calls = Calls(context)
+        self._index = -1
+        self._empty = True  # the call under way has no arguments yet
+        self._value: JsonValue | None = None
+        self._buffer = ""
+        self._gate = SpaceGate()  # for what stands between messages
+        self._state = _HEADER
+        _, begun, header = context.prompt_tail.rpartition(START)
+        self._given = self._header = header if begun else ""  # the prompt may have begun the message
+        if self._header.endswith(MESSAGE):
+            self._enter([])
+
+    def feed(self, text: str) -> list[Event]:
+        """See Parser."""
+        self._buffer += text
+        events: list[Event] = []
+        while self._buffer and self._step(events):
+            pass
+        self.reasoning = self._state == _REASONING
+        return events
+
+    def _step(self, events: list[Event]) -> bool:
+        if self._state == _HEADER:
+            return self._read_header(events)
+        before, marker, self._buffer = _IN_MESSAGE.split(self._buffer)
+        if self._state == _BETWEEN and (before := self._gate.text(before)):
+            self._state = _CONTENT
+            before += self._gate.flush()
+            events.append(Degraded(UNKNOWN_HEADER))
+        self._tell(before, events)
+        if not marker:
+            return False
+        self._end(events)
+        self._gate.marker()
+        self._state, self._header = (_HEADER if marker == START else _BETWEEN), ""
+        return True
+
+    def _read_header(self, events: list[Event]) -> bool:
+        before, marker, rest = _IN_HEADER.split(self._buffer)
+        room = HEADER_AT_MOST - len(self._header)
+        if room < len(before):
+            events.append(Degraded(UNKNOWN_HEADER))
+            events.append(Content(self._own_header + before[:room]))
+            self._buffer = self._buffer[room:]
+            self._state, self._header, self._given = _CONTENT, "", ""
+            return True
+        self._header += before + marker
+        self._buffer = rest
+        if marker:
+            self._enter(events)
+        return bool(marker)
+
+    def _enter(self, events: list[Event]) -> None:
+        """A message begins."""
+        channel, recipient = _CHANNEL(self._header), _RECIPIENT(self._header)
+        kind = channel[1] if channel else "final"
+        if recipient is not None and recipient[1] != "assistant":
+            self._begin_call(recipient[1].removeprefix("functions."), events)
+        else:
+            self._state = _REASONING if kind == "analysis" else _CONTENT
+        self._header = self._given = ""
+        self.reasoning = self._state == _REASONING
+
+    def _begin_call(self, name: str, events: list[Event]) -> None:
+        if not self._tells_calls or not is_name(name) or not self._calls.allows(name):
+            events += [Degraded(NOT_CHOSEN)] if self._tells_calls else []
+            events.append(Content(self._own_header))
+            self._state = _CONTENT
+            return
+        start = self._calls.start(Named(name))
+        self._index, self._value, self._state = start.call, JsonValue(), _CALL
+        self._empty = True
+        events.append(start)
+
+    def _tell(self, text: str, events: list[Event]) -> None:
+        if not text or self._state == _BETWEEN:
+            return
+        if self._state == _CALL:
+            self._check(text, events)
+            events.append(CallArguments(self._index, text))
+            self._empty = False
+        else:
+            events.append(Reasoning(text) if self._state == _REASONING else Content(text))
+
+    def _check(self, text: str, events: list[Event]) -> None:
+        if self._value is None:
+            return
+        try:
+            stop = self._value.push(text, 0)
+            if skip_spaces(text, stop) < len(text):
+                raise Malformed(stop)
+        except Malformed:
+            self._value = None
+            events.append(Degraded(MALFORMED))
+
+    def _end(self, events: list[Event]) -> None:
+        if self._state != _CALL:
+            return
+        if self._empty:
+            events.append(CallArguments(self._index, "{}"))
+        elif self._value is not None and not self._value.done:
+            events.append(Degraded(INCOMPLETE))
+        self._state, self._value = _BETWEEN, None
+
+    def finish(self) -> list[Event]:
+        """See Parser."""
+        events: list[Event] = []
+        if self._state == _HEADER:
+            if text := self._own_header + self._buffer:
+                events += [Degraded(UNKNOWN_HEADER), Content(text)]
+        else:
+            if self._state == _BETWEEN and self._buffer:
+                self._state = _CONTENT
+            self._tell(self._buffer, events)
+            self._end(events)
+        self._buffer = ""
+        return events + self._calls.end()
+
+    @property
+    def _own_header(self) -> str:
+        """The header without what the prompt wrote of it."""
+        return self._header[len(self._given) :]
+
+    @property
+    def held(self) -> str:
+        """See Parser."""
+        return (self._own_header if self._state == _HEADER else "") + self._gate.held + self._buffer

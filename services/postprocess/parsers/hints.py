@@ -1,0 +1,64 @@
+"""What `auto` means for a model: its template shows how it writes calls and where it thinks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from services.common.models import read_json
+from services.postprocess.parsers.registry import ParserNames
+
+
+def names_of(path: Path, is_special: frozenset[str]) -> ParserNames:
+    """The parsers of the model at `path`; empty names where nothing is recognised.
+
+    Args:
+        path: of the tokenizer, a folder or a file.
+        is_special: texts of its special tokens.
+    """
+    template = _template(path)
+    return ParserNames(_tool(template, is_special), _reasoning(template, is_special))
+
+
+def _tool(template: str, special: frozenset[str]) -> str:
+    if {"<|channel|>", "<|message|>"} <= special:
+        return "harmony"
+    if "<｜tool▁call▁begin｜>" in template or "<｜tool▁call▁begin｜>" in special:
+        return "deepseek_v3"
+    if "<tool_call>" in template:
+        return "" if "<function=" in template or "<arg_key>" in template else "hermes"
+    if "[TOOL_CALLS]" in special or "[TOOL_CALLS]" in template:
+        return "mistral"
+    if "func_name1(" in template or "<|python_start|>" in special:
+        return "pythonic"
+    if "<|python_tag|>" in special and '"parameters"' in template:
+        return "llama3_json"
+    return ""
+
+
+def _reasoning(template: str, special: frozenset[str]) -> str:
+    if {"<|channel|>", "<|message|>"} <= special:
+        return "harmony"
+    if "[THINK]" in special or "[THINK]" in template:
+        return "mistral"
+    if "<think>" not in template and "</think>" not in template and "<think>" not in special:
+        return ""
+    # R1's first template neither opens the tag nor leaves it to anybody: the model thinks all the same.
+    return "deepseek_r1" if "<｜Assistant｜>" in template and "<think>" not in template else "think"
+
+
+def _template(path: Path) -> str:
+    folder = path if path.is_dir() else path.parent
+    file = folder / "chat_template.jinja"
+    if path.is_dir() and file.is_file():
+        return file.read_text("utf-8", errors="replace")
+    return _text(read_json(path, "tokenizer_config.json").get("chat_template"))
+
+
+def _text(template: Any) -> str:
+    """Several named templates are read as one: `tool_use` beside `default`."""
+    if isinstance(template, str):
+        return template
+    if isinstance(template, list):
+        return "\n".join(_text(part.get("template")) for part in template if isinstance(part, dict))
+    return ""

@@ -1,0 +1,164 @@
+"""A JSON value that comes in pieces: where it ends, and the first character at which it is no JSON."""
+
+from __future__ import annotations
+
+import re
+
+DEEPEST = 200
+
+_IN_STRING = re.compile(r'[^"\\\x00-\x1f]*').match
+_SPACES = re.compile(r"[ \t\n\r]*").match
+_SCALAR = re.compile(r"[-+.0-9A-Za-z]*").match
+_IS_SCALAR = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|true|false|null").fullmatch
+_LONGEST_SCALAR = 400
+
+# What may come next.
+_VALUE, _VALUE_OR_END, _KEY, _KEY_OR_END, _COLON, _MORE, _STRING, _NAME, _ATOM = range(9)
+
+
+class Malformed(Exception):
+    """The text is not what the format says; `at` is the place in the piece that was pushed."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__(at)
+        self.at = at
+
+
+def skip_spaces(text: str, at: int) -> int:
+    """The first place from `at` on that is no white space."""
+    found = _SPACES(text, at)
+    assert found is not None
+    return found.end()
+
+
+class JsonValue:
+    """Follows one JSON value, strictly.
+
+    Attributes:
+        done: the value is complete. A number or a word is complete with the character after it.
+    """
+
+    __slots__ = ("_atom", "_escape", "_next", "_open", "done")
+
+    def __init__(self) -> None:
+        self._next = _VALUE
+        self._open: list[str] = []
+        self._escape = 0  # characters that an escape under way still wants; -1: its first one
+        self._atom = ""
+        self.done = False
+
+    def push(self, text: str, at: int) -> int:
+        """Reads on from `at`; returns where it stopped, the end of `text` unless `done`.
+
+        Raises:
+            Malformed: with the place of the first character that does not fit.
+        """
+        end = len(text)
+        while at < end and not self.done:
+            expected = self._next
+            if expected in (_STRING, _NAME):
+                at = self._string(text, at)
+            elif expected == _ATOM:
+                at = self._scalar(text, at)
+            else:
+                at = skip_spaces(text, at)
+                if at < end:
+                    at = self._structure(text, at, expected)
+        return at
+
+    def _string(self, text: str, at: int) -> int:
+        if self._escape:
+            return self._escaped(text, at)
+        found = _IN_STRING(text, at)
+        assert found is not None
+        at = found.end()
+        if at == len(text):
+            return at
+        if text[at] == "\\":
+            self._escape = -1
+        elif text[at] == '"':
+            if self._next == _NAME:
+                self._next = _COLON
+            else:
+                self._completed()
+        else:
+            raise Malformed(at)
+        return at + 1
+
+    def _escaped(self, text: str, at: int) -> int:
+        char = text[at]
+        if self._escape > 0:
+            if char not in "0123456789abcdefABCDEF":
+                raise Malformed(at)
+            self._escape -= 1
+        elif char == "u":
+            self._escape = 4
+        elif char in '"\\/bfnrt':
+            self._escape = 0
+        else:
+            raise Malformed(at)
+        return at + 1
+
+    def _scalar(self, text: str, at: int) -> int:
+        found = _SCALAR(text, at)
+        assert found is not None
+        stop = found.end()
+        self._atom += text[at : min(stop, at + _LONGEST_SCALAR + 1 - len(self._atom))]
+        if stop < len(text):
+            if len(self._atom) > _LONGEST_SCALAR or not _IS_SCALAR(self._atom):
+                raise Malformed(stop)
+            self._atom = ""
+            self._completed()
+        return stop
+
+    def _structure(self, text: str, at: int, expected: int) -> int:
+        char = text[at]
+        if expected in (_VALUE, _VALUE_OR_END):
+            if char == "]" and expected == _VALUE_OR_END:
+                self._close()
+            else:
+                return self._value(char, at)
+        elif expected in (_KEY, _KEY_OR_END):
+            if char == '"':
+                self._next = _NAME
+            elif char == "}" and expected == _KEY_OR_END:
+                self._close()
+            else:
+                raise Malformed(at)
+        elif expected == _COLON and char == ":":
+            self._next = _VALUE
+        elif expected == _MORE and char == ",":
+            self._next = _KEY if self._open[-1] == "}" else _VALUE
+        elif expected == _MORE and char == self._open[-1]:
+            self._close()
+        else:
+            raise Malformed(at)
+        return at + 1
+
+    def _value(self, char: str, at: int) -> int:
+        if char == "{":
+            self._nest("}", _KEY_OR_END, at)
+        elif char == "[":
+            self._nest("]", _VALUE_OR_END, at)
+        elif char == '"':
+            self._next = _STRING
+        elif char in "-0123456789tfn":
+            self._next = _ATOM
+            return at
+        else:
+            raise Malformed(at)
+        return at + 1
+
+    def _nest(self, closing: str, expected: int, at: int) -> None:
+        if len(self._open) == DEEPEST:
+            raise Malformed(at)
+        self._open.append(closing)
+        self._next = expected
+
+    def _close(self) -> None:
+        self._open.pop()
+        self._completed()
+
+    def _completed(self) -> None:
+        self._next = _MORE
+        self.done = not self._open

@@ -1,0 +1,209 @@
+"""Calls written as JSON: one object, an array of them, or a bare object of arguments."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+
+from services.postprocess.parsers.calls import Body, Named
+from services.postprocess.parsers.json_scan import JsonValue, Malformed, skip_spaces
+
+NAME_AT_MOST = 256
+HEAD_AT_MOST = 512
+
+# What may come next.
+_OPEN, _KEY_OR_END, _KEY, _IN_KEY, _COLON, _VALUE, _IN_VALUE, _MORE = range(8)
+
+
+def is_name(text: object) -> bool:
+    """Whether a call may be named so."""
+    return isinstance(text, str) and 0 < len(text) <= NAME_AT_MOST and text.isprintable() and text == text.strip()
+
+
+def read_head(head: str, text: str, at: int) -> tuple[int, str]:
+    """What stands before a call's opening brace, read so far; at most HEAD_AT_MOST characters.
+
+    Returns:
+        The place of the brace, the end of `text` when it did not come yet, and the head so far.
+    """
+    stop = text.find("{", at)
+    room = at + HEAD_AT_MOST - len(head)
+    if room < (stop if stop >= 0 else len(text)):
+        raise Malformed(room)
+    stop = stop if stop >= 0 else len(text)
+    return stop, head + text[at:stop]
+
+
+class Arguments(Body):
+    """A JSON object: the arguments of a call that is named already."""
+
+    def __init__(self) -> None:
+        self._value = JsonValue()
+        self.calling = True
+
+    def push(self, text: str, at: int) -> tuple[int, str | None]:
+        """See Body."""
+        stop = self._value.push(text, at)
+        self.done = self._value.done
+        self.calling = not self.done
+        return stop, text[at:stop]
+
+
+class CallObject(Body):
+    """`{"name": …, "arguments": {…}}` with the keys in any order; other keys are ignored.
+
+    Args:
+        known: names that are calls at all; None for any.
+        bare: no marker says that this is a call, so it must be complete: with arguments.
+    """
+
+    def __init__(self, known: Collection[str] | None = None, bare: bool = False) -> None:
+        self._known = known
+        self._bare = bare
+        self._next = _OPEN
+        self._value = JsonValue()
+        self._text = ""  # of the key or value under way, as far as it is not told
+        self._key = ""
+        self._early = ""  # arguments that came before the name
+        self._name = ""
+        self._id = ""
+        self._told = False
+
+    def push(self, text: str, at: int) -> tuple[int, Named | str | None]:
+        """See Body."""
+        while at < len(text) and not self.done:
+            if self._next in (_IN_KEY, _IN_VALUE):
+                at, news = self._through(text, at)
+                if news:
+                    return at, news
+                continue
+            at = skip_spaces(text, at)
+            if at < len(text) and (news := self._structure(text, at)):
+                return at + (self._next != _IN_VALUE), news
+            if at < len(text) and self._next not in (_IN_KEY, _IN_VALUE):
+                at += 1
+        return at, None
+
+    def _structure(self, text: str, at: int) -> Named | None:
+        char, expected = text[at], self._next
+        if expected == _OPEN and char == "{":
+            self._next = _KEY_OR_END
+        elif expected in (_KEY_OR_END, _KEY) and char == '"':
+            self._begin(_IN_KEY)
+        elif expected == _COLON and char == ":":
+            self._next = _VALUE
+        elif expected == _VALUE:
+            return self._value_begins(char, at)
+        elif expected == _MORE and char == ",":
+            self._next = _KEY
+        elif expected in (_MORE, _KEY_OR_END) and char == "}":
+            return self._object_ends(at)
+        else:
+            raise Malformed(at)
+        return None
+
+    def _begin(self, state: int) -> None:
+        self._next, self._value, self._text = state, JsonValue(), ""
+
+    def _value_begins(self, char: str, at: int) -> Named | None:
+        if self._is_arguments:
+            if char != "{" or self._told or self._early:
+                raise Malformed(at)
+            self._begin(_IN_VALUE)
+            if self._name:
+                return self._tell("", at)
+            return None
+        self._begin(_IN_VALUE)
+        return None
+
+    @property
+    def _is_arguments(self) -> bool:
+        return self._key in ("arguments", "parameters")
+
+    def _tell(self, arguments: str, at: int) -> Named:
+        if self._known is not None and self._name not in self._known:
+            raise Malformed(at)
+        self._told = True
+        self.calling = not arguments
+        return Named(self._name, self._id, arguments)
+
+    def _through(self, text: str, at: int) -> tuple[int, Named | str | None]:
+        """Through a key or a value."""
+        stop = self._value.push(text, at)
+        piece = text[at:stop]
+        if self.calling:
+            if self._value.done:
+                self._next, self.calling = _MORE, False
+            return stop, piece
+        self._text += piece
+        if not self._value.done:
+            return stop, None
+        if self._next == _IN_KEY:
+            self._key, self._next = json.loads(self._text), _COLON
+            return stop, None
+        self._next = _MORE
+        return stop, self._take_value(stop)
+
+    def _take_value(self, at: int) -> Named | None:
+        if self._is_arguments:
+            self._early = self._text
+        elif self._key == "name":
+            name = json.loads(self._text)
+            if not is_name(name) or self._name:
+                raise Malformed(at)
+            self._name = name
+        elif self._key == "id" and not self._told:
+            self._id = _as_id(self._text)
+        return self._tell(self._early, at) if self._early and self._name and not self._told else None
+
+    def _object_ends(self, at: int) -> Named | None:
+        if not self._name or (self._bare and not self._told):
+            raise Malformed(at)
+        self.done = True
+        return None if self._told else self._tell("{}", at)
+
+
+def _as_id(text: str) -> str:
+    value = json.loads(text)
+    return value if isinstance(value, str) and value.isalnum() and len(value) <= 64 else ""
+
+
+class CallArray(Body):
+    """`[{…}, {…}]` of call objects."""
+
+    def __init__(self, known: Collection[str] | None = None) -> None:
+        self._known = known
+        self._object: CallObject | None = None
+        self._opened = False
+        self._comma = False  # what comes next is not the first object
+
+    def push(self, text: str, at: int) -> tuple[int, Named | str | None]:
+        """See Body."""
+        while at < len(text) and not self.done:
+            if self._object is not None:
+                at, news = self._object.push(text, at)
+                self.calling = self._object.calling
+                if self._object.done:
+                    self._object, self._comma = None, True
+                if news:
+                    return at, news
+                continue
+            at = skip_spaces(text, at)
+            if at < len(text):
+                at = self._structure(text, at)
+        return at, None
+
+    def _structure(self, text: str, at: int) -> int:
+        char = text[at]
+        if not self._opened and char == "[":
+            self._opened = True
+        elif self._opened and char == "]":
+            self.done = True
+        elif self._opened and char == "," and self._comma:
+            self._comma = False
+        elif self._opened and char == "{" and not self._comma:
+            self._object = CallObject(self._known)
+            return at
+        else:
+            raise Malformed(at)
+        return at + 1

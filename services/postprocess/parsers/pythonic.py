@@ -1,0 +1,115 @@
+"""Pythonic calls of Llama 3.2 and 4: `[get_weather(city="Paris"), get_time()]`, told as JSON while they come."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection
+
+from services.postprocess.parsers.bare import BareCallParser
+from services.postprocess.parsers.calls import Body, Named
+from services.postprocess.parsers.json_scan import Malformed, skip_spaces
+from services.postprocess.parsers.objects import NAME_AT_MOST
+from services.postprocess.parsers.py_literal import PyLiteral
+
+_WORD = re.compile(r"[A-Za-z_0-9.\-]*").match
+_IS_FUNCTION = re.compile(r"[A-Za-z_][A-Za-z_0-9.\-]*").fullmatch
+
+# What may come next.
+_OPEN, _FIRST_CALL, _CALL, _FUNCTION, _FIRST_KEY, _KEY, _IN_KEY, _VALUE, _NEXT_KEY, _NEXT_CALL = range(10)
+
+
+class PythonicBody(Body):
+    """A list of calls.
+
+    Args:
+        known: names that are calls at all; None for any.
+    """
+
+    def __init__(self, known: Collection[str] | None = None) -> None:
+        self._known = known
+        self._next = _OPEN
+        self._word = ""
+        self._spaced = False  # white space follows the word: it is over
+        self._literal = PyLiteral()
+        self._empty = True  # the call under way has no arguments yet
+
+    def push(self, text: str, at: int) -> tuple[int, Named | str | None]:
+        """See Body."""
+        news: Named | str | None = None
+        while at < len(text) and not news and not self.done:
+            if self._next in (_FUNCTION, _IN_KEY):
+                at, news = self._read_word(text, at)
+            elif self._next == _VALUE:
+                at, news = self._literal.push(text, at)
+                if self._literal.done:
+                    self._next = _NEXT_KEY
+            else:
+                at = skip_spaces(text, at)
+                if at < len(text):
+                    at, news = self._structure(text, at)
+        return at, news or None
+
+    def _read_word(self, text: str, at: int) -> tuple[int, Named | str | None]:
+        found = _WORD(text, at)
+        assert found is not None
+        room = at if self._spaced else at + NAME_AT_MOST - len(self._word)
+        if room < found.end():
+            raise Malformed(room)
+        self._word += found[0]
+        at = skip_spaces(text, found.end())
+        self._spaced = self._spaced or at > found.end()
+        if at == len(text):
+            return at, None
+        closing = "(" if self._next == _FUNCTION else "="
+        if text[at] != closing or not _IS_FUNCTION(self._word):
+            raise Malformed(at)
+        word, self._word, self._spaced = self._word, "", False
+        if closing == "=":
+            self._next, self._literal = _VALUE, PyLiteral()
+            lead, self._empty = "{" if self._empty else ", ", False
+            return at + 1, f"{lead}{json.dumps(word)}: "
+        if self._known is not None and word not in self._known:
+            raise Malformed(at)
+        self._next, self._empty, self.calling = _FIRST_KEY, True, True
+        return at + 1, Named(word)
+
+    def _structure(self, text: str, at: int) -> tuple[int, str | None]:
+        char, expected = text[at], self._next
+        if expected == _OPEN and char == "[":
+            self._next = _FIRST_CALL
+        elif expected in (_FIRST_KEY, _NEXT_KEY, _KEY) and char == ")":
+            self._next, self.calling = _NEXT_CALL, False
+            return at + 1, "{}" if self._empty else "}"
+        elif expected == _NEXT_KEY and char == ",":
+            self._next = _KEY
+        elif expected == _NEXT_CALL and char == ",":
+            self._next = _CALL
+        elif expected == _NEXT_CALL and char == "]":
+            self.done = True
+        elif expected in (_FIRST_CALL, _CALL) and _IS_FUNCTION(char):
+            self._next = _FUNCTION
+            return at, None
+        elif expected in (_FIRST_KEY, _KEY) and _IS_FUNCTION(char):
+            self._next = _IN_KEY
+            return at, None
+        else:
+            raise Malformed(at)
+        return at + 1, None
+
+
+class PythonicParser(BareCallParser):
+    """Calls of Llama 3.2 and 4. A list that calls none of the tools is an answer."""
+
+    starts = ("<|python_start|>", "<|python_tag|>")
+    ends = ("<|python_end|>",)
+    markers = frozenset(starts + ends)
+    opening = "["
+
+    def body(self) -> Body:
+        """See CallParser."""
+        return PythonicBody()
+
+    def bare_body(self) -> Body:
+        """See BareCallParser."""
+        return PythonicBody(self.context.names or None)

@@ -1,0 +1,123 @@
+"""Reasoning between tags: `<think>…</think>` and its kin, before the answer."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from services.postprocess.parsers.contract import Parser, ParserContext
+from services.postprocess.parsers.events import Content, Event, Reasoning
+from services.postprocess.parsers.markers import Markers, SpaceGate
+
+_OPENING, _THINKING, _AFTER, _ANSWER = range(4)
+
+
+class ThinkParser(Parser):
+    """One block of reasoning at the beginning of the answer; white space beside the tags belongs to them.
+
+    Where it begins is seen, not guessed: the prompt ends with the opening tag, or the answer begins with it. A prompt
+    that ends with the closing tag means that thinking is switched off: all of the answer is content. Output that a
+    grammar constrains is no reasoning, even where the prompt ends with the opening tag.
+
+    Attributes:
+        start, end: the tags.
+        implied: the model thinks although nobody wrote the opening tag.
+    """
+
+    start: ClassVar[str] = "<think>"
+    end: ClassVar[str] = "</think>"
+    implied: ClassVar[bool] = False
+
+    def __init_subclass__(cls) -> None:
+        cls._tags = Markers(cls.end)
+        cls.markers = frozenset((cls.start, cls.end))
+
+    _tags: ClassVar[Markers] = Markers(end)
+    markers = frozenset((start, end))
+
+    def __init__(self, context: ParserContext) -> None:
+        super().__init__(context)
+        tail = context.prompt_tail.rstrip()
+        opened = tail.endswith(self.start)
+        closed = tail.endswith(self.end)
+        self._state = _ANSWER if closed else _OPENING
+        self._thinks_first = opened or (self.implied and not context.guided)
+        self.reasoning = self._thinks_first and not closed
+        self._told = False  # some reasoning
+        self._buffer = ""
+        self._gate = SpaceGate()
+
+    def feed(self, text: str) -> list[Event]:
+        """See Parser."""
+        events: list[Event] = []
+        if self._state == _ANSWER:
+            return [Content(text)]
+        self._buffer += text
+        if self._state == _OPENING:
+            self._open(events)
+        if self._state == _THINKING:
+            self._think(events)
+        if self._state == _AFTER:
+            self._skip_spaces()
+        if self._state == _ANSWER and self._buffer:
+            events.append(Content(self._buffer))
+            self._buffer = ""
+        return events
+
+    def _open(self, events: list[Event]) -> None:
+        begun = self._buffer.lstrip()
+        if begun.startswith(self.start):
+            self._state, self._buffer = _THINKING, begun[len(self.start) :]
+            self.reasoning = True
+        elif self.start.startswith(begun):  # nothing but white space and the beginning of the tag
+            return
+        elif self._thinks_first and not (self.context.guided and begun[0] in "{["):
+            self._state, self.reasoning = _THINKING, True
+        else:
+            self._state, self.reasoning = _ANSWER, False
+
+    def _think(self, events: list[Event]) -> None:
+        before, marker, self._buffer = self._tags.split(self._buffer)
+        if before and (certain := self._gate.text(before)):
+            self._reason(certain, events)
+        if marker:
+            self._gate.marker()
+            self._state, self.reasoning = _AFTER, False
+
+    def _reason(self, text: str, events: list[Event]) -> None:
+        text = text if self._told else text.lstrip()
+        if text:
+            self._told = True
+            events.append(Reasoning(text))
+
+    def _skip_spaces(self) -> None:
+        self._buffer = self._buffer.lstrip()
+        if self._buffer:
+            self._state = _ANSWER
+
+    def finish(self) -> list[Event]:
+        """See Parser."""
+        events: list[Event] = []
+        text, self._buffer = self._buffer, ""
+        if self.reasoning:
+            self._reason(self._gate.flush() + text, events)
+        elif text:
+            events.append(Content(text))
+        return events
+
+    @property
+    def held(self) -> str:
+        """See Parser."""
+        return self._gate.held + self._buffer
+
+
+class ImpliedThinkParser(ThinkParser):
+    """For models that think always, even when neither prompt nor answer has the opening tag, as DeepSeek R1."""
+
+    implied = True
+
+
+class MistralThinkParser(ThinkParser):
+    """Magistral's `[THINK]…[/THINK]`."""
+
+    start = "[THINK]"
+    end = "[/THINK]"
