@@ -10,16 +10,21 @@ from typing import Any, NamedTuple, NoReturn
 
 import jinja2
 from jinja2 import nodes
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from services.common.errors import SluiceError, invalid
-from services.preprocess.shaping import as_templates_expect
+from services.preprocess.shaping import ContentFormat, as_templates_expect
+from services.preprocess.template_clock import TICK, Clock, Overtime, look_at_clock
 
 KEPT_TEMPLATES = 64
 MAX_TEMPLATE_CHARS = 256 << 10
-_PIECES_BETWEEN_CHECKS = 256
+_MAX_BASE, _MAX_EXPONENT = 1 << 32, 64
+_MAX_PRODUCT = 1 << 40
+_MAX_REPEATED = 1 << 22
 
 
 class Refusal(jinja2.TemplateError):
@@ -56,24 +61,50 @@ def _strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
 
 
+class _Environment(ImmutableSandboxedEnvironment):
+    """A sandbox in which no single operator makes something huge, not even while a template is compiled."""
+
+    intercepted_binops = frozenset(("**", "*"))
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """See Jinja; SecurityError for what would be huge."""
+        if operator == "**" and (_magnitude(left) > _MAX_BASE or _magnitude(right) > _MAX_EXPONENT):
+            raise SecurityError("a power is too large")
+        if operator == "*" and _magnitude(left) * _magnitude(right) > _most(left, right):
+            raise SecurityError("a product is too large")
+        return super().call_binop(context, operator, left, right)
+
+
+def _magnitude(value: Any) -> float:
+    if isinstance(value, int | float):
+        return abs(value)
+    return len(value) if isinstance(value, str | bytes | list | tuple) else 1
+
+
+def _most(left: Any, right: Any) -> int:
+    return _MAX_PRODUCT if isinstance(left, int | float) and isinstance(right, int | float) else _MAX_REPEATED
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
+    environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols], cache_size=0
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
+    setattr(environment, TICK, _CLOCK.tick)
     return environment
 
 
+_CLOCK = Clock()
 _ENVIRONMENT = _environment()
 
 
 class Compiled(NamedTuple):
-    """A template ready to run, and whether it walks over content parts."""
+    """A template ready to run, and the form of messages' content it is written for."""
 
     template: jinja2.Template
-    wants_parts: bool
+    content: ContentFormat
 
 
 @lru_cache(maxsize=KEPT_TEMPLATES)
@@ -86,7 +117,9 @@ def compiled(source: str) -> Compiled:
     if len(source) > MAX_TEMPLATE_CHARS:
         raise invalid(f"The chat template is longer than {MAX_TEMPLATE_CHARS:,} characters.", param="chat_template")
     try:
-        return Compiled(_ENVIRONMENT.from_string(source), wants_parts(source))
+        tree = _ENVIRONMENT.parse(source)
+        content = content_format(tree)
+        return Compiled(_ENVIRONMENT.from_string(look_at_clock(tree)), content)
     except jinja2.TemplateSyntaxError as error:
         raise invalid(
             f"The chat template has a syntax error in line {error.lineno}: {_ended(error.message)}",
@@ -99,8 +132,8 @@ def compiled(source: str) -> Compiled:
 def render(source: str, variables: dict[str, Any], limit_s: float, max_chars: int) -> str:
     """Runs a template.
 
-    Time and size are checked between the pieces a template emits. That bounds honest templates; one that may be
-    hostile belongs into `template_process`, because it can spin without emitting anything.
+    Time is checked in every loop, size between the pieces a template emits. That bounds honest templates; one that may
+    be hostile belongs into `template_process`, because it can spend any time and memory in one expression.
 
     Args:
         source: the template.
@@ -111,9 +144,9 @@ def render(source: str, variables: dict[str, Any], limit_s: float, max_chars: in
     Raises:
         SluiceError: INVALID_ARGUMENT; param "messages" when the template refuses the messages, else "chat_template".
     """
-    template, parts = compiled(source)
-    variables = {**variables, "messages": as_templates_expect(variables["messages"], parts)}
-    deadline = monotonic() + limit_s
+    template, content = compiled(source)
+    variables = {**variables, "messages": as_templates_expect(variables["messages"], content)}
+    _CLOCK.deadline = monotonic() + limit_s
     pieces: list[str] = []
     size = 0
     try:
@@ -122,11 +155,11 @@ def render(source: str, variables: dict[str, Any], limit_s: float, max_chars: in
             size += len(piece)
             if size > max_chars:
                 raise _too_long(max_chars)
-            if not len(pieces) % _PIECES_BETWEEN_CHECKS and monotonic() > deadline:
-                raise took_too_long(limit_s)
         return "".join(pieces)
     except SluiceError:
         raise
+    except Overtime:
+        raise took_too_long(limit_s) from None
     except Exception as error:  # a template is a program: it can fail in every way
         raise _failure(error) from error
 
@@ -155,18 +188,22 @@ def _ended(sentence: str | None) -> str:
     return (sentence or "").rstrip(". ") + "."
 
 
-def wants_parts(source: str) -> bool:
-    """Whether a template walks over the parts of a message's content; otherwise it expects one string."""
-    tree = _ENVIRONMENT.parse(source)
+def content_format(tree: nodes.Template) -> ContentFormat:
+    """Parts where a template walks over a message's content, otherwise one string."""
     names = {
         assign.target.name
         for assign in tree.find_all(nodes.Assign)
         if isinstance(assign.target, nodes.Name) and _is_content(assign.node)
     }
-    return any(
-        _is_content(loop.iter) or (isinstance(loop.iter, nodes.Name) and loop.iter.name in names)
-        for loop in tree.find_all(nodes.For)
-    )
+
+    def is_content(node: nodes.Node) -> bool:
+        return _is_content(node) or (isinstance(node, nodes.Name) and node.name in names)
+
+    if not any(is_content(loop.iter) for loop in tree.find_all(nodes.For)):
+        return ContentFormat.STRING
+    if any(test.name == "string" and is_content(test.node) for test in tree.find_all(nodes.Test)):
+        return ContentFormat.EITHER
+    return ContentFormat.PARTS
 
 
 def _is_content(node: nodes.Node) -> bool:

@@ -145,3 +145,94 @@ def test_closed_processes_are_gone() -> None:
     assert process.alive
     made.close()
     assert not process.alive
+
+
+ENDLESS = {
+    "spins": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "spins in a macro": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(40) }}",
+    "spins in a call": "{% macro f() %}{% for i in range(9999) %}{{ caller() }}{% endfor %}{% endmacro %}"
+    "{% call f() %}{% for i in range(9999) %}{% endfor %}{% endcall %}",
+    "spins on content": "{% if messages[0].content %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}"
+    "{% endfor %}{% endif %}",
+}
+
+
+@pytest.mark.parametrize("source", ENDLESS.values(), ids=ENDLESS.keys())
+def test_a_models_own_template_that_does_not_end_is_ended(source: str) -> None:
+    with pytest.raises(SluiceError, match=r"did not finish within 0\.2 s") as caught:
+        templates.render(source, {"messages": MESSAGES}, limit_s=0.2, max_chars=10_000_000)
+    assert (caught.value.kind, caught.value.param) == (ErrorKind.INVALID_ARGUMENT, "chat_template")
+    assert run("{% for m in messages %}{{ m.role }}{% endfor %}")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ 9 ** (9 ** (9 ** 9)) }}",
+        "{{ 'a' * 10 ** 12 }}",
+        "{{ 10 ** 12 * 'ab' }}",
+        "{% set n = 10 ** 12 %}{{ [1] * n }}",
+        "{{ 2.0 ** 9999 }}",
+    ],
+)
+def test_no_operator_makes_something_huge_not_even_while_compiling(source: str) -> None:
+    with pytest.raises(SluiceError, match="too large") as caught:
+        run(source)
+    assert caught.value.param == "chat_template"
+    assert run("{{ 2 ** 10 }} {{ '-' * 20 }} {{ 3 * 4 }} {{ 1.5 * 2 }}") == "1024 -------------------- 12 3.0"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ raise_exception.__globals__.os }}",
+        "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+        "{{ self.__init__.__globals__ }}",
+        "{% include '/etc/passwd' %}",
+        "{% import 'os' as os %}",
+    ],
+)
+def test_a_template_does_not_get_out_of_the_sandbox(source: str) -> None:
+    with pytest.raises(SluiceError) as caught:
+        run(source)
+    assert (caught.value.kind, caught.value.param) == (ErrorKind.INVALID_ARGUMENT, "chat_template")
+    assert "root:" not in caught.value.message
+
+
+FORMS = {
+    "string": "{% for m in messages %}{{ m.content }}|{% endfor %}",
+    "parts": "{% for m in messages %}{% for p in m.content %}{{ p.text }}|{% endfor %}{% endfor %}",
+    "either": "{% for m in messages %}{% set c = m['content'] %}{% if c is string %}{{ c }}|{% else %}"
+    "{% for p in c %}{{ p.text }}|{% endfor %}{% endif %}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_content_has_the_form_that_the_template_is_written_for(form: str) -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [{"role": "user", "content": parts}, {"role": "user", "content": "c"}]
+    text = run(FORMS[form], messages)
+    assert text == ("a\nb|c|" if form == "string" else "a|b|c|")
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_reasoning_of_earlier_turns_has_the_name_that_the_template_reads(name: str) -> None:
+    message = {"role": "assistant", "content": "x", name: "hm"}
+    for read in ("reasoning", "reasoning_content"):
+        assert run("{{ messages[0][read] }}", [message], read=read) == "hm"
+
+
+def test_parallel_calls_and_their_results_reach_the_template() -> None:
+    calls = [{"id": f"c{i}", "type": "function", "function": {"name": f"f{i}", "arguments": {"a": i}}} for i in (1, 2)]
+    messages = [
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        *({"role": "tool", "content": f"r{i}", "tool_call_id": f"c{i}"} for i in (1, 2)),
+    ]
+    source = (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.id }}={{ c.function.name }}"
+        "({{ c.function.arguments.a }});{% endfor %}{% if m.role == 'tool' %}{{ m.tool_call_id }}:{{ m.content }};"
+        "{% endif %}{% endfor %}"
+    )
+    assert run(source, messages) == "c1=f1(1);c2=f2(2);c1:r1;c2:r2;"
