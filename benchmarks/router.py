@@ -47,6 +47,8 @@ async def ask_all(
                 caller = Caller(stub, documents[length], by_hashes)
                 await caller.at_rate(rate, min(for_s, 1))  # warm-up
                 seconds = await caller.at_rate(rate, for_s)
+                decided = await caller.decision_seconds(len(seconds))
+                nothing = await caller.at_rate(rate, min(for_s, 1), caller.do_nothing)
                 used = sum(process.cpu_times()[:2])
                 answers, took = await caller.as_fast_as_possible(for_s / 2, AT_ONCE)
                 row = {
@@ -55,6 +57,8 @@ async def ask_all(
                     "tokens": length,
                     "by": "hashes" if by_hashes else "token ids",
                     "ms": percentiles_ms(seconds),
+                    "decision_ms": percentiles_ms(decided),
+                    "empty_rpc_ms": percentiles_ms(nothing),
                     "per_s": answers / took,
                     "router_cpu_us": 1e6 * (sum(process.cpu_times()[:2]) - used) / answers,
                     "store_bytes_per_block": per_block,
@@ -78,12 +82,25 @@ def local_table(rows: list[dict[str, Any]]) -> Table:
 def remote_table(rows: list[dict[str, Any]], rate: float) -> Table:
     """Figures of decisions."""
     table = Table(title=f"RouteQuery with booking; latency at {rate:g}/s, then {AT_ONCE} at once")
-    for title in ("store", "workers", "tokens", "by", "p50 ms", "p90 ms", "p99 ms", "per s", "router CPU µs"):
+    for title in (
+        "store",
+        "workers",
+        "tokens",
+        "by",
+        "p50 ms",
+        "p90 ms",
+        "p99 ms",
+        "decision",
+        "empty RPC",
+        "per s",
+        "CPU µs",
+    ):
         table.add_column(title, justify="left" if title in ("store", "by") else "right")
     for row in rows:
         times = [f"{value:.2f}" for value in row["ms"].values()]
+        parts = [f"{row[key]['p50']:.2f} / {row[key]['p99']:.2f}" for key in ("decision_ms", "empty_rpc_ms")]
         speed = [f"{row['per_s']:,.0f}", f"{row['router_cpu_us']:,.0f}"]
-        table.add_row(row["store"], f"{row['workers']:,}", f"{row['tokens']:,}", row["by"], *times, *speed)
+        table.add_row(row["store"], f"{row['workers']:,}", f"{row['tokens']:,}", row["by"], *times, *parts, *speed)
     return table
 
 

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from array import array
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -215,19 +215,32 @@ class Caller:
         if len(self._taken) >= 32:
             await self.free()
 
+    async def do_nothing(self) -> None:
+        """The cheapest RPC there is: what gRPC and this machine take anyway."""
+        started = time.perf_counter()
+        await self._stub.MarkPrefillComplete(router_pb2.MarkPrefillCompleteRequest())
+        self.seconds.append(time.perf_counter() - started)
+
+    async def decision_seconds(self, most: int) -> list[float]:
+        """How long the router says its last decisions took, Redis' round trip included."""
+        answer = await self._stub.GetDecisions(router_pb2.GetDecisionsRequest(model=MODEL, limit=most))
+        return [decision.decision_us / 1e6 for decision in answer.decisions]
+
     async def free(self) -> None:
         """Gives back what was booked."""
         taken, self._taken = self._taken, []
         await self._stub.FreeRequest(router_pb2.FreeRequestRequest(reservation_ids=taken))
 
-    async def at_rate(self, per_s: float, for_s: float) -> list[float]:
+    async def at_rate(
+        self, per_s: float, for_s: float, step: Callable[[], Coroutine[Any, Any, None]] | None = None
+    ) -> list[float]:
         """Asks at fixed times, whatever the answers take; returns the seconds each took."""
         self.seconds = []
         started = time.perf_counter()
         async with asyncio.TaskGroup() as asking:
             for number in range(int(per_s * for_s)):
                 await asyncio.sleep(max(started + number / per_s - time.perf_counter(), 0))
-                asking.create_task(self.ask())
+                asking.create_task((step or self.ask)())
         await self.free()
         return self.seconds.copy()
 
