@@ -93,6 +93,17 @@ class StopRules:
 
 
 @dataclass(frozen=True, slots=True)
+class Parsing:
+    """How the answer is taken apart; `auto` is what the model needs, empty is not at all."""
+
+    tool_parser: str = ""
+    reasoning_parser: str = ""
+    tools_json: bytes = b""
+    tool_choice_json: bytes = b""
+    single_tool_call: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One prompt and how to continue it, `choices` times."""
 
@@ -103,6 +114,7 @@ class GenerationRequest:
     sampling: Sampling
     stop: StopRules
     skip_special_tokens: bool = True
+    parsing: Parsing | None = None
     priority: int = 0
     lora: str = ""
     cache_salt: str = ""
@@ -146,6 +158,8 @@ class Finish:
     stop_string: str = ""
     stop_token_id: int | None = None
     completion_tokens: int = 0
+    reasoning_tokens: int = 0
+    degraded: tuple[str, ...] = ()
 
 
 class Sink(Protocol):
@@ -155,6 +169,12 @@ class Sink(Protocol):
     """
 
     def text(self, piece: str) -> None: ...
+
+    def reasoning(self, piece: str) -> None:
+        """The next text of the model's thinking."""
+
+    def tool_call(self, call: int, call_id: str, name: str, arguments: str) -> None:
+        """The next piece of call number `call`; id and name come with its first piece only."""
 
     def finish(self, finish: Finish) -> None: ...
 

@@ -51,6 +51,11 @@ class Generation:
         """Tokens generated, over all choices."""
         return sum(stream.completion_tokens for stream in self.streams)
 
+    @property
+    def reasoning_tokens(self) -> int:
+        """Of them, those inside the model's thinking."""
+        return sum(stream.reasoning_tokens for stream in self.streams)
+
     def cancel(self) -> None:
         """Stops whatever still runs; the sinks hear nothing more."""
         for stream in self.streams:

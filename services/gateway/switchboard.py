@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
 from time import perf_counter
 
@@ -34,11 +35,13 @@ class LiveStream:
         "cached_tokens",
         "completion_tokens",
         "computed",
+        "degraded",
         "engine_done",
         "first_text_at",
         "model",
         "post",
         "prompt_tokens",
+        "reasoning_tokens",
         "reservation_id",
         "sink",
         "slot",
@@ -57,6 +60,8 @@ class LiveStream:
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.completion_tokens = 0
+        self.reasoning_tokens = 0
+        self.degraded: tuple[str, ...] = ()
         self.computed = False  # its prompt
         self.engine_done = False
         self.active = True  # said something since the last sweep
@@ -194,12 +199,41 @@ class Switchboard:
                 stream.first_text_at = perf_counter()
             stream.sink.text(piece)
 
+    def on_reasoning(self, slot: int, piece: str) -> None:
+        """The next reasoning of a stream."""
+        stream = self._spoken(slot)
+        if stream is not None:
+            stream.sink.reasoning(piece)
+
+    def on_tool_call(self, slot: int, call: int, call_id: str, name: str, arguments: str) -> None:
+        """The next piece of a tool call of a stream."""
+        stream = self._spoken(slot)
+        if stream is not None:
+            stream.sink.tool_call(call, call_id, name, arguments)
+
+    def on_degraded(self, slot: int, reason: str) -> None:
+        """A stream goes on with a fallback."""
+        stream = self._streams.get(slot)
+        if stream is not None and reason not in stream.degraded:
+            stream.degraded += (reason,)
+            self._metrics.degraded(reason)
+            if stream.span is not None:
+                stream.span.add_event("degraded", {"reason": reason})
+
+    def _spoken(self, slot: int) -> LiveStream | None:
+        stream = self._streams.get(slot)
+        if stream is not None:
+            stream.active = True
+            stream.first_text_at = stream.first_text_at or perf_counter()
+        return stream
+
     def on_finished(self, slot: int, finish: Finish) -> None:
         """Postprocess has said everything; when it found the end itself, the engine is stopped."""
         stream = self._streams.get(slot)
         if stream is None:
             return
         stream.completion_tokens = finish.completion_tokens
+        stream.reasoning_tokens = finish.reasoning_tokens
         self._forget(stream)
         if not stream.engine_done:
             stream.worker.cancel(slot)
@@ -207,7 +241,7 @@ class Switchboard:
         if stream.span is not None:
             stream.span.set_attribute("output_tokens", finish.completion_tokens)
             stream.span.end()
-        stream.sink.finish(finish)
+        stream.sink.finish(replace(finish, degraded=stream.degraded) if stream.degraded else finish)
 
     # --- failures ---
 

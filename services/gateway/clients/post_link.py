@@ -25,6 +25,15 @@ class TextEvents(Protocol):
     def on_text(self, slot: int, piece: str) -> None:
         """The next text of a stream."""
 
+    def on_reasoning(self, slot: int, piece: str) -> None:
+        """The next reasoning of a stream."""
+
+    def on_tool_call(self, slot: int, call: int, call_id: str, name: str, arguments: str) -> None:
+        """The next piece of a tool call of a stream."""
+
+    def on_degraded(self, slot: int, reason: str) -> None:
+        """A stream goes on with a fallback."""
+
     def on_finished(self, slot: int, finish: Finish) -> None:
         """A stream is over."""
 
@@ -63,7 +72,7 @@ class PostLink(Link[postprocess_pb2.PostSessionRequest, postprocess_pb2.TextBatc
         trace: common_pb2.TraceContext | None,
     ) -> None:
         """Opens a stream; its text comes to the events under `slot`."""
-        stop = request.stop
+        stop, parsing = request.stop, request.parsing
         options = postprocess_pb2.StreamOptions(
             model=request.model,
             skip_special_tokens=request.skip_special_tokens,
@@ -75,6 +84,12 @@ class PostLink(Link[postprocess_pb2.PostSessionRequest, postprocess_pb2.TextBatc
             prompt_tail=prompt.prompt_tail,
             ignore_eos=stop.ignore_eos,
         )
+        if parsing is not None:
+            options.tool_parser = parsing.tool_parser
+            options.reasoning_parser = parsing.reasoning_parser
+            options.tools_json = parsing.tools_json
+            options.tool_choice_json = parsing.tool_choice_json
+            options.single_tool_call = parsing.single_tool_call
         self._opens.append(postprocess_pb2.OpenStream(slot=slot, request_id=request_id, options=options, trace=trace))
         self._wake()
 
@@ -143,8 +158,7 @@ class PostLink(Link[postprocess_pb2.PostSessionRequest, postprocess_pb2.TextBatc
             self._on_event(event)
 
     def _on_event(self, event: postprocess_pb2.StreamEvent) -> None:
-        if event.text:
-            self._events.on_text(event.slot, event.text)
+        self._tell(event)
         if event.finish_reason == common_pb2.FINISH_REASON_ERROR:
             self._events.on_failed(event.slot, from_detail(event.error))
         elif event.finish_reason:
@@ -155,8 +169,19 @@ class PostLink(Link[postprocess_pb2.PostSessionRequest, postprocess_pb2.TextBatc
                     stop_string=event.stop_string,
                     stop_token_id=event.stop_token_id if event.HasField("stop_token_id") else None,
                     completion_tokens=event.tokens_seen,
+                    reasoning_tokens=event.reasoning_tokens,
                 ),
             )
+
+    def _tell(self, event: postprocess_pb2.StreamEvent) -> None:
+        if event.text:
+            self._events.on_text(event.slot, event.text)
+        if event.reasoning:
+            self._events.on_reasoning(event.slot, event.reasoning)
+        for call in event.tool_calls:
+            self._events.on_tool_call(event.slot, call.index, call.id, call.name, call.arguments)
+        if event.degraded:
+            self._events.on_degraded(event.slot, event.degraded)
 
     def _reset(self) -> None:
         self._opens.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -30,13 +31,42 @@ def stop_reason(finish: Finish) -> str | int | None:
     return finish.stop_string or None
 
 
-def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call of a whole answer; `arguments` is JSON text as the model wrote it."""
+
+    id: str
+    name: str
+    arguments: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """The object that OpenAI's API has for it."""
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole choice."""
+
+    text: str
+    finish: Finish
+    reasoning: str = ""
+    calls: Sequence[ToolCall] = ()
+
+
+def degraded(finish: Finish) -> dict[str, Any]:
+    """Which fallbacks a choice took, an extension; nothing when it took none."""
+    return {"degraded": list(finish.degraded)} if finish.degraded else {}
+
+
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int, reasoning_tokens: int = 0) -> dict[str, Any]:
     """The usage object."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
     }
 
 
@@ -62,31 +92,45 @@ class ChatFormat:
             b'},"logprobs":null,"finish_reason":null}]%b}\n\n' % self._null_usage,
         )
 
+    def reasoning(self, index: int, text: str) -> bytes:
+        """A chunk of the model's thinking, under both names that clients know."""
+        piece = orjson.dumps(text)
+        return self._event(index, b'{"reasoning_content":%b,"reasoning":%b}' % (piece, piece), b"null")
+
+    def tool_call(self, index: int, call: int, call_id: str, name: str, arguments: str) -> bytes:
+        """A chunk of a tool call; the first one of a call has its id and name."""
+        piece: dict[str, Any] = {"index": call}
+        if name:
+            piece |= {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+        else:
+            piece["function"] = {"arguments": arguments}
+        return self._event(index, orjson.dumps({"tool_calls": [piece]}), b"null")
+
     def closing(self, index: int, finish: Finish) -> bytes:
         """The chunk that says how the choice ended."""
-        return self._event(
-            index, b"{}", orjson.dumps(finish_reason(finish)), b',"stop_reason":' + orjson.dumps(stop_reason(finish))
-        )
+        more = {"stop_reason": stop_reason(finish), **degraded(finish)}
+        return self._event(index, b"{}", orjson.dumps(finish_reason(finish)), b"," + orjson.dumps(more)[1:-1])
 
     def usage_event(self, counts: dict[str, Any]) -> bytes:
         """The last chunk, when usage was asked for."""
         body = {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": counts}
         return b"data: " + orjson.dumps(body) + b"\n\n"
 
-    def whole(self, choices: Sequence[tuple[str, Finish]], counts: dict[str, Any]) -> dict[str, Any]:
-        """The answer that is not streamed; `choices` are text and end of each."""
+    def whole(self, choices: Sequence[Answer], counts: dict[str, Any]) -> dict[str, Any]:
+        """The answer that is not streamed."""
         return {
             **self._head,
             "object": "chat.completion",
             "choices": [
                 {
                     "index": index,
-                    "message": {"role": "assistant", "content": text, "refusal": None},
+                    "message": _message(choice),
                     "logprobs": None,
-                    "finish_reason": finish_reason(finish),
-                    "stop_reason": stop_reason(finish),
+                    "finish_reason": finish_reason(choice.finish),
+                    "stop_reason": stop_reason(choice.finish),
+                    **degraded(choice.finish),
                 }
-                for index, (text, finish) in enumerate(choices)
+                for index, choice in enumerate(choices)
             ],
             "usage": counts,
         }
@@ -100,6 +144,15 @@ class ChatFormat:
             more,
             self._null_usage,
         )
+
+
+def _message(choice: Answer) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+    if choice.reasoning:
+        message |= {"reasoning_content": choice.reasoning, "reasoning": choice.reasoning}
+    if choice.calls:
+        message |= {"content": choice.text or None, "tool_calls": [call.as_dict() for call in choice.calls]}
+    return message
 
 
 class CompletionFormat:
@@ -123,6 +176,15 @@ class CompletionFormat:
             b',"logprobs":null,"finish_reason":null}]%b}\n\n' % self._null_usage,
         )
 
+    def reasoning(self, index: int, text: str) -> bytes:
+        """Completions are not parsed: all of the text is text."""
+        before, after = self.text_affixes(index)
+        return before + orjson.dumps(text) + after
+
+    def tool_call(self, index: int, call: int, call_id: str, name: str, arguments: str) -> bytes:
+        """See `reasoning`."""
+        return self.reasoning(index, arguments)
+
     def closing(self, index: int, finish: Finish) -> bytes:
         """The chunk that says how the choice ended."""
         return b'%b%d,"text":"","logprobs":null,"finish_reason":%b,"stop_reason":%b}]%b}\n\n' % (
@@ -137,19 +199,20 @@ class CompletionFormat:
         """The last chunk, when usage was asked for."""
         return b"data: " + orjson.dumps({**self._head, "choices": [], "usage": counts}) + b"\n\n"
 
-    def whole(self, choices: Sequence[tuple[str, Finish]], counts: dict[str, Any]) -> dict[str, Any]:
-        """The answer that is not streamed; `choices` are text and end of each."""
+    def whole(self, choices: Sequence[Answer], counts: dict[str, Any]) -> dict[str, Any]:
+        """The answer that is not streamed."""
         return {
             **self._head,
             "choices": [
                 {
                     "index": index,
-                    "text": text,
+                    "text": choice.text,
                     "logprobs": None,
-                    "finish_reason": finish_reason(finish),
-                    "stop_reason": stop_reason(finish),
+                    "finish_reason": finish_reason(choice.finish),
+                    "stop_reason": stop_reason(choice.finish),
+                    **degraded(choice.finish),
                 }
-                for index, (text, finish) in enumerate(choices)
+                for index, choice in enumerate(choices)
             ],
             "usage": counts,
         }

@@ -10,7 +10,7 @@ import orjson
 from services.common.errors import SluiceError
 from services.gateway.generation import Finish
 from services.gateway.http.event_stream import EventStream
-from services.gateway.openai.answers import DONE, Format, error_event, usage
+from services.gateway.openai.answers import DONE, Answer, Format, ToolCall, error_event, usage
 from services.gateway.pipeline import Generation
 
 
@@ -26,6 +26,7 @@ class Usage:
             sum(generation.prompt_tokens for generation in self.generations),
             sum(generation.completion_tokens for generation in self.generations),
             sum(generation.cached_tokens for generation in self.generations),
+            sum(generation.reasoning_tokens for generation in self.generations),
         )
 
     def cancel(self) -> None:
@@ -34,15 +35,22 @@ class Usage:
             generation.cancel()
 
 
+_TEXT, _REASONING = -1, -2
+"""What waits in a streamed choice; from 0 on it is the number of a call."""
+
+
 class StreamedChoice:
     """One choice of a streamed answer: text waits here until the next write."""
 
-    __slots__ = ("_after", "_before", "_events", "_opened", "ended", "index", "waiting")
+    __slots__ = ("_after", "_before", "_call", "_events", "_head", "_opened", "_ready", "ended", "index", "waiting")
 
     def __init__(self, index: int, events: StreamedChoices, before: bytes, after: bytes) -> None:
         self.index = index
-        self.waiting = ""
+        self.waiting = ""  # of the kind that `_call` says
         self.ended: Finish | None = None
+        self._call = _TEXT
+        self._head = ("", "")  # id and name of the call that waits, if its first piece does
+        self._ready = b""  # events of what came before
         self._events = events
         self._before = before
         self._after = after
@@ -50,10 +58,48 @@ class StreamedChoice:
 
     def text(self, piece: str) -> None:
         """The next text."""
+        if self._call != _TEXT:
+            self._switch(_TEXT)
         self.waiting += piece
         events = self._events
         events.unsent += len(piece)
         events.stream.notify(first=not self._opened)
+
+    def reasoning(self, piece: str) -> None:
+        """The next text of the model's thinking."""
+        if self._call != _REASONING:
+            self._switch(_REASONING)
+        self._add(piece)
+
+    def tool_call(self, call: int, call_id: str, name: str, arguments: str) -> None:
+        """The next piece of a call."""
+        if self._call != call or name:
+            self._switch(call)
+        if name:
+            self._head = (call_id, name)
+        self._add(arguments)
+
+    def _add(self, piece: str) -> None:
+        self.waiting += piece
+        self._events.unsent += len(piece)
+        self._events.stream.notify(first=not self._opened)
+
+    def _switch(self, call: int) -> None:
+        """Something else comes: what waits becomes events."""
+        self._ready += self._written()
+        self._call = call
+
+    def _written(self) -> bytes:
+        if not self.waiting and not self._head[1]:
+            return b""
+        text, self.waiting = self.waiting, ""
+        if self._call == _TEXT:
+            return self._before + orjson.dumps(text) + self._after
+        form = self._events.form
+        if self._call == _REASONING:
+            return form.reasoning(self.index, text)
+        head, self._head = self._head, ("", "")
+        return form.tool_call(self.index, self._call, *head, text)
 
     def finish(self, finish: Finish) -> None:
         """No more text."""
@@ -67,12 +113,14 @@ class StreamedChoice:
     def take(self, form: Format) -> bytes:
         """Events of everything that waits."""
         events = b""
-        if not self._opened and (self.waiting or self.ended):
+        if not self._opened and (self.waiting or self._ready or self._head[1] or self.ended):
             self._opened = True
             events = form.opening(self.index)
-        if self.waiting:
-            text, self.waiting = self.waiting, ""
-            events += self._before + orjson.dumps(text) + self._after
+        if self._ready:
+            events += self._ready
+            self._ready = b""
+        if self.waiting or self._head[1]:
+            events += self._written()
         if self.ended is not None:
             events += form.closing(self.index, self.ended)
             self.ended = None
@@ -88,7 +136,7 @@ class StreamedChoices:
         self.sinks = [StreamedChoice(index, self, *form.text_affixes(index)) for index in range(number)]
         self.unsent = 0
         self.over = False
-        self._form = form
+        self.form = form
         self._include_usage = include_usage
         self._open = number
         self._error: SluiceError | None = None
@@ -123,13 +171,13 @@ class StreamedChoices:
         """Events of everything that waits, with the end of the stream when it is due."""
         self._started = True
         self.unsent = 0
-        events = b"".join([sink.take(self._form) for sink in self.sinks])
+        events = b"".join([sink.take(self.form) for sink in self.sinks])
         if not self.over:
             return events
         if self._error is not None:
             return events + error_event(self._error) + DONE
         if self._include_usage:
-            events += self._form.usage_event(self.usage.counts())
+            events += self.form.usage_event(self.usage.counts())
         return events + DONE
 
 
@@ -138,12 +186,27 @@ class CollectedChoice:
 
     def __init__(self, choices: CollectedChoices) -> None:
         self.pieces: list[str] = []
+        self.thoughts: list[str] = []
+        self.calls: dict[int, tuple[str, str, list[str]]] = {}
         self.ended: Finish | None = None
         self._choices = choices
 
     def text(self, piece: str) -> None:
         """The next text."""
         self.pieces.append(piece)
+
+    def reasoning(self, piece: str) -> None:
+        """The next text of the model's thinking."""
+        self.thoughts.append(piece)
+
+    def tool_call(self, call: int, call_id: str, name: str, arguments: str) -> None:
+        """The next piece of a call."""
+        self.calls.setdefault(call, (call_id, name, []))[2].append(arguments)
+
+    def answer(self, finish: Finish) -> Answer:
+        """What was said, all of it."""
+        calls = [ToolCall(call_id, name, "".join(pieces)) for call_id, name, pieces in self.calls.values()]
+        return Answer("".join(self.pieces), finish, "".join(self.thoughts), calls)
 
     def finish(self, finish: Finish) -> None:
         """No more text."""
@@ -183,8 +246,8 @@ class CollectedChoices:
         self.usage.cancel()
         self.sinks.clear()
 
-    def texts(self) -> Sequence[tuple[str, Finish]]:
-        """Text and end of every choice; SluiceError when one failed."""
+    def answers(self) -> Sequence[Answer]:
+        """Every choice; SluiceError when one failed."""
         if self.error is not None:
             raise self.error
-        return [("".join(sink.pieces), sink.ended) for sink in self.sinks if sink.ended is not None]
+        return [sink.answer(sink.ended) for sink in self.sinks if sink.ended is not None]

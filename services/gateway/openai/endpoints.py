@@ -96,7 +96,7 @@ class OpenAIEndpoints:
         try:
             if not await run_unless_gone(request.receive, choices.done, choices.usage.cancel):
                 return Response(status_code=CLIENT_CLOSED_REQUEST)
-            answer = form.whole(choices.texts(), choices.usage.counts())
+            answer = form.whole(choices.answers(), choices.usage.counts())
         finally:
             choices.cancel()
         response = Response(orjson.dumps(answer), media_type="application/json")
@@ -121,5 +121,8 @@ class OpenAIEndpoints:
 
 def _mark_degraded(response: Response, usage: Usage) -> None:
     reasons = {reason for generation in usage.generations for reason in generation.degraded}
+    reasons |= {
+        reason for generation in usage.generations for stream in generation.streams for reason in stream.degraded
+    }
     if reasons:
         response.headers["x-sluice-degraded"] = ",".join(sorted(reasons))

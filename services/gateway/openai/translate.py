@@ -11,6 +11,7 @@ from services.common.packing import pack_u32
 from services.gateway.generation import (
     ChatPrompt,
     GenerationRequest,
+    Parsing,
     Prompt,
     Sampling,
     StopRules,
@@ -35,8 +36,15 @@ def chat_request(
         continue_final_message=bool(fields.continue_final_message),
         documents_json=_dump(body.get("documents")),
     )
+    parsing = Parsing(
+        tool_parser="auto" if fields.tools and fields.tool_choice != "none" else "",
+        reasoning_parser="auto",
+        tools_json=prompt.tools_json,
+        tool_choice_json=prompt.tool_choice_json,
+        single_tool_call=fields.parallel_tool_calls is False,
+    )
     max_tokens = fields.max_completion_tokens if fields.max_completion_tokens is not None else fields.max_tokens
-    return _request(fields, prompt, request_id, max_tokens, max_choices)
+    return _request(fields, prompt, request_id, max_tokens, max_choices, parsing)
 
 
 def completion_requests(fields: CompletionRequest, request_id: str, max_choices: int) -> list[GenerationRequest]:
@@ -65,7 +73,12 @@ def completion_requests(fields: CompletionRequest, request_id: str, max_choices:
 
 
 def _request(
-    fields: GenerationFields, prompt: Prompt, request_id: str, max_tokens: int | None, max_choices: int
+    fields: GenerationFields,
+    prompt: Prompt,
+    request_id: str,
+    max_tokens: int | None,
+    max_choices: int,
+    parsing: Parsing | None = None,
 ) -> GenerationRequest:
     choices = fields.n or 1
     if choices > max_choices:
@@ -100,6 +113,7 @@ def _request(
             include_stop_string=bool(fields.include_stop_str_in_output),
         ),
         skip_special_tokens=fields.skip_special_tokens is not False,
+        parsing=parsing,
         priority=fields.priority or 0,
         cache_salt=fields.cache_salt or "",
     )
@@ -124,12 +138,6 @@ def _refuse_unsupported_chat(fields: ChatCompletionRequest) -> None:
         )
     if fields.modalities not in (None, ["text"]):
         raise invalid("Only the modality 'text' is supported.", param="modalities", code="unsupported_parameter")
-    if fields.tool_choice not in (None, "none", "auto"):
-        raise invalid(
-            "tool_choice can be 'none' or 'auto'; a call cannot be enforced with this model.",
-            param="tool_choice",
-            code="unsupported_parameter",
-        )
 
 
 def _dump(value: Any) -> bytes:

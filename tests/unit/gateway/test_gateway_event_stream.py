@@ -13,7 +13,7 @@ from services.gateway.generation import Finish, FinishReason
 from services.gateway.http.event_stream import EventStream
 from services.gateway.http.pacing import Pacer
 from services.gateway.openai.answers import ChatFormat, CompletionFormat
-from services.gateway.openai.choices import StreamedChoices
+from services.gateway.openai.choices import CollectedChoices, StreamedChoices
 
 
 class Client:
@@ -231,3 +231,84 @@ def test_errors_without_a_status_of_their_own_are_500() -> None:
     from services.common.errors import ErrorKind
 
     assert SluiceError(ErrorKind.INTERNAL_UNKNOWN, "x").http_status == 500
+
+
+async def test_reasoning_text_and_calls_keep_their_order_and_wait_together() -> None:
+    choices, stream = make(usage=True)
+    client = Client()
+    serving = serve(stream, client)
+    sink = choices.sinks[0]
+    for piece in ("hm ", '"ü"'):
+        sink.reasoning(piece)
+    sink.text("Well")
+    sink.tool_call(0, "call_a", "f", "")
+    sink.tool_call(0, "", "", '{"a"')
+    sink.tool_call(0, "", "", ": 1}")
+    sink.tool_call(1, "call_b", "g", "{}")
+    sink.text("?")
+    sink.finish(Finish(FinishReason.TOOL_CALLS, degraded=("tool_call_malformed",)))
+    await asyncio.wait_for(serving, 5)
+    deltas = [event["choices"][0]["delta"] for event in client.events[:-2]]
+    assert deltas == [
+        {"role": "assistant", "content": ""},
+        {"reasoning_content": 'hm "ü"', "reasoning": 'hm "ü"'},
+        {"content": "Well"},
+        {
+            "tool_calls": [
+                {
+                    "index": 0,
+                    "id": "call_a",
+                    "type": "function",
+                    "function": {"name": "f", "arguments": '{"a": 1}'},
+                }
+            ]
+        },
+        {
+            "tool_calls": [
+                {"index": 1, "id": "call_b", "type": "function", "function": {"name": "g", "arguments": "{}"}}
+            ]
+        },
+        {"content": "?"},
+        {},
+    ]
+    closing, counts = client.events[-3]["choices"][0], client.events[-2]["usage"]
+    assert (closing["finish_reason"], closing["degraded"]) == ("tool_calls", ["tool_call_malformed"])
+    assert counts["completion_tokens_details"] == {"reasoning_tokens": 0}
+
+
+async def test_arguments_go_out_as_they_come() -> None:
+    choices, stream = make()
+    client = Client()
+    serving = serve(stream, client)
+    sink = choices.sinks[0]
+    sink.tool_call(0, "call_a", "f", "")
+    await settle_round()
+    sink.tool_call(0, "", "", '{"a')
+    await settle_round()
+    sink.tool_call(0, "", "", '":1}')
+    sink.finish(STOP)
+    await asyncio.wait_for(serving, 5)
+    calls = [event["choices"][0]["delta"].get("tool_calls") for event in client.events[1:4]]
+    assert [call[0]["function"]["arguments"] for call in calls] == ["", '{"a', '":1}']
+    assert [("id" in call[0], "name" in call[0]["function"]) for call in calls] == [(True, True), *[(False, False)] * 2]
+
+
+def test_a_whole_answer_carries_reasoning_and_calls() -> None:
+    choices = CollectedChoices(1)
+    sink = choices.sinks[0]
+    sink.reasoning("a")
+    sink.reasoning("b")
+    sink.tool_call(0, "x", "f", "{")
+    sink.tool_call(1, "y", "g", "{}")
+    sink.tool_call(0, "", "", "}")
+    sink.finish(Finish(FinishReason.TOOL_CALLS))
+    choice = ChatFormat("chatcmpl-1", 1, "m", False).whole(choices.answers(), {})["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    assert "degraded" not in choice
+    message = choice["message"]
+    assert message["content"] is None
+    assert (message["reasoning_content"], message["reasoning"]) == ("ab", "ab")
+    assert message["tool_calls"] == [
+        {"id": "x", "type": "function", "function": {"name": "f", "arguments": "{}"}},
+        {"id": "y", "type": "function", "function": {"name": "g", "arguments": "{}"}},
+    ]

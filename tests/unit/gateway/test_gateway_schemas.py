@@ -76,7 +76,6 @@ def complete(**fields: Any) -> list[GenerationRequest]:
         ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tools": [TOOL, {"type": "other", "function": {}}]}, "tools[1].type"),
-        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"logprobs": True}, "logprobs"),
         ({"top_logprobs": 2}, "top_logprobs"),
@@ -173,3 +172,18 @@ def test_every_form_of_completion_prompt() -> None:
     assert [one.prompt for one in complete(prompt=[[1], [2]])] == [TokenPrompt(b"\1\0\0\0"), TokenPrompt(b"\2\0\0\0")]
     assert complete(prompt="a")[0].stop.max_tokens == 16
     assert len({one.request_id for one in complete(prompt=["a", "b"])}) == 2
+
+
+def test_what_an_answer_is_taken_apart_with() -> None:
+    plain = chat().parsing
+    assert plain is not None
+    assert (plain.tool_parser, plain.reasoning_parser) == ("", "auto")
+    called = chat(tools=[TOOL], tool_choice="required", parallel_tool_calls=False).parsing
+    assert called is not None
+    assert (called.tool_parser, called.single_tool_call) == ("auto", True)
+    assert orjson.loads(called.tools_json) == [TOOL]
+    assert orjson.loads(called.tool_choice_json) == "required"
+    forbidden = chat(tools=[TOOL], tool_choice="none").parsing
+    assert forbidden is not None
+    assert forbidden.tool_parser == ""
+    assert complete(prompt="a")[0].parsing is None

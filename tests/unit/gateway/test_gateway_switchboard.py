@@ -76,6 +76,14 @@ class FakeSink:
         assert not self.ends
         self.pieces.append(piece)
 
+    def reasoning(self, piece: str) -> None:
+        assert not self.ends
+        self.pieces.append(f"({piece})")
+
+    def tool_call(self, call: int, call_id: str, name: str, arguments: str) -> None:
+        assert not self.ends
+        self.pieces.append(f"{call}:{name}:{arguments}")
+
     def finish(self, finish: Finish) -> None:
         self.ends.append(finish)
 
@@ -257,3 +265,25 @@ class EveryWayToEnd(RuleBasedStateMachine):
 
 EveryWayToEnd.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 TestEveryWayToEnd = EveryWayToEnd.TestCase
+
+
+def test_what_parsers_find_goes_to_the_sink_in_order() -> None:
+    desk = Desk()
+    stream, sink = desk.connect()
+    desk.board.on_reasoning(stream.slot, "hm")
+    assert stream.first_text_at
+    desk.board.on_text(stream.slot, "a")
+    desk.board.on_tool_call(stream.slot, 0, "id", "f", "{")
+    desk.board.on_tool_call(stream.slot, 0, "", "", "}")
+    for reason in ("one", "two", "one"):
+        desk.board.on_degraded(stream.slot, reason)
+    desk.board.on_finished(stream.slot, Finish(FinishReason.TOOL_CALLS, completion_tokens=9, reasoning_tokens=4))
+    assert sink.pieces == ["(hm)", "a", "0:f:{", "0::}"]
+    assert sink.ends == [
+        Finish(FinishReason.TOOL_CALLS, completion_tokens=9, reasoning_tokens=4, degraded=("one", "two"))
+    ]
+    assert stream.reasoning_tokens == 4
+    desk.board.on_reasoning(stream.slot, "late")
+    desk.board.on_tool_call(stream.slot, 1, "id", "g", "")
+    desk.board.on_degraded(stream.slot, "late")
+    assert len(sink.pieces) == 4

@@ -205,3 +205,22 @@ def _shared_teller() -> Storyteller:
     if not _teller:
         _teller.append(Storyteller(WordVocabulary()))
     return _teller[0]
+
+
+def test_a_script_is_the_whole_answer_with_its_special_tokens(tekken: Vocabulary) -> None:
+    script = '[TOOL_CALLS] [{"name": "f", "arguments": {"city": "Zürich 🌧"}}]'
+    prompt = [1, 3, *tekken.encode(f"Call it. <<<script: {script}>>> Please."), 4]
+    answer = Storyteller(tekken).answer(request(prompt=prompt), ENOUGH)
+    assert answer.token_ids[0] == tekken.special_names["[TOOL_CALLS]"]
+    assert tekken.decode(answer.token_ids) == script.removeprefix("[TOOL_CALLS]")
+    assert answer.reason is FinishReason.STOP
+    assert answer.stop_token_id == answer.token_ids[-1] == tekken.eos_ids[0]
+    cut = Storyteller(tekken).answer(request(prompt=prompt), 3)
+    assert (cut.token_ids, cut.reason) == (answer.token_ids[:3], FinishReason.LENGTH)
+
+
+def test_a_script_speaks_for_any_tokenizer(tiny: tuple[Path, Vocabulary]) -> None:
+    _, vocabulary = tiny
+    prompt = [1, *vocabulary.encode("user\n<<<script: <think>a</think>b>>>"), 2]
+    answer = Storyteller(vocabulary).answer(request(prompt=prompt), ENOUGH)
+    assert vocabulary.decode(answer.token_ids) == "<think>a</think>b"

@@ -1,7 +1,12 @@
-"""What the mock engine says: it repeats the user's words, then rambles in readable sentences until it has enough."""
+"""What the mock engine says: it repeats the user's words, then rambles in readable sentences until it has enough.
+
+A prompt that holds `<<<script: TEXT>>>` near its end is answered with TEXT and nothing else, so that tests and
+demonstrations can have tool calls and reasoning of any model. Special tokens in TEXT are special tokens of the answer.
+"""
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,7 +22,9 @@ SHORTEST, LONGEST = 30, 200
 ECHO_WORDS = 16
 ECHO_TOKENS = 64
 SEARCHED_TOKENS = 2_048
+SCRIPT_TOKENS = 512
 SENTENCES = 1_024
+SCRIPT = re.compile(r"<<<script: (.*?)>>>(?!>)", re.DOTALL)
 ROLES = ("system", "user", "assistant", "tool")
 
 _ADJECTIVES = """
@@ -66,13 +73,21 @@ class Storyteller:
         wanted = max(random.randint(SHORTEST, LONGEST), resumed + stop.min_tokens)
         if stop.ignore_eos:
             wanted = resumed + limit
-        story = self._story(prompt, random, min(wanted, resumed + limit))
+        script = None if stop.ignore_eos else self._script(prompt)
+        if script:
+            wanted = len(script)
+        story = script or self._story(prompt, random, min(wanted, resumed + limit))
         eos = () if stop.ignore_eos else (stop.eos_token_ids or self._vocabulary.eos_ids)[:1]
         ended = not stop.ignore_eos and len(story) >= wanted
         if ended:
             story.extend(eos)
         rest = story[resumed : resumed + limit] or array("I", eos or self._sentences[0][:1])
         return _cut(rest, stop, self._vocabulary.eos_ids, ended and len(story) - resumed <= limit, eos)
+
+    def _script(self, prompt: array[int]) -> array[int]:
+        """The answer that the prompt's last script asks for; empty without one."""
+        scripts = SCRIPT.findall(self._vocabulary.decode(prompt[-SCRIPT_TOKENS:]))
+        return array("I", self._vocabulary.encode_marked(scripts[-1]) if scripts else [])
 
     def _story(self, prompt: array[int], random: Random, wanted: int) -> array[int]:
         """Whole sentences until there are `wanted` tokens."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,6 +36,19 @@ class Vocabulary(ABC):
         """Ids of plain text, never a special one."""
         return [token_id for token_id in self._encode(text) if token_id not in self.special_ids]
 
+    def encode_marked(self, text: str) -> list[int]:
+        """Ids of text in which special tokens stand for themselves."""
+        names = self.special_names
+        if not names:
+            return self.encode(text)
+        parts = re.split("(" + "|".join(map(re.escape, sorted(names, key=len, reverse=True))) + ")", text)
+        return [token_id for part in parts for token_id in ([names[part]] if part in names else self.encode(part))]
+
+    @property
+    def special_names(self) -> dict[str, int]:
+        """The special tokens by their text."""
+        return {}
+
 
 class _Mistral(Vocabulary):
     def __init__(self, path: Path) -> None:
@@ -44,6 +58,11 @@ class _Mistral(Vocabulary):
         self.size = self._tokenizer.n_words
         self.special_ids = frozenset(self._tokenizer.special_ids)
         self.eos_ids = (self._tokenizer.eos_id,)
+
+    @property
+    def special_names(self) -> dict[str, int]:
+        """See Vocabulary."""
+        return {self._tokenizer.id_to_piece(token_id): token_id for token_id in self.special_ids}
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, bos=False, eos=False)
@@ -62,6 +81,15 @@ class _HuggingFace(Vocabulary):
         self.size = max(highest + 1, _declared_size(path))
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.eos_ids = _declared_eos(path, self._tokenizer)
+
+    @property
+    def special_names(self) -> dict[str, int]:
+        """See Vocabulary."""
+        return {
+            token.content: token_id
+            for token_id, token in self._tokenizer.get_added_tokens_decoder().items()
+            if token.special
+        }
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids

@@ -1,0 +1,173 @@
+"""Tool calls and reasoning with the official client; the mock says what its script demands, in the model's markup."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from tests.support.suite import Suite
+from tests.support.tiny_models import build_tiny_model
+
+CITY = '{"city": "Zürich 🌧️", "days": [1, 2.50]}'
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {"name": name, "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
+    }
+    for name in ("get_weather", "get_time")
+]
+MISTRAL = f'[TOOL_CALLS] [{{"name": "get_weather", "arguments": {CITY}}}, {{"name": "get_time", "arguments": {{}}}}]'
+HERMES = (
+    f'<think>\nLet me see.\n</think>\n\nI look.\n<tool_call>\n{{"name": "get_weather", "arguments": {CITY}}}\n'
+    '</tool_call>\n<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
+)
+
+
+def asking(script: str) -> Any:
+    """A conversation that the mock answers with the script."""
+    return [{"role": "user", "content": f"Do it. <<<script: {script}>>>"}]
+
+
+@pytest.fixture(scope="module")
+def mistral(suite: Suite) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{suite.url}/v1", api_key="unused", max_retries=0, timeout=60) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+    """A model whose template writes calls as Hermes and Qwen do, and thinks."""
+    model = build_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+    with (
+        Suite("--speedup", "20", "--workers", "1", "--model", str(model)) as running,
+        openai.OpenAI(base_url=f"{running.url}/v1", api_key="unused", max_retries=0, timeout=60) as made,
+    ):
+        yield made
+
+
+class Heard:
+    """What the chunks of a stream come to."""
+
+    def __init__(self, chunks: Any) -> None:
+        self.content = self.reasoning = ""
+        self.calls: dict[int, dict[str, str]] = {}
+        self.argument_chunks = 0
+        self.finish_reason = ""
+        self.usage: Any = None
+        for chunk in chunks:
+            self.usage = chunk.usage or self.usage
+            for choice in chunk.choices:
+                self.finish_reason = choice.finish_reason or self.finish_reason
+                self.take(choice.delta)
+
+    def take(self, delta: Any) -> None:
+        self.content += delta.content or ""
+        thought = getattr(delta, "reasoning_content", None) or ""
+        assert thought == (getattr(delta, "reasoning", None) or "")
+        self.reasoning += thought
+        for call in delta.tool_calls or ():
+            known = self.calls.setdefault(call.index, {"id": "", "name": "", "arguments": ""})
+            known["id"] += call.id or ""
+            known["name"] += call.function.name or ""
+            known["arguments"] += call.function.arguments or ""
+            self.argument_chunks += bool(call.function.arguments)
+
+
+def test_parallel_calls_at_once_and_streamed(mistral: openai.OpenAI) -> None:
+    arguments: Any = {"model": "tekken", "messages": asking(MISTRAL), "tools": TOOLS, "max_tokens": 400}
+    whole = mistral.chat.completions.create(**arguments).choices[0]
+    assert whole.finish_reason == "tool_calls"
+    assert whole.message.content is None
+    calls: Any = whole.message.tool_calls
+    assert [(call.type, call.function.name, call.function.arguments) for call in calls] == [
+        ("function", "get_weather", CITY),
+        ("function", "get_time", "{}"),
+    ]
+    assert all(len(call.id) == 9 and call.id.isalnum() for call in calls)
+    assert len({call.id for call in calls}) == 2
+
+    heard = Heard(mistral.chat.completions.create(**arguments, stream=True, stream_options={"include_usage": True}))
+    assert heard.finish_reason == "tool_calls"
+    assert heard.content == ""
+    assert [(call["name"], call["arguments"]) for call in heard.calls.values()] == [
+        ("get_weather", CITY),
+        ("get_time", "{}"),
+    ]
+    assert heard.argument_chunks > 2, "arguments are told as they come"
+    assert heard.usage.completion_tokens > 20
+
+
+def test_the_answer_to_a_call_can_be_sent_back(mistral: openai.OpenAI) -> None:
+    question = asking(MISTRAL)
+    first: Any = mistral.chat.completions.create(model="tekken", messages=question, tools=TOOLS).choices[0].message
+    results = [{"role": "tool", "tool_call_id": call.id, "content": "sunny"} for call in first.tool_calls]
+    answer = mistral.chat.completions.create(
+        model="tekken", messages=[question[0], first.to_dict(), *results], tools=TOOLS, max_tokens=40
+    )
+    assert answer.choices[0].message.role == "assistant"
+
+
+@pytest.mark.parametrize("more", [{}, {"tools": TOOLS, "tool_choice": "none"}])
+def test_without_tools_there_are_no_calls(mistral: openai.OpenAI, more: Any) -> None:
+    choice = mistral.chat.completions.create(model="tekken", messages=asking(MISTRAL), **more).choices[0]
+    assert choice.finish_reason == "stop"
+    assert choice.message.tool_calls is None
+    assert choice.message.content == MISTRAL.removeprefix("[TOOL_CALLS]")
+
+
+def test_one_call_only(mistral: openai.OpenAI) -> None:
+    answer: Any = mistral.chat.completions.create(
+        model="tekken", messages=asking(MISTRAL), tools=TOOLS, parallel_tool_calls=False
+    )
+    choice = answer.choices[0]
+    assert [call.function.name for call in choice.message.tool_calls] == ["get_weather"]
+    assert "get_time" in choice.message.content
+    assert choice.degraded == ["tool_choice_not_honoured"]
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [("required", []), ({"type": "function", "function": {"name": "get_weather"}}, ["get_weather"])],
+)
+def test_a_demand_that_the_model_does_not_meet_is_said(mistral: openai.OpenAI, choice: Any, names: list[str]) -> None:
+    script = MISTRAL if names else "I would rather not."
+    raw = mistral.chat.completions.with_raw_response.create(
+        model="tekken", messages=asking(script), tools=TOOLS, tool_choice=choice
+    )
+    answer: Any = raw.parse().choices[0]
+    assert [call.function.name for call in answer.message.tool_calls or ()] == names
+    assert answer.degraded == ["tool_choice_not_honoured"]
+    assert raw.headers["x-sluice-degraded"] == "tool_choice_not_honoured"
+
+
+def test_reasoning_and_calls_of_a_thinking_model(qwen: openai.OpenAI) -> None:
+    arguments: Any = {"model": "tiny", "messages": asking(HERMES), "tools": TOOLS, "max_tokens": 600}
+    answer: Any = qwen.chat.completions.create(**arguments)
+    message = answer.choices[0].message
+    assert (message.reasoning_content, message.reasoning) == ("Let me see.", "Let me see.")
+    assert message.content == "I look."
+    assert [(call.function.name, call.function.arguments) for call in message.tool_calls] == [
+        ("get_weather", CITY),
+        ("get_time", "{}"),
+    ]
+    assert answer.choices[0].finish_reason == "tool_calls"
+    assert 0 < answer.usage.completion_tokens_details.reasoning_tokens < answer.usage.completion_tokens
+
+    heard = Heard(qwen.chat.completions.create(**arguments, stream=True, stream_options={"include_usage": True}))
+    assert (heard.reasoning, heard.content) == ("Let me see.", "I look.")
+    assert [json.loads(call["arguments"]) for call in heard.calls.values()] == [json.loads(CITY), {}]
+    assert heard.usage.completion_tokens_details == answer.usage.completion_tokens_details
+
+
+def test_thinking_switched_off_leaves_no_reasoning(qwen: openai.OpenAI) -> None:
+    script = "<think>is a tag</think> and so on"
+    answer: Any = qwen.chat.completions.create(
+        model="tiny", messages=asking(script), extra_body={"chat_template_kwargs": {"enable_thinking": False}}
+    )
+    assert answer.choices[0].message.content == script
+    assert not hasattr(answer.choices[0].message, "reasoning_content")
+    assert answer.usage.completion_tokens_details.reasoning_tokens == 0
