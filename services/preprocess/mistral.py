@@ -137,6 +137,10 @@ class MistralTokenizer(TokenizerProtocol):
             if "Regex error" in str(error):
                 _refuse_text(error, "messages")
             raise invalid(f"The model does not accept this chat: {_sentence(str(error))}", param="messages") from error
+        except RecursionError as error:
+            raise invalid(
+                "The chat is nested too deeply for the model's tokenizer.", param="tools" if chat.tools else "messages"
+            ) from error
         except (AssertionError, NotImplementedError, KeyError, TypeError) as error:
             raise invalid("The model's tokenizer does not support this kind of chat.", param="messages") from error
         return ids
