@@ -43,9 +43,13 @@ test-slow: setup ## the tests that take minutes: outages under load, a million b
 test-compose: setup ## build the images, start deploy/compose and check it under load (needs Docker)
 	@.venv/bin/pytest -m compose tests/compose $(ARGS)
 
+test-engines: setup ## prove that ids equal the real vllm's and sglang's (installs both, 5 GB; needs no GPU)
+	@scripts/engines.sh
+	@.venv/bin/pytest -m engines tests/engines $(ARGS)
+
 bench: setup ## measure throughput, latency and CPU of each service; ARGS passes flags
 	@.venv/bin/python benchmarks/serve.py $(ARGS)
 
 clean: ## remove what the other targets made
-	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-engines build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -40,7 +40,7 @@ def _as_template_expects(message: Message, content_format: ContentFormat) -> Mes
         if content_format is ContentFormat.PARTS:
             changed["content"] = [{"type": "text", "text": content}]
     elif content_format is ContentFormat.STRING:
-        changed["content"] = "\n".join(part[part["type"]] for part in content)
+        changed["content"] = "\n".join(text for part in content if (text := part[part["type"]]))
     if message["role"] == "assistant":
         _adapt_answer(changed)
     return changed

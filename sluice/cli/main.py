@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from importlib import metadata
+from pathlib import Path
 from typing import Annotated, Literal, NoReturn, Protocol, cast
 
 import typer
@@ -96,6 +97,30 @@ def up_command(
     name = check(options).name
     processes = plan(options, ports.FreePorts().take)
     raise typer.Exit(up.run(processes, View(processes, Console(stderr=True, highlight=False)), name))
+
+
+@app.command("diff-tokenizers")
+def diff_command(
+    left: Annotated[str, typer.Argument(metavar="A", help="SOURCE[@PROCESSOR], such as ./model@hf")],
+    right: Annotated[str, typer.Argument(metavar="B", help="the same for the other side, such as ./model@vllm")],
+    chats: Annotated[
+        Path | None, typer.Option(help="file with a chat a line, JSON with messages; by default a fixed set")
+    ] = None,
+    vllm_python: Annotated[str, typer.Option(help="interpreter that has vllm, if not this one")] = "",
+    sglang_python: Annotated[str, typer.Option(help="interpreter that has sglang, if not this one")] = "",
+) -> None:
+    """Show where two tokenizers make different prompts, side by side; exit code 1 when they do."""
+    try:
+        from services.preprocess.engine_tokenizer import EngineOptions
+        from sluice.cli import diff
+    except ImportError as error:
+        raise BadFlag(f"diff-tokenizers needs the package {error.name}: install sluice[preprocess]") from error
+    engines = {"vllm": EngineOptions(python=vllm_python), "sglang": EngineOptions(python=sglang_python)}
+    if chats is not None and not chats.is_file():
+        raise BadFlag(f"--chats {chats} does not exist")
+    raise typer.Exit(
+        diff.run(left, right, diff.read_chats(chats) if chats is not None else diff.default_chats(), engines)
+    )
 
 
 def main() -> NoReturn:

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sluice.cli import diff
+from sluice.cli.diff import Side, first_difference
+from sluice.cli.main import main
+from sluice.cli.plan import BadFlag
+from tests.support.loaded_tokenizers import tiny_folder
+
+
+def run(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr("sys.argv", ["sluice", "diff-tokenizers", *arguments])
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+@given(st.lists(st.integers(0, 3), max_size=5), st.lists(st.integers(0, 3), max_size=5))
+def test_the_first_difference_is_where_the_ids_part(left: list[int], right: list[int]) -> None:
+    position = first_difference(Side(tuple(left)), Side(tuple(right)))
+    if position is None:
+        assert left == right
+    else:
+        assert left[:position] == right[:position]
+        assert left[position : position + 1] != right[position : position + 1]
+
+
+def test_a_refusal_differs_from_ids_and_not_from_a_refusal() -> None:
+    assert first_difference(Side(refusal="no"), Side((1,))) == 0
+    assert first_difference(Side(refusal="no"), Side(refusal="never")) is None
+
+
+def test_a_tokenizer_does_not_differ_from_itself(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny = str(tiny_folder())
+    assert run(tiny, f"{tiny}@hf", monkeypatch=monkeypatch) == 0
+    assert "All prompts are the same." in capsys.readouterr().out
+
+
+def test_differences_are_shown_side_by_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(tiny_folder(), other)
+    config = json.loads((other / "tokenizer_config.json").read_text())
+    config["chat_template"] = config["chat_template"].replace("assistant\\n", "robot\\n")
+    (other / "tokenizer_config.json").write_text(json.dumps(config))
+    assert run(str(tiny_folder()), str(other), monkeypatch=monkeypatch) == 1
+    shown = capsys.readouterr().out
+    assert "plain: the first difference" in shown
+    assert "prompts differ." in shown
+
+
+def test_chats_of_ones_own_are_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text(
+        '{"messages": [{"role": "user", "content": "hi"}]}\n\n{"messages": [{"role": "user", "content": "x"}]}\n'
+    )
+    tiny = str(tiny_folder())
+    assert run(tiny, tiny, "--chats", str(chats), monkeypatch=monkeypatch) == 0
+    assert "line 3" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("{", "is no chat"),
+        ("[1]", "is no chat"),
+        ("{}", "array"),
+        ('{"messages": []}', "at least one"),
+        ('{"messages": 1}', "array"),
+    ],
+)
+def test_a_line_that_is_no_chat_is_named(tmp_path: Path, line: str, sentence: str) -> None:
+    file = tmp_path / "chats.jsonl"
+    file.write_text(line)
+    with pytest.raises(BadFlag, match=f"line 1.*{sentence}"):
+        diff.read_chats(file)
+
+
+@pytest.mark.parametrize(
+    ("side", "sentence"),
+    [
+        ("/nowhere", "does not exist"),
+        ("x@robot", "processor 'robot' is unknown"),
+        (f"{tiny_folder()}@vllm", "--vllm-python"),
+    ],
+)
+def test_a_side_that_cannot_be_loaded_is_one_sentence(
+    side: str, sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(side, side, monkeypatch=monkeypatch) == 2
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert "Traceback" not in said
