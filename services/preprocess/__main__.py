@@ -39,7 +39,9 @@ async def serve(settings: PreprocessSettings, stop: Stop) -> None:
     waiters = ComputePool(WAITING_THREADS, settings.max_waiting, 0, patience_s)
     engines, speed = settings.engines, settings.speed
     registry = ModelRegistry(
-        settings.specs(), lambda spec: load_tokenizer(spec, limits, engines, speed), settings.load_wait_s
+        settings.specs(),
+        lambda spec: load_tokenizer(spec, limits, engines, speed, settings.template_file(spec.name)),
+        settings.load_wait_s,
     )
     server = GrpcServer(settings, preprocess_pb2.DESCRIPTOR)
     preprocess_pb2_grpc.add_PreprocessServicer_to_server(

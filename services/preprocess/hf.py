@@ -48,9 +48,10 @@ class HfTokenizer(TokenizerProtocol):
         path: a model's folder, or its tokenizer.json.
         limits: of templates; the model's own run in this process, those of clients in one that can be killed.
         speed: what may be used to be fast.
+        chat_template: to use instead of the one that came with the model; empty for that one.
     """
 
-    def __init__(self, path: Path, limits: Limits, speed: Speed | None = None) -> None:
+    def __init__(self, path: Path, limits: Limits, speed: Speed | None = None, chat_template: str = "") -> None:
         self._limits = limits
         file = path if path.is_file() else path / "tokenizer.json"
         self._tokenizer = Tokenizer.from_file(str(file))
@@ -62,6 +63,8 @@ class HfTokenizer(TokenizerProtocol):
         generation = read_json(path, "generation_config.json")
         self._special = _special_tokens({**read_json(path, "special_tokens_map.json"), **config})
         self._templates = _own_templates(path, config)
+        if chat_template:
+            self._templates = {"default": chat_template}
         for source in self._templates.values():
             templates.compiled(source)
         self._encoder = HfEncoder(file, self._tokenizer, self._probe(), speed or Speed())

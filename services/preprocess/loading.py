@@ -23,6 +23,7 @@ def load_tokenizer(
     limits: Limits,
     engines: Mapping[str, EngineOptions] = NO_OPTIONS,
     speed: Speed = USUAL_SPEED,
+    template_file: Path | None = None,
 ) -> TokenizerProtocol:
     """Finds the model's files, downloading them if need be, and loads the implementation that reads them.
 
@@ -32,6 +33,7 @@ def load_tokenizer(
         limits: of requests to the tokenizer.
         engines: by engine, how its processes are run; the defaults where it is not there.
         speed: what "hf" and "mistral" may do to be fast.
+        template_file: chat template to use instead of the one that came with the model; only "hf" takes one.
 
     Raises:
         SluiceError: NOT_FOUND when there are no files, FAILED_PRECONDITION when they cannot be loaded.
@@ -39,7 +41,13 @@ def load_tokenizer(
     try:
         path = resolve(spec.source)
         processor = spec.processor or detect_processor(path)
-        return _load(processor, path, limits, engines, speed)
+        if template_file is None:
+            return _load(processor, path, limits, engines, speed)
+        if processor != "hf":
+            raise invalid(f"The {processor} tokenizer of model {spec.name} takes no chat template.", param="model")
+        from services.preprocess.hf import HfTokenizer
+
+        return HfTokenizer(path, limits, speed, template_file.read_text("utf-8"))
     except SluiceError:
         raise
     except (KeyboardInterrupt, SystemExit):

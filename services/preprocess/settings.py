@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Self
 
 from pydantic import Field, model_validator
@@ -27,6 +28,9 @@ class PreprocessSettings(LearningSettings, GrpcServiceSettings):
         [f"{DEFAULT_NAME}={DEFAULT_SOURCE}"],
         min_length=1,
         description="served models, each NAME=SOURCE[@PROCESSOR]; SOURCE is a folder, a hub id or mistral-common:NAME",
+    )
+    chat_templates: CommaList = Field(
+        [], description="chat templates to use instead of those that came with models, each NAME=FILE"
     )
     preload: bool = Field(True, description="load all tokenizers before requests are welcome; no: on first use")
     load_wait_s: float = Field(60.0, gt=0, description="longest that one request waits for its tokenizer to load")
@@ -82,6 +86,19 @@ class PreprocessSettings(LearningSettings, GrpcServiceSettings):
         if self.learns and "models" not in self.model_fields_set:
             return []
         return [self.with_processor(ModelSpec.parse(text)) for text in self.models]
+
+    @model_validator(mode="after")
+    def _templates_are_of_models(self) -> Self:
+        for text in self.chat_templates:
+            name, _, file = text.partition("=")
+            if not file or name not in {spec.name for spec in self.specs()}:
+                raise ValueError(f"chat template {text!r} is not NAME=FILE with the name of a served model")
+        return self
+
+    def template_file(self, model: str) -> Path | None:
+        """The chat template given for a model; None for the model's own."""
+        given = dict(text.split("=", 1) for text in self.chat_templates)
+        return Path(given[model]) if model in given else None
 
     def specs(self) -> list[ModelSpec]:
         """The models that are served from the start; with native processing, an engine's worker has to come first."""

@@ -235,6 +235,15 @@ async def test_a_bad_request_is_a_typed_error(
     assert "Traceback" not in error.message
 
 
+@pytest.mark.parametrize("megabytes", [10, 20])
+async def test_a_huge_message_is_refused_and_the_next_request_works(
+    stub: preprocess_pb2_grpc.PreprocessStub, megabytes: int
+) -> None:
+    huge = pb.TokenizeRequest(model="tiny", chat=chat({"role": "user", "content": "x" * megabytes * 1_000_000}))
+    assert (await refused(stub.Tokenize(huge))).kind is ErrorKind.TOO_LARGE
+    assert (await stub.Tokenize(pb.TokenizeRequest(model="tiny", chat=chat()))).token_ids
+
+
 async def test_a_defect_is_answered_without_its_text() -> None:
     class Broken(type(tiny_hf())):  # type: ignore[misc]
         def __init__(self) -> None:

@@ -10,7 +10,7 @@ from services.common.errors import ErrorKind, SluiceError
 from services.common.models import ModelSpec
 from services.preprocess.loading import load_tokenizer
 from services.preprocess.registry import ModelRegistry
-from services.preprocess.tokenizer import TokenizerProtocol
+from services.preprocess.tokenizer import ChatRequest, TokenizerProtocol
 from tests.support.loaded_tokenizers import limits, tiny_folder, tiny_hf
 
 SPECS = [ModelSpec("b", "B"), ModelSpec("a", "A")]
@@ -141,3 +141,17 @@ def test_a_missing_folder_is_not_found() -> None:
     with pytest.raises(SluiceError, match="does not exist") as caught:
         load_tokenizer(ModelSpec("m", "./nowhere"), limits())
     assert caught.value.kind is ErrorKind.NOT_FOUND
+
+
+def test_a_chat_template_can_come_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.jinja"
+    file.write_text("{{ messages[0].content }}!")
+    spec = ModelSpec("tiny", str(tiny_folder()))
+    loaded = load_tokenizer(spec, limits(), template_file=file)
+    assert loaded.render(ChatRequest([{"role": "user", "content": "hi"}])) == "hi!"
+    assert loaded.facts.template_fingerprint != load_tokenizer(spec, limits()).facts.template_fingerprint
+    with pytest.raises(SluiceError, match="takes no chat template"):
+        load_tokenizer(ModelSpec.parse("mistral-common:tekken_240911"), limits(), template_file=file)
+    with pytest.raises(SluiceError, match="cannot be loaded") as caught:
+        load_tokenizer(spec, limits(), template_file=tmp_path / "none.jinja")
+    assert caught.value.kind is ErrorKind.FAILED_PRECONDITION

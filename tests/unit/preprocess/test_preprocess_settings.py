@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from services.common.models import DEFAULT_NAME, DEFAULT_SOURCE, ModelSpec
 from services.preprocess.settings import PreprocessSettings
+from services.preprocess.speed import Speed
 
 
 def test_the_default_works_offline() -> None:
@@ -17,6 +20,13 @@ def test_models_come_as_flags_or_from_the_environment(monkeypatch: pytest.Monkey
     assert PreprocessSettings.load([]).specs() == expected
 
 
+def test_chat_templates_and_speed() -> None:
+    settings = PreprocessSettings.load(["--models", "a=/x,b=/y", "--chat-templates", "b=/t=1.jinja", "--cache-mb", "0"])
+    assert (settings.template_file("a"), settings.template_file("b")) == (None, Path("/t=1.jinja"))
+    assert settings.speed == Speed(fast_backend=True, cache_bytes=0)
+    assert PreprocessSettings.load(["--no-fast-tokenizers"]).speed == Speed(fast_backend=False)
+
+
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
@@ -26,6 +36,8 @@ def test_models_come_as_flags_or_from_the_environment(monkeypatch: pytest.Monkey
         (["--models", ""], "at least 1 item"),
         (["--tokenize-threads", "0"], "--tokenize-threads"),
         (["--max-prompt-mb", "0"], "--max-prompt-mb"),
+        (["--chat-templates", "x.jinja"], "is not NAME=FILE"),
+        (["--chat-templates", "other=x.jinja"], "the name of a served model"),
     ],
 )
 def test_bad_flags_are_one_sentence_and_exit_2(
