@@ -56,7 +56,10 @@ def up_command(
     ] = Options.model,
     model_name: Annotated[str, typer.Option(help="name under which clients ask for the model")] = Options.model_name,
     processor: Annotated[
-        str, typer.Option(help="tokenizer implementation, hf or mistral; empty: by the model's files")
+        str,
+        typer.Option(
+            help="tokenizer implementation: hf, mistral, vllm, sglang or module:Class; empty: by the model's files"
+        ),
     ] = Options.processor,
     redis: Annotated[
         str,
@@ -70,6 +73,18 @@ def up_command(
     speedup: Annotated[float | None, typer.Option(help="how much faster than real the mock engine's clock runs")] = (
         Options.speedup
     ),
+    vllm_processing: Annotated[
+        bool, typer.Option("--vllm-processing", help="vLLM's own code makes the ids; see SLUICE_PREPROCESS_VLLM_PYTHON")
+    ] = Options.vllm_processing,
+    sglang_processing: Annotated[
+        bool,
+        typer.Option(
+            "--sglang-processing", help="SGLang's own code makes the ids; see SLUICE_PREPROCESS_SGLANG_PYTHON"
+        ),
+    ] = Options.sglang_processing,
+    native_framework_processing: Annotated[
+        bool, typer.Option("--native-framework-processing", help="the code of the workers' engine makes the ids")
+    ] = Options.native_framework_processing,
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"] | None, typer.Option(help="least severe log line of all services")
     ] = None,
@@ -92,6 +107,9 @@ def up_command(
         preprocess=preprocess,
         postprocess=postprocess,
         speedup=speedup,
+        vllm_processing=vllm_processing,
+        sglang_processing=sglang_processing,
+        native_framework_processing=native_framework_processing,
         log_level=log_level,
     )
     name = check(options).name

@@ -45,6 +45,9 @@ class Options:
     preprocess: int = 1
     postprocess: int = 1
     speedup: float | None = None
+    vllm_processing: bool = False
+    sglang_processing: bool = False
+    native_framework_processing: bool = False
     log_level: str | None = None
 
 
@@ -106,6 +109,10 @@ def check(options: Options) -> models.ModelSpec:
         raise BadFlag(f"--engine must be one of {', '.join(engine_names())}, or package.module:Class.")
     if options.speedup is not None and not (math.isfinite(options.speedup) and options.speedup > 0):
         raise BadFlag("--speedup must be a number above 0.")
+    if options.vllm_processing + options.sglang_processing + options.native_framework_processing > 1:
+        raise BadFlag(
+            "Of --vllm-processing, --sglang-processing and --native-framework-processing only one can be set."
+        )
     return _model(options)
 
 
@@ -176,7 +183,7 @@ def plan(options: Options, free_port: Callable[[], int]) -> list[Process]:
         workers=options.workers,
     )
     return [
-        *grpc_services("preprocess", "--models", str(model)),
+        *grpc_services("preprocess", "--models", str(model), *_processing(options)),
         *grpc_services("router", env=secrets),
         *grpc_services("postprocess", "--models", str(model)),
         *workers,
@@ -187,6 +194,15 @@ def plan(options: Options, free_port: Callable[[], int]) -> list[Process]:
 def _common(options: Options) -> tuple[str, ...]:
     level = ("--log-level", options.log_level) if options.log_level else ()
     return ("--drain-s", str(DRAIN_S), *level)
+
+
+def _processing(options: Options) -> tuple[str, ...]:
+    """What preprocess is told about whose code makes the ids; the workers' engine is known here."""
+    native = options.engine if options.native_framework_processing else ""
+    for engine in models.ENGINE_PROCESSORS:
+        if native == engine or getattr(options, f"{engine}_processing"):
+            return (f"--{engine}-processing",)
+    return ()
 
 
 def _names(module: str, options: Options) -> list[str]:

@@ -156,12 +156,3 @@ async def test_a_cluster_needs_no_shared_volume_and_no_list_of_models(tmp_path: 
         assert (await pre.Tokenize(text, timeout=60)).token_ids == ids
         (info,) = (await pre.ListModels(preprocess_pb2.ListTokenizersRequest())).models
         assert info.tokenizer.fingerprint == tiny_hf().facts.fingerprint
-
-
-def test_learning_needs_no_default_model() -> None:
-    settings = PreprocessSettings.load(["--routers", "localhost:1"])
-    assert settings.specs() == []
-    assert [spec.name for spec in PreprocessSettings.load(["--routers", "localhost:1", "--models", "a=b"]).specs()] == [
-        "a"
-    ]
-    assert PostprocessSettings.load(["--workers", "localhost:1"]).specs == []

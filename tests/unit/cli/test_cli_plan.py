@@ -99,6 +99,22 @@ def test_optional_flags_are_passed_on_when_given() -> None:
     assert "--speedup" not in by_name(Options())["worker-0"].arguments
 
 
+@pytest.mark.parametrize(
+    ("changes", "flags"),
+    [
+        ({}, []),
+        ({"vllm_processing": True}, ["--vllm-processing"]),
+        ({"sglang_processing": True}, ["--sglang-processing"]),
+        ({"native_framework_processing": True}, []),  # the mock engine has no code of its own
+    ],
+)
+def test_whose_code_makes_the_ids_is_told_to_preprocess(changes: dict[str, bool], flags: list[str]) -> None:
+    suite = by_name(replace(Options(), **changes))  # type: ignore[arg-type]
+    given = {name: [flag for flag in one.arguments if flag.endswith("-processing")] for name, one in suite.items()}
+    assert given.pop("preprocess") == flags
+    assert not any(given.values())
+
+
 def test_host_is_the_gateways_alone() -> None:
     suite = by_name(Options(host="::1", port=9000))
     assert value(suite["gateway"], "--listen") == "[::1]:9000"
@@ -136,6 +152,7 @@ def test_zero_stands_for_free_ports() -> None:
         ({"model": ""}, "--model"),
         ({"model": "a@b"}, "--model"),
         ({"model_name": "a=b"}, "--model-name"),
+        ({"vllm_processing": True, "native_framework_processing": True}, "--native-framework-processing"),
     ],
 )
 def test_refusals_are_one_sentence_that_names_the_flag(changes: dict[str, object], says: str) -> None:
