@@ -14,6 +14,7 @@ from services.preprocess.limits import Limits
 from services.preprocess.loading import load_tokenizer
 from services.preprocess.pool import ComputePool
 from services.preprocess.registry import ModelRegistry
+from services.preprocess.samples import SAMPLES
 from services.preprocess.service import PreprocessService
 from services.preprocess.settings import PreprocessSettings
 from services.preprocess.template_process import TemplateProcesses
@@ -21,7 +22,7 @@ from services.preprocess.tokenizer import packed_text
 from sluice.v1 import preprocess_pb2, preprocess_pb2_grpc
 
 WAITING_THREADS = 32
-WARM_UP = "Hello, world! " * 10_000
+WARM_UP = ("Hello, world!", "\n".join(SAMPLES))
 
 
 async def serve(settings: PreprocessSettings, stop: Stop) -> None:
@@ -81,7 +82,8 @@ def _warm(registry: ModelRegistry) -> None:
     for _, tokenizer in registry:
         if tokenizer is not None and not getattr(tokenizer, "blocks", False):
             # Different text for each thread: what is remembered is not computed.
-            packed_text(tokenizer, f"{get_ident()} {WARM_UP}", add_special_tokens=None)
+            for text in WARM_UP:
+                packed_text(tokenizer, f"{get_ident()} {text}", add_special_tokens=None)
 
 
 async def _loaded_or_stopped(registry: ModelRegistry, stop: Stop) -> None:
