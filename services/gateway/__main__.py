@@ -21,6 +21,7 @@ from services.gateway.http.server import HttpServer
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.openai.endpoints import OpenAIEndpoints
 from services.gateway.openai.tokens import TokenEndpoints
+from services.gateway.parity import Parity
 from services.gateway.pipeline import Pipeline
 from services.gateway.readiness import Readiness
 from services.gateway.settings import GatewaySettings
@@ -51,7 +52,8 @@ async def serve(settings: GatewaySettings, stop: Stop) -> None:
     catalogue = Catalogue(router.replicas, fleet.worker_up, fleet.worker_down, router.owner)
     pipeline = Pipeline(preprocess, router, catalogue, fleet, switchboard, metrics)
 
-    openai = OpenAIEndpoints(pipeline, settings, Pacer())
+    parity = Parity(preprocess.tokenizers, catalogue.of_model, lambda: list(catalogue.models))
+    openai = OpenAIEndpoints(pipeline, settings, Pacer(), parity)
     app = create_app(
         openai, TokenEndpoints(pipeline, settings), Readiness(preprocess, router, catalogue, fleet), metrics
     )
@@ -61,6 +63,7 @@ async def serve(settings: GatewaySettings, stop: Stop) -> None:
     for replicas in replica_sets:
         await replicas.start()
     tasks.spawn(catalogue.run(), "catalogue")
+    tasks.spawn(parity.run(), "parity")
     tasks.spawn(router.run_reports(), "reports")
     tasks.spawn(fleet.run_sweeps(), "sweeps")
     tasks.spawn(_sweep_stalled(switchboard, settings.stall_timeout_s), "stalled")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from typing import Any
 
 from services.common.errors import SluiceError
 from services.common.packing import pack_u32
 from services.preprocess.tokenizer import ChatRequest, Message, TokenizerProtocol
+
+log = logging.getLogger(__name__)
 
 REFUSED = "-"
 DIGEST_CHARS = 16
@@ -61,5 +64,8 @@ def _digest(tokenizer: TokenizerProtocol, chat: ChatRequest) -> str:
     try:
         ids = tokenizer.encode_chat(chat)
     except SluiceError:
+        return REFUSED
+    except Exception:  # a user's class may fail in every way; requests will be told
+        log.warning("a tokenizer fails at a chat of the fixed set", exc_info=True)
         return REFUSED
     return hashlib.sha256(pack_u32(ids)).hexdigest()[:DIGEST_CHARS]

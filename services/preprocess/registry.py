@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
 from time import perf_counter
 
 from services.common.errors import SluiceError, not_found, unavailable
 from services.common.models import ModelSpec
+from services.preprocess.probes import prompt_fingerprint
 from services.preprocess.tokenizer import TokenizerProtocol
 
 log = logging.getLogger(__name__)
@@ -95,7 +97,7 @@ class ModelRegistry:
     def _timed_load(self, spec: ModelSpec) -> TokenizerProtocol:
         started = perf_counter()
         tokenizer = self._load(spec)
-        facts = tokenizer.facts
+        facts = tokenizer.facts = replace(tokenizer.facts, prompt_fingerprint=prompt_fingerprint(tokenizer))
         fields = {"model": spec.name, "processor": facts.processor, "vocab_size": facts.vocab_size}
         log.info("tokenizer is loaded", extra={**fields, "seconds": round(perf_counter() - started, 2)})
         return tokenizer

@@ -230,6 +230,7 @@ def _spec(spec: ModelSpec, tokenizer: TokenizerProtocol | None) -> common_pb2.To
         processor=facts.processor if facts is not None else spec.processor,
         source=spec.source,
         fingerprint=facts.fingerprint if facts is not None else "",
+        prompt_fingerprint=facts.prompt_fingerprint if facts is not None else "",
     )
 
 

@@ -59,6 +59,7 @@ class TokenizerFacts:
         has_chat_template: chat requests work without a template of their own.
         template_fingerprint: sha-256, hex, of the chat template; empty for none.
         backend: library that turns text into ids; empty for the implementation's own.
+        prompt_fingerprint: what becomes of a fixed set of chats, see `probes`; empty until the tokenizer is served.
         defaults: what the model's files recommend for whatever a client leaves unset.
         cache_refusal: why prompts' segments are not remembered; empty when they are, or when there is no such cache.
     """
@@ -73,6 +74,7 @@ class TokenizerFacts:
     template_fingerprint: str = ""
     backend: str = ""
     cache_refusal: str = ""
+    prompt_fingerprint: str = ""
     defaults: GenerationDefaults = NO_DEFAULTS
 
 

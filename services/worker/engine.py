@@ -42,6 +42,7 @@ class EngineConfig:
     role: Role = Role.AGGREGATED
     engine: str = ""
     engine_version: str = ""
+    prompt_fingerprint: str = ""  # as in `sluice.v1.TokenizerSpec`, where the engine makes prompts itself
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,7 +152,10 @@ def write_card(config: EngineConfig, created_unix_s: int) -> common_pb2.ModelCar
     return common_pb2.ModelCard(
         model=config.model,
         tokenizer=common_pb2.TokenizerSpec(
-            processor=config.processor, source=config.source, fingerprint=config.fingerprint
+            processor=config.processor,
+            source=config.source,
+            fingerprint=config.fingerprint,
+            prompt_fingerprint=config.prompt_fingerprint,
         ),
         context_length=config.context_length,
         vocab_size=config.vocab_size,

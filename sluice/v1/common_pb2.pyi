@@ -621,22 +621,28 @@ class TokenizerSpec(_message.Message):
     PROCESSOR_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
+    PROMPT_FINGERPRINT_FIELD_NUMBER: _builtins.int
     processor: _builtins.str
     """implementation: "hf", "mistral", …; empty: chosen by what the source holds"""
     source: _builtins.str
     """hub id, folder, or "mistral-common:NAME" for a tokenizer that package ships"""
     fingerprint: _builtins.str
     """sha-256 over the tokenizer's files, hex; equal fingerprints mean equal ids. Empty: unknown"""
+    prompt_fingerprint: _builtins.str
+    """What becomes of a fixed set of chats: for each, by commas, the beginning of a sha-256 over its ids, packed u32, or "-"
+    where it is refused. Tells whether two implementations make the same prompts. Empty: unknown.
+    """
     def __init__(
         self,
         *,
         processor: _builtins.str = ...,
         source: _builtins.str = ...,
         fingerprint: _builtins.str = ...,
+        prompt_fingerprint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "processor", b"processor", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "processor", b"processor", "prompt_fingerprint", b"prompt_fingerprint", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

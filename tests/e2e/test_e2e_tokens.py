@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
+from services.preprocess.probes import prompt_fingerprint
 from services.preprocess.tokenizer import ChatRequest
 from tests.support.loaded_tokenizers import tekken
 from tests.support.suite import Suite
@@ -66,6 +67,21 @@ def test_mistakes_are_openai_errors(
     answer = client.post(path, json=body)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"], error["type"]) == (status, param, "invalid_request_error")
+
+
+def test_a_models_entry_says_whose_ids_it_gets(client: httpx.Client) -> None:
+    (model,) = client.get("/v1/models").json()["data"]
+    fingerprint = tekken().facts.fingerprint
+    prompts = model["tokenizer"].pop("prompt_fingerprint")
+    assert prompts == prompt_fingerprint(tekken())
+    assert model["tokenizer"] == {
+        "parity": "same_files",  # the mock engine makes no prompts of its own
+        "processor": "mistral",
+        "fingerprint": fingerprint,
+        "worker_fingerprints": [fingerprint],
+        "worker_prompt_fingerprints": [],
+    }
+    assert "sluice_gateway_tokenizer_parity{" in client.get("/metrics").text
 
 
 def test_what_is_no_json_is_refused(client: httpx.Client) -> None:

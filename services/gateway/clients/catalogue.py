@@ -32,6 +32,8 @@ class WorkerEntry:
     vocab_size: int
     capabilities: frozenset[str]
     created_unix_s: int
+    fingerprint: str = ""
+    prompt_fingerprint: str = ""
 
 
 class Catalogue:
@@ -137,4 +139,6 @@ def _entry(worker: router_pb2.WorkerInfo) -> WorkerEntry:
         vocab_size=card.vocab_size,
         capabilities=frozenset(card.capabilities),
         created_unix_s=card.created_unix_s,
+        fingerprint=card.tokenizer.fingerprint,
+        prompt_fingerprint=card.tokenizer.prompt_fingerprint,
     )

@@ -8,7 +8,10 @@ import grpc
 
 from services.common.replicas import ReplicaSet
 from services.gateway.generation import DEFAULTED, ChatPrompt, Prompt, Sampling, TextPrompt, Tokenized
+from services.gateway.parity import TokenizerIdentity
 from sluice.v1 import common_pb2, preprocess_pb2, preprocess_pb2_grpc
+
+LIST_S = 2.0
 
 
 class PreprocessClient:
@@ -53,6 +56,18 @@ class PreprocessClient:
         )
         answer = await self.replicas.call(lambda stub: stub.Detokenize, request, self._timeout_s)
         return answer.text
+
+    async def tokenizers(self) -> dict[str, TokenizerIdentity]:
+        """What one replica says of its loaded tokenizers, by model."""
+        request = preprocess_pb2.ListTokenizersRequest()
+        answer = await self.replicas.call(lambda stub: stub.ListModels, request, LIST_S)
+        return {
+            info.model: TokenizerIdentity(
+                info.tokenizer.processor, info.tokenizer.fingerprint, info.tokenizer.prompt_fingerprint
+            )
+            for info in answer.models
+            if info.loaded
+        }
 
     async def token_texts(self, model: str, token_ids: bytes) -> list[str]:
         """Text of each of the packed token ids by itself."""

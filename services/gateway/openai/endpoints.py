@@ -19,6 +19,7 @@ from services.gateway.openai.answers import ChatFormat, CompletionFormat, Format
 from services.gateway.openai.choices import CollectedChoices, StreamedChoices, Usage
 from services.gateway.openai.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields, check
 from services.gateway.openai.translate import chat_request, completion_requests
+from services.gateway.parity import Parity
 from services.gateway.pipeline import Pipeline
 from services.gateway.settings import GatewaySettings
 
@@ -28,10 +29,11 @@ CLIENT_CLOSED_REQUEST = 499
 class OpenAIEndpoints:
     """Chat completions, completions and models."""
 
-    def __init__(self, pipeline: Pipeline, settings: GatewaySettings, pacer: Pacer) -> None:
+    def __init__(self, pipeline: Pipeline, settings: GatewaySettings, pacer: Pacer, parity: Parity) -> None:
         self._pipeline = pipeline
         self._settings = settings
         self._pacer = pacer
+        self._parity = parity
 
     async def chat_completions(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
@@ -53,6 +55,7 @@ class OpenAIEndpoints:
 
     async def models(self) -> dict[str, Any]:
         """GET /v1/models."""
+        await self._parity.freshen()
         return {
             "object": "list",
             "data": [
@@ -62,6 +65,7 @@ class OpenAIEndpoints:
                     "created": entry.created_unix_s,
                     "owned_by": "sluice",
                     "max_model_len": entry.context_length,
+                    "tokenizer": self._parity.of_model(name),
                 }
                 for name, entry in self._pipeline.catalogue.models.items()
             ],

@@ -68,7 +68,7 @@ class Gateway:
         self.catalogue.workers["w"] = entry("w", "m")
         settings = GatewaySettings(max_body_mb=0.01)
         pipeline = cast(Pipeline, SimpleNamespace(preprocess=self.preprocess, catalogue=self.catalogue))
-        openai = OpenAIEndpoints(pipeline, settings, cast(Any, None))
+        openai = OpenAIEndpoints(pipeline, settings, cast(Any, None), cast(Any, None))
         tokens = TokenEndpoints(pipeline, settings)
         app = create_app(openai, tokens, cast(Readiness, None), GatewayMetrics())
         self.client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway")

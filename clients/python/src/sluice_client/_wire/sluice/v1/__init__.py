@@ -2380,6 +2380,12 @@ class TokenizerSpec(betterproto2.Message):
     sha-256 over the tokenizer's files, hex; equal fingerprints mean equal ids. Empty: unknown
     """
 
+    prompt_fingerprint: "str" = betterproto2.field(4, betterproto2.TYPE_STRING)
+    """
+    What becomes of a fixed set of chats: for each, by commas, the beginning of a sha-256 over its ids, packed u32, or "-"
+    where it is refused. Tells whether two implementations make the same prompts. Empty: unknown.
+    """
+
 
 default_message_pool.register_message("sluice.v1", "TokenizerSpec", TokenizerSpec)
 

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from services.common.errors import unavailable
+from services.gateway.parity import DIFFERS, PROVEN, SAME_FILES, UNKNOWN, Parity, TokenizerIdentity, compare
+from services.preprocess.probes import PROBES, prompt_fingerprint
+from services.preprocess.tokenizer import ChatRequest
+from tests.support.loaded_tokenizers import tekken, tiny_hf
+
+
+def worker(fingerprint: str = "", prompts: str = "") -> SimpleNamespace:
+    return SimpleNamespace(fingerprint=fingerprint, prompt_fingerprint=prompts)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "expected"),
+    [
+        (None, ("f", "a,b"), UNKNOWN),
+        (("f", "a,b"), ("f", "a,b"), PROVEN),
+        (("f", "a,b"), ("other", "a,b"), PROVEN),  # other files, same prompts
+        (("f", "a,b"), ("f", "a,c"), DIFFERS),  # same files, other prompts
+        (("f", "a,-"), ("f", "a,c"), PROVEN),  # what one refuses proves nothing
+        (("f", "-,-"), ("f", "a,c"), SAME_FILES),
+        (("f", "a,b"), ("f", ""), SAME_FILES),
+        (("f", ""), ("g", ""), DIFFERS),
+        (("f", "a"), ("", ""), UNKNOWN),
+        (("", ""), ("f", ""), UNKNOWN),
+    ],
+)
+def test_comparison(ours: tuple[str, str] | None, theirs: tuple[str, str], expected: str) -> None:
+    assert compare(None if ours is None else TokenizerIdentity("hf", *ours), worker(*theirs)) == expected
+
+
+async def test_the_worst_of_a_models_workers_counts_and_is_asked_for_when_unknown() -> None:
+    workers = [worker("f"), worker("f", "a")]
+    answers: list[dict[str, TokenizerIdentity]] = []
+
+    async def ask() -> dict[str, TokenizerIdentity]:
+        if not answers:
+            raise unavailable("nobody is there")
+        return answers[-1]
+
+    parity = Parity(ask, lambda model: workers, lambda: ["m"])
+    await parity.freshen()
+    assert parity.of_model("m")["parity"] == UNKNOWN
+    answers.append({"m": TokenizerIdentity("hf", "f", "a")})
+    await parity.freshen()
+    assert parity.state("m") == UNKNOWN  # asked a moment ago
+    parity._asked_at = float("-inf")
+    await parity.freshen()
+    assert parity.state("m") == SAME_FILES
+    workers.append(worker("g"))
+    assert parity.of_model("m") == {
+        "parity": DIFFERS,
+        "processor": "hf",
+        "fingerprint": "f",
+        "prompt_fingerprint": "a",
+        "worker_fingerprints": ["f", "g"],
+        "worker_prompt_fingerprints": ["a"],
+    }
+
+
+def test_the_fixed_set_tells_tokenizers_apart_and_knows_them_again() -> None:
+    tiny, other = prompt_fingerprint(tiny_hf()), prompt_fingerprint(tekken())
+    assert tiny == prompt_fingerprint(tiny_hf())
+    assert len(tiny.split(",")) == len(other.split(",")) == len(PROBES)
+    assert "-" not in tiny.split(",")
+    assert all(one != another for one, another in zip(tiny.split(","), other.split(","), strict=True))
+
+
+def test_a_class_that_fails_refuses_as_far_as_the_fixed_set_is_concerned() -> None:
+    class Failing(type(tiny_hf())):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.facts = tiny_hf().facts
+
+        def encode_chat(self, chat: ChatRequest) -> list[int]:
+            raise ZeroDivisionError
+
+    assert set(prompt_fingerprint(Failing()).split(",")) == {"-"}
