@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 
 from services.postprocess.parsers.contract import Parser
-from services.postprocess.parsers.events import CallStart, Content, Degraded, Event, merge
-from services.postprocess.parsers.registry import build, markers_of
-from services.postprocess.plan import Plan
-from services.postprocess.stream import Finish, FinishReason, Limits, Stream, StreamOptions, parse
-from services.postprocess.vocabulary import Vocabulary
+from services.postprocess.parsers.events import CallStart, Content, Degraded, Event
+from services.postprocess.stream import Finish, FinishReason, Stream
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +35,9 @@ class ParsedStream:
         self._calls = False
         self.events: list[Event] = []
         self.finish: Finish | None = None
+
+    def close(self) -> None:
+        """Nobody wants to hear of it any more."""
 
     @property
     def tokens_seen(self) -> int:
@@ -106,36 +105,4 @@ class ParsedStream:
             except Exception:
                 self._fail(held)
             self._parser = None
-        self.finish = with_calls(finish, self._calls, self._reasoning_tokens)
-
-
-def with_calls(finish: Finish, calls: bool, reasoning_tokens: int) -> Finish:
-    """The end of a stream whose parser found tool calls or not; one that was cut off stays cut off."""
-    reason = FinishReason.TOOL_CALLS if calls and finish.reason is FinishReason.STOP else finish.reason
-    return replace(finish, reason=reason, reasoning_tokens=reasoning_tokens)
-
-
-def parsed_stream(options: StreamOptions, vocabulary: Vocabulary, limits: Limits, plan: Plan) -> ParsedStream:
-    """A stream as planned, parsed in this process."""
-    stream = Stream(options, vocabulary, limits, markers_of(plan.names))
-    return ParsedStream(stream, build(plan.names, plan.context))
-
-
-def parse_all(
-    tokens: Sequence[int],
-    options: StreamOptions,
-    vocabulary: Vocabulary,
-    limits: Limits,
-    reason: FinishReason,
-    plan: Plan,
-) -> tuple[list[Event], Finish]:
-    """A whole token sequence at once: what is in it and how it ended."""
-    degraded: list[Event] = [Degraded(plan.degraded)] if plan.degraded else []
-    if not plan.names.tool and not plan.names.reasoning:
-        text, finish = parse(tokens, options, vocabulary, limits, reason)
-        return [*degraded, Content(text)], finish
-    stream = parsed_stream(options, vocabulary, limits, plan)
-    stream.feed(tokens)
-    stream.end(reason)
-    assert stream.finish is not None
-    return merge([*degraded, *stream.events]), stream.finish
+        self.finish = finish.parsed(self._calls, self._reasoning_tokens)

@@ -21,10 +21,8 @@ from services.common.session import BatchWriter, serve_session
 from services.common.tokenizer_delivery import Learned
 from services.postprocess.library import VocabularyLibrary
 from services.postprocess.metrics import Metrics
-from services.postprocess.parsed import parse_all
+from services.postprocess.opening import Opener, OwnParsers
 from services.postprocess.parsers.events import CallArguments, CallStart, Content, Degraded, Event, Reasoning
-from services.postprocess.parsers.registry import Registry
-from services.postprocess.plan import plan_of
 from services.postprocess.session import Batch, PostSession, SessionLimits
 from services.postprocess.settings import PostprocessSettings
 from services.postprocess.stream import Finish, FinishReason, Limits, StreamOptions
@@ -51,6 +49,7 @@ class PostprocessService(postprocess_pb2_grpc.PostprocessServicer):
     Args:
         library: the models.
         limits: what callers may ask for.
+        opener: begins streams.
         on_death: a background task failed.
     """
 
@@ -58,10 +57,12 @@ class PostprocessService(postprocess_pb2_grpc.PostprocessServicer):
         self,
         library: VocabularyLibrary,
         limits: SessionLimits,
+        opener: Opener,
         on_death: Callable[[str, BaseException], None] | None = None,
     ) -> None:
         self._library = library
         self._limits = limits
+        self._opener = opener
         self._on_death = on_death
         self._metrics = Metrics()
         self._sessions: set[PostSession] = set()
@@ -81,7 +82,7 @@ class PostprocessService(postprocess_pb2_grpc.PostprocessServicer):
     async def Session(self, request_iterator: object, context: SessionContext) -> None:  # type: ignore[override]
         """See postprocess.proto."""
         writer = BatchWriter(lambda: to_text_batch(session.drain()), context.write)
-        session = PostSession(self._library, self._limits, self._metrics, writer.wake, self._on_death)
+        session = PostSession(self._library, self._limits, self._metrics, writer.wake, self._on_death, self._opener)
 
         def on_message(message: postprocess_pb2.PostSessionRequest) -> None:
             apply(session, message)
@@ -118,10 +119,14 @@ class PostprocessService(postprocess_pb2_grpc.PostprocessServicer):
         if len(tokens) > self._limits.max_message_tokens:
             raise SluiceError(ErrorKind.TOO_LARGE, f"{len(tokens)} tokens are too many.", param="token_ids")
         vocabulary = await self._library.get(options.model)
-        plan = plan_of(options, vocabulary, self._limits.registry, self._limits.stream, secrets.token_hex(12))
-        arguments = (tokens, options, vocabulary, self._limits.stream, to_reason(request.finish_reason), plan)
-        inline = len(tokens) <= INLINE_TOKENS
-        events, finish = parse_all(*arguments) if inline else await asyncio.to_thread(parse_all, *arguments)
+        events, finish = await self._opener.parse(
+            tokens,
+            options,
+            vocabulary,
+            to_reason(request.finish_reason),
+            secrets.token_hex(12),
+            inline=len(tokens) <= INLINE_TOKENS,
+        )
         if finish.error is not None:
             raise finish.error
         self._metrics.took(len(tokens))
@@ -281,14 +286,16 @@ def limits_of(settings: PostprocessSettings) -> SessionLimits:
         max_message_tokens=settings.max_message_tokens,
         max_waiting_tokens=settings.max_waiting_tokens,
         max_backlog=settings.max_backlog,
-        registry=Registry(settings.own_parsers),
     )
 
 
 async def serve(settings: PostprocessSettings, stop: Stop) -> None:
     """Serves until `stop`: healthy once the models are loaded, drained within `drain_s` at the end."""
     library = VocabularyLibrary(settings.specs, settings.load_timeout_s, parsers=settings.parsers)
-    service = PostprocessService(library, limits_of(settings), stop.fail)
+    limits = limits_of(settings)
+    own = OwnParsers(settings.own_parsers, settings.parser_time_s, settings.parser_memory_mb)
+    opener = Opener(limits.stream, own, stop.fail)
+    service = PostprocessService(library, limits, opener, stop.fail)
     server = GrpcServer(settings, postprocess_pb2.DESCRIPTOR)
     postprocess_pb2_grpc.add_PostprocessServicer_to_server(service, server.server)
     await server.start()
@@ -296,6 +303,7 @@ async def serve(settings: PostprocessSettings, stop: Stop) -> None:
     try:
         if learning is not None:
             await learning.start()
+        await opener.start()
         if not settings.preload or await _before(stop, library.load_all()):
             await server.set_serving(True)
             await stop.wait()
@@ -309,6 +317,7 @@ async def serve(settings: PostprocessSettings, stop: Stop) -> None:
         if learning is not None:
             await learning.close()
         await library.close()
+        await opener.close()
 
 
 def _learning(settings: PostprocessSettings, library: VocabularyLibrary, stop: Stop) -> Learning:

@@ -7,7 +7,7 @@ import secrets
 from array import array
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
 from opentelemetry.trace import Span
 
@@ -16,14 +16,11 @@ from services.common.errors import ErrorKind, SluiceError, invalid, overloaded, 
 from services.common.tasks import TaskOwner
 from services.postprocess.library import VocabularyLibrary
 from services.postprocess.metrics import Metrics
-from services.postprocess.parsed import ParsedStream, parsed_stream
+from services.postprocess.opening import NO_PARSERS, AnyParsed, Opener, waiting
 from services.postprocess.parsers.events import Degraded, Event, merge
-from services.postprocess.parsers.registry import ParserNames, Registry
-from services.postprocess.plan import plan_of
+from services.postprocess.parsers.remote import RemoteStream
 from services.postprocess.stream import Finish, FinishReason, Limits, Stream, StreamOptions
 from services.postprocess.vocabulary import Vocabulary
-
-NO_PARSERS = ParserNames()
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +32,6 @@ class SessionLimits:
     max_message_tokens: int = 1 << 20
     max_waiting_tokens: int = 1 << 16
     max_backlog: int = 1 << 20
-    registry: Registry = field(default_factory=Registry)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +67,7 @@ class PostSession:
         metrics: where to count.
         wake: says that `drain` has something.
         on_death: a background task of the session failed.
+        opener: begins streams.
     """
 
     def __init__(
@@ -80,6 +77,7 @@ class PostSession:
         metrics: Metrics,
         wake: Callable[[], None],
         on_death: Callable[[str, BaseException], None] | None = None,
+        opener: Opener | None = None,
     ) -> None:
         self._library = library
         self._limits = limits
@@ -88,7 +86,9 @@ class PostSession:
         self._tasks = TaskOwner(on_death)
         self._settling: set[asyncio.Task[None]] = set()
         self._streams: dict[int, Stream] = {}
-        self._parsed: dict[int, ParsedStream] = {}
+        self._parsed: dict[int, AnyParsed] = {}
+        self._opener = opener or Opener(limits.stream)
+        self._parsed_news = asyncio.Event()
         self._waiting: dict[int, _Waiting] = {}
         self._spans: dict[int, Span] = {}
         self._texts: dict[int, str] = {}
@@ -127,12 +127,13 @@ class PostSession:
             self._spans[slot] = span
 
     def _begin(self, slot: int, options: StreamOptions, vocabulary: Vocabulary, identity: str) -> None:
-        limits = self._limits
-        plan = plan_of(options, vocabulary, limits.registry, limits.stream, identity)
+        plan = self._opener.plan(options, vocabulary, identity)
         if plan.names == NO_PARSERS:
-            self._streams[slot] = Stream(options, vocabulary, limits.stream)
+            self._streams[slot] = self._opener.plain(options, vocabulary)
         else:
-            self._parsed[slot] = parsed_stream(options, vocabulary, limits.stream, plan)
+            stream = self._parsed[slot] = self._opener.parsed(options, vocabulary, plan)
+            if isinstance(stream, RemoteStream):
+                stream.changed = partial(self._remote_changed, slot, stream)
         if plan.degraded:
             self._tell(slot, [Degraded(plan.degraded)])
 
@@ -205,11 +206,16 @@ class PostSession:
         if stream.finish is not None:
             self._finished(slot, stream.finish)
 
-    def _feed_parsed(self, slot: int, stream: ParsedStream, tokens: array[int]) -> None:
+    def _feed_parsed(self, slot: int, stream: AnyParsed, tokens: array[int]) -> None:
         stream.feed(tokens)
         self._parsed_changed(slot, stream)
 
-    def _parsed_changed(self, slot: int, stream: ParsedStream) -> None:
+    def _remote_changed(self, slot: int, stream: RemoteStream) -> None:
+        self._parsed_changed(slot, stream)
+        self._parsed_news.set()
+        self._wake()
+
+    def _parsed_changed(self, slot: int, stream: AnyParsed) -> None:
         if stream.events:
             self._tell(slot, stream.take_events())
         if stream.finish is not None:
@@ -269,8 +275,10 @@ class PostSession:
         self._metrics.finished(finish)
 
     def _forget(self, slot: int) -> None:
-        known: tuple[dict[int, Any], ...] = (self._streams, self._parsed, self._waiting)
-        if any(streams.pop(slot, None) is not None for streams in known):
+        if (parsed := self._parsed.pop(slot, None)) is not None:
+            parsed.close()
+        plain = self._streams.pop(slot, None) or self._waiting.pop(slot, None)
+        if parsed is not None or plain is not None:
             self._metrics.lives(-1)
         if span := self._spans.pop(slot, None):
             span.end()
@@ -299,9 +307,12 @@ class PostSession:
         self._wake()
 
     async def settle(self) -> None:
-        """Waits until no stream waits for its model."""
+        """Waits until no stream waits for its model, and none that has ended for its parser."""
         while self._settling:
             await asyncio.wait(self._settling)
+        while waiting(self._parsed.values()):
+            await self._parsed_news.wait()
+            self._parsed_news.clear()
 
     async def aclose(self) -> None:
         """The caller is gone: forgets everything."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from services.common.errors import SluiceError
@@ -66,6 +66,11 @@ class Finish:
     stop_token_id: int | None = None
     error: SluiceError | None = None
     reasoning_tokens: int = 0
+
+    def parsed(self, calls: bool, reasoning_tokens: int) -> Finish:
+        """The same for a stream whose parser found tool calls or not; one that was cut off stays cut off."""
+        reason = FinishReason.TOOL_CALLS if calls and self.reason is FinishReason.STOP else self.reason
+        return replace(self, reason=reason, reasoning_tokens=reasoning_tokens)
 
 
 class Stream:

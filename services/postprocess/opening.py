@@ -1,0 +1,145 @@
+"""Begins streams: plain ones, ones with a parser in this process, ones with a parser in another."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from services.postprocess.parsed import ParsedStream
+from services.postprocess.parsers.events import Content, Degraded, Event, merge
+from services.postprocess.parsers.host import ParserHost
+from services.postprocess.parsers.registry import ParserNames, Registry, build, markers_of
+from services.postprocess.parsers.remote import RemoteStream
+from services.postprocess.plan import Plan, plan_of
+from services.postprocess.stream import Finish, FinishReason, Limits, Stream, StreamOptions, parse
+from services.postprocess.vocabulary import Vocabulary
+
+NO_PARSERS = ParserNames()
+
+AnyParsed = ParsedStream | RemoteStream
+
+
+@dataclass(frozen=True, slots=True)
+class OwnParsers:
+    """The user's own parsers and what they may use.
+
+    Attributes:
+        names: `module:Class` each.
+        time_s: for one stream's share of a batch.
+        memory_mb: by which each process may grow.
+    """
+
+    names: Sequence[str] = ()
+    time_s: float = 2.0
+    memory_mb: int = 512
+
+
+class Opener:
+    """What begins streams in this process.
+
+    Args:
+        limits: what options may ask for.
+        own: the user's own parsers.
+        on_death: a task that looks after one of their processes failed.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        own: OwnParsers | None = None,
+        on_death: Callable[[str, BaseException], None] | None = None,
+    ) -> None:
+        own = own or OwnParsers()
+        self._limits = limits
+        self._registry = Registry(own.names)
+        self._hosts = {name: ParserHost(name, own.time_s, own.memory_mb, on_death) for name in own.names}
+
+    async def start(self) -> None:
+        """Starts the processes; SluiceError when one of the user's parsers cannot be imported."""
+        await asyncio.gather(*(host.start() for host in self._hosts.values()))
+
+    async def close(self) -> None:
+        """Ends the processes."""
+        await asyncio.gather(*(host.close() for host in self._hosts.values()))
+
+    def plan(self, options: StreamOptions, vocabulary: Vocabulary, identity: str) -> Plan:
+        """See plan_of."""
+        return plan_of(options, vocabulary, self._registry, self._limits, identity)
+
+    def plain(self, options: StreamOptions, vocabulary: Vocabulary) -> Stream:
+        """A stream of text."""
+        return Stream(options, vocabulary, self._limits)
+
+    def parsed(self, options: StreamOptions, vocabulary: Vocabulary, plan: Plan) -> AnyParsed:
+        """A stream with a parser, wherever that one runs."""
+        host = self._host(plan.names)
+        if host is None:
+            stream = Stream(options, vocabulary, self._limits, markers_of(plan.names))
+            return ParsedStream(stream, build(plan.names, plan.context))
+        built_in = ParserNames(
+            "" if plan.names.tool in self._hosts else plan.names.tool,
+            "" if plan.names.reasoning in self._hosts else plan.names.reasoning,
+        )
+        markers = host.markers | markers_of(built_in)
+        return host.open(Stream(options, vocabulary, self._limits, markers), plan.names, plan.context)
+
+    def host(self, name: str) -> ParserHost | None:
+        """Where an own parser runs; None for a name that is none."""
+        return self._hosts.get(name)
+
+    def _host(self, names: ParserNames) -> ParserHost | None:
+        return self._hosts.get(names.tool) or self._hosts.get(names.reasoning)
+
+    async def parse(
+        self,
+        tokens: Sequence[int],
+        options: StreamOptions,
+        vocabulary: Vocabulary,
+        reason: FinishReason,
+        identity: str,
+        inline: bool = True,
+    ) -> tuple[list[Event], Finish]:
+        """A whole token sequence at once: what is in it and how it ended.
+
+        Args:
+            inline: on the event loop; a long sequence belongs into a thread.
+        """
+        plan = self.plan(options, vocabulary, identity)
+        degraded: list[Event] = [Degraded(plan.degraded)] if plan.degraded else []
+        if plan.names == NO_PARSERS:
+            arguments = (tokens, options, vocabulary, self._limits, reason)
+            text, finish = parse(*arguments) if inline else await asyncio.to_thread(parse, *arguments)
+            return [*degraded, Content(text)], finish
+        stream = self.parsed(options, vocabulary, plan)
+        if isinstance(stream, RemoteStream):
+            finish = await _told(stream, tokens, reason)
+        else:
+            finish = _fed(stream, tokens, reason) if inline else await asyncio.to_thread(_fed, stream, tokens, reason)
+        return merge([*degraded, *stream.take_events()]), finish
+
+
+def _fed(stream: ParsedStream, tokens: Sequence[int], reason: FinishReason) -> Finish:
+    stream.feed(tokens)
+    stream.end(reason)
+    assert stream.finish is not None
+    return stream.finish
+
+
+async def _told(stream: RemoteStream, tokens: Sequence[int], reason: FinishReason) -> Finish:
+    news = asyncio.Event()
+    stream.changed = news.set
+    try:
+        stream.feed(tokens)
+        stream.end(reason)
+        while stream.finish is None:
+            await news.wait()
+            news.clear()
+        return stream.finish
+    finally:
+        stream.close()
+
+
+def waiting(streams: Iterable[AnyParsed]) -> bool:
+    """Whether one of them has ended and its parser has not said everything yet."""
+    return any(isinstance(stream, RemoteStream) and stream.ending and not stream.finish for stream in streams)

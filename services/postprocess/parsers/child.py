@@ -1,0 +1,130 @@
+"""The process of the user's own parsers: `python -m services.postprocess.parsers.child PROGRESS_FD MEMORY_MB NAME…`.
+
+Reads batches of operations from standard input and answers each batch with one frame. What a parser prints goes to
+standard error. Ends when its input ends.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from services.postprocess.parsers.contract import Parser, ParserContext
+from services.postprocess.parsers.events import Content, Degraded, Event, merge
+from services.postprocess.parsers.registry import ParserNames, build, own_class
+from services.postprocess.parsers.wire import HEADER, PROGRESS, checked, frame, pack_events, unframe
+
+FAILED = "parser_failed"
+
+
+class Streams:
+    """The parsers of the streams that live."""
+
+    def __init__(self, progress: mmap.mmap) -> None:
+        self._parsers: dict[int, Parser] = {}
+        self._progress = progress
+        self._begun = 0
+
+    def run(self, operations: list[list[Any]]) -> list[list[Any]]:
+        """Applies a batch; an answer for each operation that has one."""
+        answers = []
+        for kind, stream, *rest in operations:
+            self._begun += 1
+            PROGRESS.pack_into(self._progress, 0, self._begun, stream)
+            if kind == "close":
+                self._parsers.pop(stream, None)
+            elif kind == "open":
+                self._open(stream, *rest)
+            elif stream in self._parsers:
+                answers.append(self._feed(stream, rest[0], kind == "end"))
+        PROGRESS.pack_into(self._progress, 0, self._begun + 1, 0)
+        return answers
+
+    def _open(self, stream: int, names: list[str], context: dict[str, Any], replayed: list[str]) -> None:
+        """A stream, with what it has answered already in a process before this one."""
+        try:
+            parser = build(ParserNames(*names), ParserContext(**context))
+            for piece in filter(None, replayed):
+                parser.feed(piece)
+        except Exception:
+            traceback.print_exc()
+            parser = _Raises(ParserContext())
+        self._parsers[stream] = parser
+
+    def _feed(self, stream: int, pieces: list[str], ends: bool) -> list[Any]:
+        """[stream, pieces taken, events, held, tokens of reasoning, whether the parser failed]."""
+        parser = self._parsers[stream]
+        events: list[Event] = []
+        reasoning, taken, held = 0, 0, ""
+        try:
+            for piece in pieces:
+                held = parser.held
+                events += checked(parser.feed(piece)) if piece else ()
+                taken += 1
+                reasoning += parser.reasoning and not ends
+            held = parser.held
+            if ends:
+                events += checked(parser.finish())
+        except Exception:
+            traceback.print_exc()
+            del self._parsers[stream]
+            rest = held + "".join(pieces[taken:])
+            packed = pack_events(merge([*events, Degraded(FAILED), *([Content(rest)] if rest else [])]))
+            return [stream, len(pieces), packed, "", reasoning, True]
+        if ends:
+            del self._parsers[stream]
+        return [stream, len(pieces), pack_events(merge(events)), held, reasoning, False]
+
+
+class _Raises(Parser):
+    """Stands for a parser that could not be made."""
+
+    def feed(self, text: str) -> list[Event]:
+        """See Parser."""
+        raise RuntimeError("the parser could not be made")
+
+    def finish(self) -> list[Event]:
+        """See Parser."""
+        raise RuntimeError("the parser could not be made")
+
+
+def limit_memory(megabytes: int) -> None:
+    """From here on the process may take so much more than it has; MemoryError beyond."""
+    if sys.platform == "linux":
+        import resource
+
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        most = pages * os.sysconf("SC_PAGE_SIZE") + (megabytes << 20)
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def read(source: BinaryIO) -> Any:
+    """The next message, None at the end."""
+    head = source.read(HEADER.size)
+    if len(head) < HEADER.size:
+        return None
+    return unframe(source.read(HEADER.unpack(head)[0]))
+
+
+def main() -> None:
+    """Runs until the input ends."""
+    progress = mmap.mmap(int(sys.argv[1]), PROGRESS.size)
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    sys.path.insert(0, os.getcwd())
+    markers = {name: sorted(own_class(name).markers) for name in sys.argv[3:]}
+    limit_memory(int(sys.argv[2]))
+    streams = Streams(progress)
+    answers.write(frame(markers))
+    answers.flush()
+    while (operations := read(sys.stdin.buffer)) is not None:
+        answers.write(frame(streams.run(operations)))
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()

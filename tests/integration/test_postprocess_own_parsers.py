@@ -1,0 +1,191 @@
+"""The user's own parsers, in a process of their own: they may raise, loop, grow or die without hurting a neighbour."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+
+import pytest
+
+from services.common.errors import SluiceError
+from services.postprocess.opening import AnyParsed, Opener, OwnParsers
+from services.postprocess.parsers.events import Degraded
+from services.postprocess.parsers.remote import RemoteStream
+from services.postprocess.stream import FinishReason, Limits, StreamOptions
+from tests.support.parsing import Said, said
+from tests.support.vocabularies import tekken
+
+SHOUTING = "tests.support.own_parsers:Shouting"
+OPTIONS = StreamOptions("m", tool_parser=SHOUTING)
+WAIT_S = 60
+
+
+@pytest.fixture
+async def opener() -> AsyncIterator[Opener]:
+    opener = Opener(Limits(), OwnParsers([SHOUTING], time_s=1.5, memory_mb=64))
+    await opener.start()
+    yield opener
+    await opener.close()
+
+
+class Listener:
+    """One stream and what it says."""
+
+    def __init__(self, opener: Opener, options: StreamOptions = OPTIONS) -> None:
+        vocabulary = tekken().vocabulary
+        plan = opener.plan(options, vocabulary, "request-1")
+        self.stream: AnyParsed = opener.parsed(options, vocabulary, plan)
+        assert isinstance(self.stream, RemoteStream)
+        self.news = asyncio.Event()
+        self.stream.changed = self.news.set
+        self.said = 0
+
+    def feed(self, text: str) -> None:
+        self.stream.feed(tekken().encode(text))
+
+    def end(self) -> None:
+        self.stream.end(FinishReason.STOP)
+
+    async def heard(self) -> Said:
+        async with asyncio.timeout(WAIT_S):
+            while self.stream.finish is None:
+                await self.news.wait()
+                self.news.clear()
+        return said(self.stream.events)
+
+    async def until(self, text: str) -> None:
+        """Waits until so much was answered."""
+        async with asyncio.timeout(WAIT_S):
+            while text not in said(self.stream.events).content:
+                await self.news.wait()
+                self.news.clear()
+
+
+async def test_it_says_what_the_parser_says(opener: Opener) -> None:
+    listener = Listener(opener)
+    for piece in ("one ?hm ", "and !f! ", "two 😀"):
+        listener.feed(piece)
+    listener.end()
+    heard = await listener.heard()
+    assert (heard.content, heard.reasoning) == ("ONE AND TWO 😀", "?hm ")
+    assert [call[:2] for call in heard.calls] == [("f", "{}")]
+    assert heard.degraded == frozenset()
+    finish = listener.stream.finish
+    assert finish is not None
+    assert finish.reason is FinishReason.TOOL_CALLS
+    assert finish.reasoning_tokens > 0
+
+
+async def test_a_hundred_streams_share_the_process(opener: Opener) -> None:
+    listeners = [Listener(opener) for _ in range(100)]
+    for round_ in range(5):
+        for index, listener in enumerate(listeners):
+            listener.feed(f"w{index} r{round_} ")
+        await asyncio.sleep(0)
+    for listener in listeners:
+        listener.end()
+    for index, listener in enumerate(listeners):
+        assert (await listener.heard()).content == "".join(f"W{index} R{round_} " for round_ in range(5))
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [("RAISE", "parser_failed"), ("LOOP", "parser_too_slow"), ("GROW", "parser_failed"), ("DIE", "parser_died")],
+)
+async def test_a_bad_stream_becomes_plain_text_and_its_neighbours_notice_nothing(
+    opener: Opener, bad: str, reason: str
+) -> None:
+    neighbours = [Listener(opener) for _ in range(3)]
+    culprit = Listener(opener)
+    for listener in (*neighbours, culprit):
+        listener.feed("before mid")
+    await culprit.until("BEFORE ")
+    for listener in neighbours:
+        listener.feed("dle !f! after")
+    culprit.feed(f"dle {bad} and so on")
+    for listener in (*neighbours, culprit):
+        listener.end()
+    heard = await culprit.heard()
+    assert heard.content.startswith("BEFORE ")
+    assert heard.content.lower() == f"before middle {bad} and so on".lower(), "nothing is lost, nothing comes twice"
+    assert heard.content.endswith(" and so on")
+    assert heard.degraded == {reason}
+    for listener in neighbours:
+        heard = await listener.heard()
+        assert (heard.content, heard.degraded) == ("BEFORE MIDDLE AFTER", frozenset())
+        assert [call[0] for call in heard.calls] == ["f"]
+    later = Listener(opener)
+    later.feed("fine again")
+    later.end()
+    assert (await later.heard()).content == "FINE AGAIN"
+
+
+async def test_a_killed_process_is_replaced_and_streams_go_on_where_they_were(opener: Opener) -> None:
+    listeners = [Listener(opener) for _ in range(20)]
+    for listener in listeners:
+        listener.feed("first sec")
+    for listener in listeners:
+        await listener.until("FIRST ")
+    host = opener.host(SHOUTING)
+    assert host is not None
+    os.kill(host.pid, signal.SIGKILL)
+    for listener in listeners:
+        listener.feed("ond !f! third")
+        listener.end()
+    for listener in listeners:
+        heard = await listener.heard()
+        assert (heard.content, heard.degraded) == ("FIRST SECOND THIRD", frozenset())
+        assert [call[0] for call in heard.calls] == ["f"]
+
+
+async def test_a_closed_stream_is_forgotten_there_too(opener: Opener) -> None:
+    listener, other = Listener(opener), Listener(opener)
+    listener.feed("LOO")
+    listener.stream.close()
+    other.feed("fine ")
+    other.end()
+    assert (await other.heard()).content == "FINE "
+    host = opener.host(SHOUTING)
+    assert host is not None
+    other.stream.close()
+    assert host.streams == 0
+
+
+async def test_parsers_can_be_combined_with_built_in_ones(opener: Opener) -> None:
+    listener = Listener(opener, StreamOptions("m", tool_parser=SHOUTING, reasoning_parser="think"))
+    listener.feed("<think>quiet</think> loud")
+    listener.end()
+    heard = await listener.heard()
+    assert (heard.reasoning, heard.content) == ("quiet", "LOUD")
+
+
+async def test_special_tokens_that_an_own_parser_names_are_seen(opener: Opener) -> None:
+    listener = Listener(opener)
+    listener.stream.feed([*tekken().encode("a "), 9, *tekken().encode(" b")])
+    listener.end()
+    assert (await listener.heard()).content == "A [TOOL_CALLS] B"
+
+
+@pytest.mark.parametrize("name", ["tests.support.own_parsers:Broken", "tests.support.own_parsers:Gone", "no.module:X"])
+async def test_a_class_that_is_no_parser_is_refused_at_the_start(name: str) -> None:
+    opener = Opener(Limits(), OwnParsers([name]))
+    with pytest.raises(SluiceError, match="does not start"):
+        await opener.start()
+    await opener.close()
+
+
+async def test_only_listed_classes_can_be_named(opener: Opener) -> None:
+    options = StreamOptions("m", tool_parser="tests.support.own_parsers:Broken")
+    with pytest.raises(SluiceError, match=r"not available; there is auto, deepseek_r1.*Shouting") as caught:
+        opener.plan(options, tekken().vocabulary, "")
+    assert caught.value.code == "no_such_parser"
+
+
+async def test_a_whole_sequence_at_once(opener: Opener) -> None:
+    tokens = tekken().encode("all at once !f! ")
+    events, finish = await opener.parse(tokens, OPTIONS, tekken().vocabulary, FinishReason.STOP, "x")
+    assert said(events).content == "ALL AT ONCE "
+    assert finish.reason is FinishReason.TOOL_CALLS
+    assert not any(isinstance(event, Degraded) for event in events)
