@@ -16,7 +16,7 @@ from services.preprocess.cuts import Cut, cut_before, find_cut
 from services.preprocess.fastokens_backend import FastokensBackend
 from services.preprocess.samples import SAMPLES
 from services.preprocess.segment_cache import CacheStats, SegmentCache
-from services.preprocess.speed import Speed
+from services.preprocess.speed import CACHE_OFF, Speed
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class HfEncoder:
             spelled = [f"x {token}y\n{token} " for token in _spread(added, _MAX_ADDED_SAMPLES)]
             backend = fastest(backend, lambda: FastokensBackend.of_file(file), spelled)
         self.backend = backend.name
-        self._cut = find_cut(content, _most_used(added, probe)) if speed.cache_bytes else Cut(refusal="it is off")
+        self._cut = find_cut(content, _most_used(added, probe)) if speed.cache_bytes else Cut(refusal=CACHE_OFF)
         self._cache: SegmentCache | None = None
         if self._cut.token:
             backend = self._cache = SegmentCache(backend, speed.cache_bytes)

@@ -27,7 +27,7 @@ from services.preprocess.generation_defaults import generation_defaults
 from services.preprocess.mistral_encoder import MistralEncoder
 from services.preprocess.mistral_plain import PlainEncoder
 from services.preprocess.segment_cache import CacheStats
-from services.preprocess.speed import Speed
+from services.preprocess.speed import CACHE_OFF, Speed
 from services.preprocess.tokenizer import ChatRequest, Message, TokenizerFacts, TokenizerProtocol
 
 _TOOL_CALL_ID_CHARS = 9
@@ -64,6 +64,7 @@ class MistralTokenizer(TokenizerProtocol):
             context_length=length if isinstance(length, int) else 0,
             has_chat_template=True,
             backend=self._encoder.backend,
+            cache_refusal="" if self._encoder.cache_stats is not None else CACHE_OFF,
             defaults=generation_defaults(read_json(path, "generation_config.json")),
         )
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+CACHE_OFF = "the cache is off"
+
 
 @dataclass(frozen=True)
 class Speed:

@@ -86,6 +86,7 @@ def test_which_library_runs_is_known() -> None:
     assert tiny_hf().facts.backend == tekken().facts.backend == "fastokens"
     assert HfTokenizer(tiny_folder(), limits(), SLOW).facts.backend == "tokenizers"
     assert reference().facts.backend == "tiktoken"
+    assert reference().facts.cache_refusal == HfTokenizer(tiny_folder(), limits(), SLOW).facts.cache_refusal != ""
 
 
 def test_prompts_are_not_remembered_where_cuts_are_not_known_to_be_exact(
