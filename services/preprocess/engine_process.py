@@ -71,6 +71,7 @@ class EngineProcess:
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.pid = 0
         self.restarts = 0
+        self.up = False
         self._thread = Thread(target=self._run, name="engine-process", daemon=True)
         self._thread.start()
 
@@ -135,10 +136,11 @@ class EngineProcess:
             child = self._started()
             if child is not None:
                 backoff = BACKOFF_S[0]
-                self.pid = child.pid
+                self.pid, self.up = child.pid, True
                 try:
                     self._serve(child)
                 finally:
+                    self.up = False
                     child.kill()
                 if not self._closed:
                     self.restarts += 1

@@ -115,7 +115,7 @@ class EngineTokenizer(TokenizerProtocol):
         return self._idlest().call(verb, argument)
 
     def _idlest(self) -> EngineProcess:
-        return min(self._processes, key=lambda process: process.outstanding)
+        return min(self._processes, key=lambda process: (not process.up, process.outstanding))
 
     def _of(self, chat: ChatRequest) -> EngineProcess:
         """A chat that brings a template goes to a process of its own, where a hostile one holds up only its like."""

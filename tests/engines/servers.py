@@ -61,10 +61,13 @@ def vllm_server(path: Path) -> Iterator[Reference]:
     folder = engine_folder(path)
     port = free_port()
     parser = "mistral" if is_mistral(folder) else "hermes"
+    tools: tuple[str, ...] = ("--enable-auto-tool-choice", "--tool-call-parser", parser)
+    if path.name.endswith(".v1"):
+        tools = ()  # a model of before there were tools
     command = [
         *(str(Path(python("vllm")).with_name("vllm")), "launch", "render", "--model", str(folder)),
         *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", "m"),
-        *("--enable-auto-tool-choice", "--tool-call-parser", parser, "--trust-request-chat-template"),
+        *(*tools, "--trust-request-chat-template"),
         *(("--tokenizer-mode", "mistral") if is_mistral(folder) else ()),
     ]
     environment = {
