@@ -27,7 +27,7 @@ from services.router.store.base import KNOWN_FOR_S, Applied, Lease, ModelState, 
 from services.router.store.feed import Feed
 from services.router.workers import Slot, Worker
 
-FEED_LIMIT = 256  # its followers live in the same process and are never far behind
+FEED_LIMIT = 1_024  # its followers live in the same process and are never far behind
 
 
 def unix_ms() -> int:
