@@ -6,6 +6,7 @@ secrets do not belong in either.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import sys
@@ -56,6 +57,11 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, default=str, ensure_ascii=False)
 
 
+def _is_no_cancellation(record: logging.LogRecord) -> bool:
+    """grpc reports handlers that are cancelled when a server stops or a caller leaves as if they had failed."""
+    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
+
+
 def configure(service: str, level: str, log_format: str) -> None:
     """Sets up logging for the process: everything goes to standard error."""
     handler = logging.StreamHandler(sys.stderr)
@@ -63,5 +69,6 @@ def configure(service: str, level: str, log_format: str) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_is_no_cancellation)
     for noisy in ("httpx", "httpcore", "huggingface_hub", "filelock", "asyncio", "uvicorn", "mistral_common"):
         logging.getLogger(noisy).setLevel(max(logging.WARNING, root.level))

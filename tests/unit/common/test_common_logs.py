@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
@@ -83,3 +84,13 @@ def test_configuring_twice_does_not_double_lines(capsys: pytest.CaptureFixture[s
     logs.configure("x", "info", "text")
     logging.getLogger("a").info("once")
     assert capsys.readouterr().err.count("once") == 1
+
+
+def test_a_cancelled_handler_is_not_reported_as_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.configure("test", "info", "text")
+    log = logging.getLogger("grpc._cython.cygrpc")
+    log.error("handler ended", exc_info=asyncio.CancelledError())
+    log.error("handler broke", exc_info=ValueError("x"))
+    said = capsys.readouterr().err
+    assert "handler ended" not in said
+    assert "handler broke" in said
