@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from services.common.errors import ErrorKind, SluiceError, internal
 from services.common.tasks import TaskOwner
 from services.worker.cache_events import KvEventSource
+from services.worker.capabilities import Capability
 from services.worker.generation import Delta, FinishReason, GenerateRequest, PositionLogprobs, Role, Usage
 
 if TYPE_CHECKING:
@@ -92,16 +94,31 @@ class Sink(ABC):
         """Once, last, also after an abort (with CANCELLED)."""
 
 
+@dataclass(frozen=True, slots=True)
+class Embedded:
+    """Vectors in the order of their inputs, each little-endian float32 back to back."""
+
+    vectors: Sequence[bytes]
+    prompt_tokens: int
+
+
 class LLMEngine(ABC):
     """Computes tokens. A new engine writes `from_args`, `start`, `generate`, `load` and `cleanup`.
 
     Attributes:
+        CAPABILITIES: the most this engine can honour, whatever the settings; `EngineConfig.capabilities` is what it
+            honours as started.
         tasks: owner of the engine's background tasks; one that dies fails the worker.
         on_failure: set by the worker; call it when the engine cannot go on.
+        on_phase: set by the worker; call it from the event loop while starting, with what is being done ("loading
+            weights") and how far it is (0 to 1, None: unknown).
     """
+
+    CAPABILITIES: ClassVar[frozenset[Capability]] = frozenset({Capability.TOKEN_IDS})
 
     def __init__(self) -> None:
         self.on_failure: Callable[[str, BaseException], None] = lambda name, error: None
+        self.on_phase: Callable[[str, float | None], None] = lambda phase, share: None
         self.tasks = TaskOwner(lambda name, error: self.on_failure(name, error))
         self._driven: dict[str, asyncio.Task[None]] = {}
 
@@ -166,6 +183,26 @@ class LLMEngine(ABC):
         """Forgets every reusable prefix; SluiceError(FAILED_PRECONDITION) when the engine cannot."""
         raise SluiceError(ErrorKind.FAILED_PRECONDITION, "This engine cannot clear its prefix cache.")
 
+    async def embed(self, inputs: Sequence[array[int]], dimensions: int, lora: str = "") -> Embedded:
+        """Vectors of token sequences, cut to `dimensions` (0: the model's own).
+
+        Raises:
+            SluiceError: FAILED_PRECONDITION when the engine computes none, INVALID_ARGUMENT for wrong inputs.
+        """
+        raise _unsupported("does not compute embeddings", "model")
+
+    async def control(self, action: str, arguments: Mapping[str, str]) -> dict[str, str]:
+        """Operates the engine: sleep, wake, load_lora, unload_lora, start_profile, stop_profile, inject_fault.
+
+        Raises:
+            SluiceError: FAILED_PRECONDITION for an action the engine does not have, INVALID_ARGUMENT for its arguments.
+        """
+        raise _unsupported(f"does not have the action {action}", "action")
+
+    def metrics_text(self) -> str:
+        """The engine's own metrics in Prometheus' text format, in well under a millisecond; empty: it has none."""
+        return ""
+
     async def _drive(self, request: GenerateRequest, context: GenerateContext, progress: _Progress) -> None:
         """Pushes what `generate` yields, and a terminal of its own when that yields none."""
         try:
@@ -180,6 +217,10 @@ class LLMEngine(ABC):
         except Exception:
             log.exception("engine failed", extra={"request": request.request_id})
             progress.end(FinishReason.ERROR, internal("The engine failed on this request."))
+
+
+def _unsupported(what: str, param: str) -> SluiceError:
+    return SluiceError(ErrorKind.FAILED_PRECONDITION, f"This engine {what}.", param=param, code="unsupported_by_engine")
 
 
 class _Progress:

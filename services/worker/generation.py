@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Literal
+from typing import Any, Literal
 
 from services.common.errors import SluiceError
 
@@ -42,6 +42,10 @@ class Sampling:
     repetition_penalty: float | None = None
     seed: int | None = None
     logit_bias: dict[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    thinking_token_budget: int | None = None
+    engine_options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +66,7 @@ class Stop:
 class Guided:
     """A constraint on the output: a document of the named kind; choices are a tuple, the other kinds a text."""
 
-    kind: Literal["json_schema", "regex", "ebnf", "choice", "json_object"]
+    kind: Literal["json_schema", "regex", "ebnf", "choice", "json_object", "structural_tag"]
     grammar: str | tuple[str, ...] = ""
 
 
@@ -78,8 +82,21 @@ class Disaggregation:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptEmbeds:
+    """Input embeddings in place of token ids: little-endian float32, one row of `width` per position."""
+
+    values: bytes
+    width: int
+
+    @property
+    def length(self) -> int:
+        """Positions."""
+        return len(self.values) // (4 * self.width) if self.width else 0
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One generation. The prompt is `token_ids`; engines with the capability also take `text` or `messages_json`.
+    """One generation. The prompt is `token_ids`, or with the capability `text`, `messages_json` or `embeds`.
 
     `resumed_tokens` counts the ids at the end of the prompt that an earlier worker of the same request generated.
     """
@@ -89,6 +106,7 @@ class GenerateRequest:
     token_ids: array[int] = field(default_factory=lambda: array("I"))
     text: str | None = None
     messages_json: bytes | None = None
+    embeds: PromptEmbeds | None = None
     sampling: Sampling = Sampling()
     stop: Stop = Stop()
     logprobs: int | None = None

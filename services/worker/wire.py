@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 from google.protobuf.message import Message
 
@@ -18,6 +19,7 @@ from services.worker.generation import (
     GenerateRequest,
     Guided,
     PositionLogprobs,
+    PromptEmbeds,
     Role,
     Sampling,
     Stop,
@@ -36,6 +38,7 @@ def read_request(message: worker_pb2.GenerateRequest) -> GenerateRequest:
         token_ids=unpack_u32(message.tokens.token_ids, "prompt.token_ids"),
         text=message.text if prompt == "text" else None,
         messages_json=message.messages_json if prompt == "messages_json" else None,
+        embeds=_read_embeds(message.embeds) if prompt == "embeds" else None,
         sampling=_read_sampling(message.sampling) if message.HasField("sampling") else Sampling(),
         stop=_read_stop(message.stop) if message.HasField("stop") else Stop(),
         logprobs=_optional(message.output, "logprobs"),
@@ -69,7 +72,27 @@ def _read_sampling(message: common_pb2.SamplingOptions) -> Sampling:
         repetition_penalty=_optional_float(message, "repetition_penalty"),
         seed=_optional(message, "seed"),
         logit_bias=dict(message.logit_bias),
+        allowed_token_ids=tuple(unpack_u32(message.allowed_token_ids, "sampling.allowed_token_ids")),
+        bad_words=tuple(tuple(unpack_u32(word, "sampling.bad_words")) for word in message.bad_words),
+        thinking_token_budget=_optional(message, "thinking_token_budget"),
+        engine_options=_read_engine_options(message.engine_options_json) if message.engine_options_json else {},
     )
+
+
+def _read_engine_options(document: bytes) -> dict[str, Any]:
+    try:
+        options = json.loads(document)
+    except ValueError as error:
+        raise invalid("engine_options_json is not JSON.", param="engine_options") from error
+    if not isinstance(options, dict):
+        raise invalid("engine_options_json must be a JSON object.", param="engine_options")
+    return options
+
+
+def _read_embeds(message: worker_pb2.EmbedsPrompt) -> PromptEmbeds:
+    if not message.width or not message.values or len(message.values) % (4 * message.width):
+        raise invalid("The prompt embeddings are not whole rows of `width` float32 values.", param="prompt_embeds")
+    return PromptEmbeds(message.values, message.width)
 
 
 def _read_stop(message: common_pb2.StopOptions) -> Stop:

@@ -9,6 +9,7 @@ from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from sluice.v1 import common_pb2 as _common_pb2
+from sluice.v1 import postprocess_pb2 as _postprocess_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -31,6 +32,7 @@ class GenerateRequest(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     MESSAGES_JSON_FIELD_NUMBER: _builtins.int
+    EMBEDS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
     OUTPUT_FIELD_NUMBER: _builtins.int
@@ -42,6 +44,7 @@ class GenerateRequest(_message.Message):
     DISAGGREGATION_FIELD_NUMBER: _builtins.int
     TRACE_FIELD_NUMBER: _builtins.int
     RESUMED_TOKENS_FIELD_NUMBER: _builtins.int
+    POSTPROCESS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique among all requests alive; the router's reservation and the traces carry the same one. Required."""
     model: _builtins.str
@@ -63,6 +66,10 @@ class GenerateRequest(_message.Message):
     @_builtins.property
     def tokens(self) -> Global___TokenPrompt: ...
     @_builtins.property
+    def embeds(self) -> Global___EmbedsPrompt:
+        """only engines with capability "prompt_embeds" """
+
+    @_builtins.property
     def sampling(self) -> _common_pb2.SamplingOptions: ...
     @_builtins.property
     def stop(self) -> _common_pb2.StopOptions: ...
@@ -76,6 +83,12 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def trace(self) -> _common_pb2.TraceContext: ...
+    @_builtins.property
+    def postprocess(self) -> _postprocess_pb2.StreamOptions:
+        """Set: the worker also makes text, reasoning and tool calls of its tokens; the capability is "text_out". They come as
+        TokenExtra.events beside the token ids.
+        """
+
     def __init__(
         self,
         *,
@@ -84,6 +97,7 @@ class GenerateRequest(_message.Message):
         tokens: Global___TokenPrompt | None = ...,
         text: _builtins.str = ...,
         messages_json: _builtins.bytes = ...,
+        embeds: Global___EmbedsPrompt | None = ...,
         sampling: _common_pb2.SamplingOptions | None = ...,
         stop: _common_pb2.StopOptions | None = ...,
         output: _common_pb2.OutputOptions | None = ...,
@@ -95,14 +109,15 @@ class GenerateRequest(_message.Message):
         disaggregation: Global___DisaggregationParams | None = ...,
         trace: _common_pb2.TraceContext | None = ...,
         resumed_tokens: _builtins.int = ...,
+        postprocess: _postprocess_pb2.StreamOptions | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "data_parallel_rank", b"data_parallel_rank", "disaggregation", b"disaggregation", "guided", b"guided", "messages_json", b"messages_json", "output", b"output", "prompt", b"prompt", "sampling", b"sampling", "stop", b"stop", "text", b"text", "tokens", b"tokens", "trace", b"trace"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "data_parallel_rank", b"data_parallel_rank", "disaggregation", b"disaggregation", "embeds", b"embeds", "guided", b"guided", "messages_json", b"messages_json", "output", b"output", "postprocess", b"postprocess", "prompt", b"prompt", "sampling", b"sampling", "stop", b"stop", "text", b"text", "tokens", b"tokens", "trace", b"trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "cache_salt", b"cache_salt", "data_parallel_rank", b"data_parallel_rank", "disaggregation", b"disaggregation", "guided", b"guided", "lora", b"lora", "messages_json", b"messages_json", "model", b"model", "output", b"output", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resumed_tokens", b"resumed_tokens", "sampling", b"sampling", "stop", b"stop", "text", b"text", "tokens", b"tokens", "trace", b"trace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "cache_salt", b"cache_salt", "data_parallel_rank", b"data_parallel_rank", "disaggregation", b"disaggregation", "embeds", b"embeds", "guided", b"guided", "lora", b"lora", "messages_json", b"messages_json", "model", b"model", "output", b"output", "postprocess", b"postprocess", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resumed_tokens", b"resumed_tokens", "sampling", b"sampling", "stop", b"stop", "text", b"text", "tokens", b"tokens", "trace", b"trace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__data_parallel_rank: _TypeAlias = _typing.Literal["data_parallel_rank"]  # noqa: Y015
     _WhichOneofArgType__data_parallel_rank: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank"]  # noqa: Y015
-    _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["tokens", "text", "messages_json"]  # noqa: Y015
+    _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["tokens", "text", "messages_json", "embeds"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__data_parallel_rank) -> _WhichOneofReturnType__data_parallel_rank | None: ...
@@ -130,6 +145,32 @@ class TokenPrompt(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TokenPrompt: _TypeAlias = TokenPrompt  # noqa: Y015
+
+@_typing.final
+class EmbedsPrompt(_message.Message):
+    """Input embeddings in place of token ids."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VALUES_FIELD_NUMBER: _builtins.int
+    WIDTH_FIELD_NUMBER: _builtins.int
+    values: _builtins.bytes
+    """little-endian float32, row after row, one row of `width` per position"""
+    width: _builtins.int
+    """the model's hidden size"""
+    def __init__(
+        self,
+        *,
+        values: _builtins.bytes = ...,
+        width: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["values", b"values", "width", b"width"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EmbedsPrompt: _TypeAlias = EmbedsPrompt  # noqa: Y015
 
 @_typing.final
 class DisaggregationParams(_message.Message):
@@ -270,6 +311,8 @@ class TokenExtra(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     HANDOFF_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    EVENTS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     finish_reason: _common_pb2.FinishReason.ValueType
     """unspecified: not the end"""
@@ -279,6 +322,8 @@ class TokenExtra(_message.Message):
     """with FINISH_REASON_HANDOFF: for the decode worker, opaque"""
     cached_tokens: _builtins.int
     """on the first delta: prompt tokens found in the prefix cache"""
+    prompt_token_ids: _builtins.bytes
+    """On the first delta, when the worker itself made the prompt's ids (text or messages): the ids, packed u32."""
     @_builtins.property
     def error(self) -> _common_pb2.ErrorDetail:
         """with FINISH_REASON_ERROR"""
@@ -295,6 +340,10 @@ class TokenExtra(_message.Message):
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.PositionLogprobs]:
         """on the first delta"""
 
+    @_builtins.property
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[_postprocess_pb2.StreamEvent]:
+        """with GenerateRequest.postprocess: what the tokens became; slots are 0"""
+
     def __init__(
         self,
         *,
@@ -307,10 +356,12 @@ class TokenExtra(_message.Message):
         prompt_logprobs: _abc.Iterable[_common_pb2.PositionLogprobs] | None = ...,
         handoff: _builtins.bytes = ...,
         cached_tokens: _builtins.int | None = ...,
+        events: _abc.Iterable[_postprocess_pb2.StreamEvent] | None = ...,
+        prompt_token_ids: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "_stop_token_id", b"_stop_token_id", "cached_tokens", b"cached_tokens", "error", b"error", "stop_token_id", b"stop_token_id", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "_stop_token_id", b"_stop_token_id", "cached_tokens", b"cached_tokens", "error", b"error", "finish_reason", b"finish_reason", "handoff", b"handoff", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "slot", b"slot", "stop_token_id", b"stop_token_id", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "_stop_token_id", b"_stop_token_id", "cached_tokens", b"cached_tokens", "error", b"error", "events", b"events", "finish_reason", b"finish_reason", "handoff", b"handoff", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "slot", b"slot", "stop_token_id", b"stop_token_id", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cached_tokens: _TypeAlias = _typing.Literal["cached_tokens"]  # noqa: Y015
     _WhichOneofArgType__cached_tokens: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens"]  # noqa: Y015
@@ -360,10 +411,13 @@ class EmbedRequest(_message.Message):
     INPUTS_FIELD_NUMBER: _builtins.int
     DIMENSIONS_FIELD_NUMBER: _builtins.int
     TRACE_FIELD_NUMBER: _builtins.int
+    LORA_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model: _builtins.str
     dimensions: _builtins.int
     """cut to this many; 0: the model's own"""
+    lora: _builtins.str
+    """adapter name; empty: the base model"""
     @_builtins.property
     def inputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenPrompt]: ...
     @_builtins.property
@@ -376,10 +430,11 @@ class EmbedRequest(_message.Message):
         inputs: _abc.Iterable[Global___TokenPrompt] | None = ...,
         dimensions: _builtins.int = ...,
         trace: _common_pb2.TraceContext | None = ...,
+        lora: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["trace", b"trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dimensions", b"dimensions", "inputs", b"inputs", "model", b"model", "request_id", b"request_id", "trace", b"trace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dimensions", b"dimensions", "inputs", b"inputs", "lora", b"lora", "model", b"model", "request_id", b"request_id", "trace", b"trace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -599,6 +654,8 @@ class ControlRequest(_message.Message):
         ACTION_STOP_PROFILE: ControlRequest._Action.ValueType  # 7
         ACTION_INJECT_FAULT: ControlRequest._Action.ValueType  # 8
         """mock engine only, for tests"""
+        ACTION_RESYNC: ControlRequest._Action.ValueType  # 9
+        """tells the router the whole cache again"""
 
     class Action(_Action, metaclass=_ActionEnumTypeWrapper): ...
     ACTION_UNSPECIFIED: ControlRequest.Action.ValueType  # 0
@@ -612,6 +669,8 @@ class ControlRequest(_message.Message):
     ACTION_STOP_PROFILE: ControlRequest.Action.ValueType  # 7
     ACTION_INJECT_FAULT: ControlRequest.Action.ValueType  # 8
     """mock engine only, for tests"""
+    ACTION_RESYNC: ControlRequest.Action.ValueType  # 9
+    """tells the router the whole cache again"""
 
     @_typing.final
     class ArgumentsEntry(_message.Message):
