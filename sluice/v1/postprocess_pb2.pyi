@@ -40,6 +40,7 @@ class StreamOptions(_message.Message):
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     SINGLE_TOOL_CALL_FIELD_NUMBER: _builtins.int
     GUIDED_FIELD_NUMBER: _builtins.int
+    TOKEN_TEXTS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """served name; decides tokenizer and parsers"""
     skip_special_tokens: _builtins.bool
@@ -68,6 +69,10 @@ class StreamOptions(_message.Message):
     """at most one tool call; further ones stay text"""
     guided: _builtins.bool
     """a grammar constrains the output: no tool calls in it, and no reasoning unless the"""
+    token_texts: _builtins.bool
+    """model thinks first
+    tell what each token stands for, in StreamEvent.tokens; for logprobs
+    """
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """stop strings; the text ends before the first one"""
@@ -90,10 +95,11 @@ class StreamOptions(_message.Message):
         ignore_eos: _builtins.bool = ...,
         single_tool_call: _builtins.bool = ...,
         guided: _builtins.bool = ...,
+        token_texts: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens", "skip_special_tokens", b"skip_special_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens", "eos_token_ids", b"eos_token_ids", "guided", b"guided", "ignore_eos", b"ignore_eos", "include_stop_string", b"include_stop_string", "min_tokens", b"min_tokens", "model", b"model", "prompt_tail", b"prompt_tail", "reasoning_parser", b"reasoning_parser", "single_tool_call", b"single_tool_call", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "tool_choice_json", b"tool_choice_json", "tool_parser", b"tool_parser", "tools_json", b"tools_json"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens", "eos_token_ids", b"eos_token_ids", "guided", b"guided", "ignore_eos", b"ignore_eos", "include_stop_string", b"include_stop_string", "min_tokens", b"min_tokens", "model", b"model", "prompt_tail", b"prompt_tail", "reasoning_parser", b"reasoning_parser", "single_tool_call", b"single_tool_call", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "token_texts", b"token_texts", "tool_choice_json", b"tool_choice_json", "tool_parser", b"tool_parser", "tools_json", b"tools_json"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__skip_special_tokens: _TypeAlias = _typing.Literal["skip_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__skip_special_tokens: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens"]  # noqa: Y015
@@ -145,6 +151,7 @@ class OpenStream(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     OPTIONS_FIELD_NUMBER: _builtins.int
     TRACE_FIELD_NUMBER: _builtins.int
+    RESUME_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     """chosen by the caller, unique among the session's live streams"""
     request_id: _builtins.str
@@ -152,6 +159,10 @@ class OpenStream(_message.Message):
     def options(self) -> Global___StreamOptions: ...
     @_builtins.property
     def trace(self) -> _common_pb2.TraceContext: ...
+    @_builtins.property
+    def resume(self) -> Global___StreamResume:
+        """the stream began elsewhere; unset: it begins here"""
+
     def __init__(
         self,
         *,
@@ -159,14 +170,85 @@ class OpenStream(_message.Message):
         request_id: _builtins.str = ...,
         options: Global___StreamOptions | None = ...,
         trace: _common_pb2.TraceContext | None = ...,
+        resume: Global___StreamResume | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["options", b"options", "trace", b"trace"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["options", b"options", "resume", b"resume", "trace", b"trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["options", b"options", "request_id", b"request_id", "slot", b"slot", "trace", b"trace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["options", b"options", "request_id", b"request_id", "resume", b"resume", "slot", b"slot", "trace", b"trace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___OpenStream: _TypeAlias = OpenStream  # noqa: Y015
+
+@_typing.final
+class StreamResume(_message.Message):
+    """A stream that another replica (or another session) was working on. Its state is rebuilt from its tokens, and only
+    what the caller has not got yet comes out: what follows equals what the lost replica would have sent. The other
+    fields of OpenStream must be those it was opened with, request_id included (ids of tool calls are made of it).
+    `degraded` marks come again. Counts beyond what the tokens give are met as more tokens come.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TEXT_SENT_FIELD_NUMBER: _builtins.int
+    REASONING_SENT_FIELD_NUMBER: _builtins.int
+    CALLS_FIELD_NUMBER: _builtins.int
+    TOKENS_SENT_FIELD_NUMBER: _builtins.int
+    token_ids: _builtins.bytes
+    """packed u32; all tokens of the stream so far, in order"""
+    text_sent: _builtins.int
+    """code points of content the caller has got"""
+    reasoning_sent: _builtins.int
+    """code points of reasoning"""
+    tokens_sent: _builtins.int
+    """with token_texts: rows of StreamEvent.tokens the caller has got"""
+    @_builtins.property
+    def calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___CallSent]:
+        """tool calls of which the caller has got anything; others have begun nowhere"""
+
+    def __init__(
+        self,
+        *,
+        token_ids: _builtins.bytes = ...,
+        text_sent: _builtins.int = ...,
+        reasoning_sent: _builtins.int = ...,
+        calls: _abc.Iterable[Global___CallSent] | None = ...,
+        tokens_sent: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "reasoning_sent", b"reasoning_sent", "text_sent", b"text_sent", "token_ids", b"token_ids", "tokens_sent", b"tokens_sent"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StreamResume: _TypeAlias = StreamResume  # noqa: Y015
+
+@_typing.final
+class CallSent(_message.Message):
+    """How much of one tool call the caller has got: its id and name, and so much of its arguments."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_SENT_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """as in ToolCallDelta"""
+    arguments_sent: _builtins.int
+    """code points"""
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        arguments_sent: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments_sent", b"arguments_sent", "index", b"index"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CallSent: _TypeAlias = CallSent  # noqa: Y015
 
 @_typing.final
 class TokenColumns(_message.Message):
@@ -242,11 +324,17 @@ class TextBatch(_message.Message):
     TEXT_LENGTHS_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     EVENTS_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
     slots: _builtins.bytes
     """packed u32"""
     text_lengths: _builtins.bytes
     """packed u32, Unicode code points"""
     text: _builtins.str
+    draining: _builtins.bool
+    """This replica leaves: the caller should move every stream of this session to another replica (StreamResume there,
+    a close here) and open no more. Set on the first message after it knows, and only there; a message may have
+    nothing else in it. Streams go on here meanwhile, for the time it has.
+    """
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___StreamEvent]: ...
     def __init__(
@@ -256,10 +344,11 @@ class TextBatch(_message.Message):
         text_lengths: _builtins.bytes = ...,
         text: _builtins.str = ...,
         events: _abc.Iterable[Global___StreamEvent] | None = ...,
+        draining: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "slots", b"slots", "text", b"text", "text_lengths", b"text_lengths"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "events", b"events", "slots", b"slots", "text", b"text", "text_lengths", b"text_lengths"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -281,6 +370,7 @@ class StreamEvent(_message.Message):
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     DEGRADED_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     finish_reason: _common_pb2.FinishReason.ValueType
@@ -309,6 +399,10 @@ class StreamEvent(_message.Message):
     def error(self) -> _common_pb2.ErrorDetail:
         """with FINISH_REASON_ERROR; ends this stream only"""
 
+    @_builtins.property
+    def tokens(self) -> Global___TokenTexts:
+        """What tokens stand for, with StreamOptions.token_texts; comes with the tokens, before text that is held back."""
+
     def __init__(
         self,
         *,
@@ -322,17 +416,50 @@ class StreamEvent(_message.Message):
         tool_calls: _abc.Iterable[Global___ToolCallDelta] | None = ...,
         error: _common_pb2.ErrorDetail | None = ...,
         degraded: _builtins.str = ...,
+        tokens: Global___TokenTexts | None = ...,
         text: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "error", b"error", "stop_token_id", b"stop_token_id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "error", b"error", "stop_token_id", b"stop_token_id", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "degraded", b"degraded", "error", b"error", "finish_reason", b"finish_reason", "reasoning", b"reasoning", "reasoning_tokens", b"reasoning_tokens", "slot", b"slot", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "text", b"text", "tokens_seen", b"tokens_seen", "tool_calls", b"tool_calls"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "degraded", b"degraded", "error", b"error", "finish_reason", b"finish_reason", "reasoning", b"reasoning", "reasoning_tokens", b"reasoning_tokens", "slot", b"slot", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "text", b"text", "tokens", b"tokens", "tokens_seen", b"tokens_seen", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stop_token_id: _TypeAlias = _typing.Literal["stop_token_id"]  # noqa: Y015
     _WhichOneofArgType__stop_token_id: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__stop_token_id) -> _WhichOneofReturnType__stop_token_id | None: ...
 
 Global___StreamEvent: _TypeAlias = StreamEvent  # noqa: Y015
+
+@_typing.final
+class TokenTexts(_message.Message):
+    """The next tokens of a stream, up to and including the one that ended it, as columns: row i is one token."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LENGTHS_FIELD_NUMBER: _builtins.int
+    PIECES_FIELD_NUMBER: _builtins.int
+    TEXT_OFFSETS_FIELD_NUMBER: _builtins.int
+    lengths: _builtins.bytes
+    """packed u32, bytes of each token"""
+    pieces: _builtins.bytes
+    """the tokens' own bytes, one after the other; a part of a character where a token is one;"""
+    text_offsets: _builtins.bytes
+    """special tokens are spelled out even where the text leaves them out
+    packed u32: code points of the stream's text (content, reasoning and markup alike, stop
+    """
+    def __init__(
+        self,
+        *,
+        lengths: _builtins.bytes = ...,
+        pieces: _builtins.bytes = ...,
+        text_offsets: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lengths", b"lengths", "pieces", b"pieces", "text_offsets", b"text_offsets"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenTexts: _TypeAlias = TokenTexts  # noqa: Y015
 
 @_typing.final
 class ToolCallDelta(_message.Message):
@@ -427,3 +554,50 @@ class ParseResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ParseResponse: _TypeAlias = ParseResponse  # noqa: Y015
+
+@_typing.final
+class TokenPiecesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    token_ids: _builtins.bytes
+    """packed u32; an id outside the vocabulary is an error"""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        token_ids: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenPiecesRequest: _TypeAlias = TokenPiecesRequest  # noqa: Y015
+
+@_typing.final
+class TokenPiecesResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LENGTHS_FIELD_NUMBER: _builtins.int
+    PIECES_FIELD_NUMBER: _builtins.int
+    lengths: _builtins.bytes
+    """packed u32, bytes of each token"""
+    pieces: _builtins.bytes
+    """as in TokenTexts"""
+    def __init__(
+        self,
+        *,
+        lengths: _builtins.bytes = ...,
+        pieces: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lengths", b"lengths", "pieces", b"pieces"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenPiecesResponse: _TypeAlias = TokenPiecesResponse  # noqa: Y015

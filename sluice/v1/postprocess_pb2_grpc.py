@@ -44,6 +44,11 @@ class PostprocessStub:
                 request_serializer=sluice_dot_v1_dot_postprocess__pb2.ParseRequest.SerializeToString,
                 response_deserializer=sluice_dot_v1_dot_postprocess__pb2.ParseResponse.FromString,
                 _registered_method=True)
+        self.TokenPieces = channel.unary_unary(
+                '/sluice.v1.Postprocess/TokenPieces',
+                request_serializer=sluice_dot_v1_dot_postprocess__pb2.TokenPiecesRequest.SerializeToString,
+                response_deserializer=sluice_dot_v1_dot_postprocess__pb2.TokenPiecesResponse.FromString,
+                _registered_method=True)
 
 
 class PostprocessServicer:
@@ -63,6 +68,14 @@ class PostprocessServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def TokenPieces(self, request, context):
+        """The bytes of single tokens, for callers that show tokens the model did not choose (top_logprobs). They never
+        change while a model is served under its name, so keep them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PostprocessServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -75,6 +88,11 @@ def add_PostprocessServicer_to_server(servicer, server):
                     servicer.Parse,
                     request_deserializer=sluice_dot_v1_dot_postprocess__pb2.ParseRequest.FromString,
                     response_serializer=sluice_dot_v1_dot_postprocess__pb2.ParseResponse.SerializeToString,
+            ),
+            'TokenPieces': grpc.unary_unary_rpc_method_handler(
+                    servicer.TokenPieces,
+                    request_deserializer=sluice_dot_v1_dot_postprocess__pb2.TokenPiecesRequest.FromString,
+                    response_serializer=sluice_dot_v1_dot_postprocess__pb2.TokenPiecesResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -131,6 +149,33 @@ class Postprocess:
             '/sluice.v1.Postprocess/Parse',
             sluice_dot_v1_dot_postprocess__pb2.ParseRequest.SerializeToString,
             sluice_dot_v1_dot_postprocess__pb2.ParseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def TokenPieces(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sluice.v1.Postprocess/TokenPieces',
+            sluice_dot_v1_dot_postprocess__pb2.TokenPiecesRequest.SerializeToString,
+            sluice_dot_v1_dot_postprocess__pb2.TokenPiecesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -35,6 +35,10 @@ class PostprocessStub:
     """Carries every stream between one gateway process and this replica."""
     Parse: _grpc.UnaryUnaryMultiCallable[_postprocess_pb2.ParseRequest, _postprocess_pb2.ParseResponse]
     """One finished token sequence at once; equals a session that got the same tokens in any split."""
+    TokenPieces: _grpc.UnaryUnaryMultiCallable[_postprocess_pb2.TokenPiecesRequest, _postprocess_pb2.TokenPiecesResponse]
+    """The bytes of single tokens, for callers that show tokens the model did not choose (top_logprobs). They never
+    change while a model is served under its name, so keep them.
+    """
 
 @_typing.type_check_only
 class PostprocessAsyncStub(PostprocessStub):
@@ -43,6 +47,10 @@ class PostprocessAsyncStub(PostprocessStub):
     """Carries every stream between one gateway process and this replica."""
     Parse: _aio.UnaryUnaryMultiCallable[_postprocess_pb2.ParseRequest, _postprocess_pb2.ParseResponse]  # type: ignore[assignment]
     """One finished token sequence at once; equals a session that got the same tokens in any split."""
+    TokenPieces: _aio.UnaryUnaryMultiCallable[_postprocess_pb2.TokenPiecesRequest, _postprocess_pb2.TokenPiecesResponse]  # type: ignore[assignment]
+    """The bytes of single tokens, for callers that show tokens the model did not choose (top_logprobs). They never
+    change while a model is served under its name, so keep them.
+    """
 
 class PostprocessServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -60,5 +68,15 @@ class PostprocessServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_postprocess_pb2.ParseResponse, _abc.Awaitable[_postprocess_pb2.ParseResponse]]:
         """One finished token sequence at once; equals a session that got the same tokens in any split."""
+
+    @_abc_1.abstractmethod
+    def TokenPieces(
+        self,
+        request: _postprocess_pb2.TokenPiecesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_postprocess_pb2.TokenPiecesResponse, _abc.Awaitable[_postprocess_pb2.TokenPiecesResponse]]:
+        """The bytes of single tokens, for callers that show tokens the model did not choose (top_logprobs). They never
+        change while a model is served under its name, so keep them.
+        """
 
 def add_PostprocessServicer_to_server(servicer: PostprocessServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
