@@ -26,6 +26,7 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
     "generation_config.json",
     "config.json",
     "tekken.json",
@@ -38,12 +39,13 @@ TOKENIZER_FILES = (
 class ModelSpec:
     """A served model: its name, where its files are, and which tokenizer implementation reads them.
 
-    `processor` is empty until chosen by what the files hold.
+    `processor` is empty until chosen by what the files hold. `chat_template` is Jinja, used instead of the files' own.
     """
 
     name: str
     source: str
     processor: str = ""
+    chat_template: str = ""
 
     @classmethod
     def parse(cls, text: str) -> ModelSpec:
@@ -133,11 +135,16 @@ def tokenizer_files(path: Path) -> list[Path]:
     return sorted({file for pattern in TOKENIZER_FILES for file in path.glob(pattern) if file.is_file()})
 
 
+def file_name(path: Path, file: Path) -> str:
+    """What a tokenizer's file is called: its name, with the folder it lies in where that is not the model's own."""
+    return file.relative_to(path).as_posix() if path.is_dir() else file.name
+
+
 def fingerprint(path: Path) -> str:
     """sha-256, hex, over names and contents of the tokenizer's files."""
     digest = hashlib.sha256()
     for file in tokenizer_files(path):
-        digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())
+        digest.update(f"{file_name(path, file)}\0{file.stat().st_size}\0".encode())
         digest.update(file.read_bytes())
     return digest.hexdigest()
 

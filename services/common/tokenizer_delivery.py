@@ -133,7 +133,8 @@ class TokenizerDelivery:
     def _is_current(self, model: str) -> bool:
         known = self._learned.get(model)
         return known is not None and any(
-            served.fingerprint == known.fingerprint for served in self._watch.of_model(model)
+            (served.fingerprint, served.chat_template) == (known.fingerprint, known.spec.chat_template)
+            for served in self._watch.of_model(model)
         )
 
     async def _learn(self, model: str) -> None:
@@ -159,7 +160,7 @@ class TokenizerDelivery:
         if path is None:
             path = await fetch_tokenizer(served.address, served.fingerprint, self._store, self._credentials)
         known = served.processor in (*PROCESSORS, *ENGINE_PROCESSORS)  # a class of its own would be code from outside
-        spec = ModelSpec(served.model, str(path), served.processor if known else "")
+        spec = ModelSpec(served.model, str(path), served.processor if known else "", served.chat_template)
         learned = Learned(spec, served.engine, served.fingerprint)
         await self._on_model(learned)
         self._learned[served.model] = learned

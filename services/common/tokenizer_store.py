@@ -18,7 +18,7 @@ MAX_BYTES = 512 << 20
 MAX_FILES = 64
 ABANDONED_S = 3600.0
 _FINGERPRINT = re.compile(r"[0-9a-f]{64}")
-_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_FILE_NAME = re.compile(r"(additional_chat_templates/)?[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _INCOMING = ".incoming-"
 
 
@@ -104,7 +104,9 @@ class Incoming:
             raise _bad(f"it is larger than {MAX_BYTES >> 20} MiB")
         self._names.add(name)
         self._name, self._missing = name, size
-        self._file = (self._folder / name).open("xb")
+        place = self._folder / name
+        place.parent.mkdir(exist_ok=True)
+        self._file = place.open("xb")
 
     def _close(self) -> None:
         if self._missing:

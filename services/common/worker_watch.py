@@ -24,13 +24,14 @@ ASK_S = 5.0
 
 @dataclass(frozen=True)
 class Served:
-    """What a worker serves: where it is, and its model's tokenizer by processor and fingerprint."""
+    """What a worker serves: where it is, and its model's tokenizer by processor, fingerprint and template."""
 
     address: str
     model: str
     processor: str
     fingerprint: str
     engine: str
+    chat_template: str = ""
 
 
 class WorkerWatch:
@@ -128,4 +129,4 @@ class WorkerWatch:
 
 
 def _served(address: str, card: common_pb2.ModelCard, engine: str) -> Served:
-    return Served(address, card.model, card.tokenizer.processor, card.tokenizer.fingerprint, engine)
+    return Served(address, card.model, card.tokenizer.processor, card.tokenizer.fingerprint, engine, card.chat_template)

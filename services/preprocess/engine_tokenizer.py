@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import logging
 import sys
+import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -56,15 +57,18 @@ class EngineTokenizer(TokenizerProtocol):
     Args:
         engine: a module of `services.preprocess.engines`.
         path: the model's folder, or its tokenizer's file.
+        chat_template: to use instead of the one that came with the model; empty for that one.
     """
 
     blocks = True
 
-    def __init__(self, engine: str, path: Path, options: EngineOptions) -> None:
+    def __init__(self, engine: str, path: Path, options: EngineOptions, chat_template: str = "") -> None:
         self._options = options
+        self._template = chat_template
+        self._scratch = tempfile.TemporaryDirectory(prefix="sluice-engine-", ignore_cleanup_errors=True)
         self._command = [
             *(options.python or sys.executable, "-P", "-c", _BOOTSTRAP, str(_SERVICES), engine, str(path)),
-            *(str(options.limit_s * _HANG_FACTOR), str(options.memory_mb)),
+            *(str(options.limit_s * _HANG_FACTOR), str(options.memory_mb), self._scratch.name),
         ]
         self._lock = Lock()
         self._foreign: EngineProcess | None = None
@@ -74,7 +78,7 @@ class EngineTokenizer(TokenizerProtocol):
         except BaseException:
             self.close()
             raise
-        self.facts = _facts(engine, path, found)
+        self.facts = _facts(engine, path, {**found, **_own_template(chat_template)})
         if found["version"].partition("+")[0] != TESTED_VERSIONS[engine]:
             log.warning(
                 "this version of the engine is not the one that is tested",
@@ -92,12 +96,12 @@ class EngineTokenizer(TokenizerProtocol):
 
     def encode_chat(self, chat: ChatRequest) -> list[int]:
         """See TokenizerProtocol."""
-        ids: list[int] = self._of(chat).call("encode_chat", chat_argument(chat))
+        ids: list[int] = self._of(chat).call("encode_chat", self._argument(chat))
         return ids
 
     def render(self, chat: ChatRequest) -> str:
         """See TokenizerProtocol."""
-        text: str = self._of(chat).call("render", chat_argument(chat))
+        text: str = self._of(chat).call("render", self._argument(chat))
         return text
 
     def encode_text(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
@@ -110,6 +114,11 @@ class EngineTokenizer(TokenizerProtocol):
         argument = {"token_ids": list(token_ids), "skip_special_tokens": skip_special_tokens}
         text: str = self._call("decode", argument)
         return text
+
+    def _argument(self, chat: ChatRequest) -> dict[str, Any]:
+        if self._template and not chat.chat_template:
+            chat = replace(chat, chat_template=self._template)
+        return chat_argument(chat)
 
     def _call(self, verb: str, argument: dict[str, Any]) -> Any:
         return self._idlest().call(verb, argument)
@@ -132,6 +141,11 @@ class EngineTokenizer(TokenizerProtocol):
             processes = [*self._processes, *([self._foreign] if self._foreign else [])]
         for process in processes:
             process.close()
+        self._scratch.cleanup()
+
+
+def _own_template(given: str) -> dict[str, Any]:
+    return {"chat_template": given, "has_chat_template": True} if given else {}
 
 
 def _facts(engine: str, path: Path, found: dict[str, Any]) -> TokenizerFacts:

@@ -204,7 +204,7 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
 
 
 def _own_templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Template by name; a single one is "default". A chat_template.jinja beats the configuration's default."""
+    """Template by name; a single one is "default". Files beat the configuration."""
     declared = config.get("chat_template")
     found: dict[str, str] = {}
     if isinstance(declared, str) and declared:
@@ -215,7 +215,10 @@ def _own_templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
             for item in declared
             if isinstance(item, dict) and isinstance(item.get("name"), str) and isinstance(item.get("template"), str)
         }
-    file = (path.parent if path.is_file() else path) / "chat_template.jinja"
+    folder = path.parent if path.is_file() else path
+    for named in sorted(folder.glob("additional_chat_templates/*.jinja")):
+        found[named.stem] = named.read_text("utf-8")
+    file = folder / "chat_template.jinja"
     if file.is_file():
         found["default"] = file.read_text("utf-8")
     return found

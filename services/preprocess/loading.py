@@ -33,7 +33,8 @@ def load_tokenizer(
         limits: of requests to the tokenizer.
         engines: by engine, how its processes are run; the defaults where it is not there.
         speed: what "hf" and "mistral" may do to be fast.
-        template_file: chat template to use instead of the one that came with the model; only "hf" takes one.
+        template_file: chat template to use instead of the spec's and of the one that came with the files; "mistral"
+            takes none.
 
     Raises:
         SluiceError: NOT_FOUND when there are no files, FAILED_PRECONDITION when they cannot be loaded.
@@ -41,13 +42,10 @@ def load_tokenizer(
     try:
         path = resolve(spec.source)
         processor = spec.processor or detect_processor(path)
-        if template_file is None:
-            return _load(processor, path, limits, engines, speed)
-        if processor != "hf":
+        template = spec.chat_template if template_file is None else template_file.read_text("utf-8")
+        if template and processor not in ("hf", *ENGINE_PROCESSORS):
             raise invalid(f"The {processor} tokenizer of model {spec.name} takes no chat template.", param="model")
-        from services.preprocess.hf import HfTokenizer
-
-        return HfTokenizer(path, limits, speed, template_file.read_text("utf-8"))
+        return _load(processor, path, limits, engines, speed, template)
     except SluiceError:
         raise
     except (KeyboardInterrupt, SystemExit):
@@ -62,15 +60,15 @@ def load_tokenizer(
 
 
 def _load(
-    processor: str, path: Path, limits: Limits, engines: Mapping[str, EngineOptions], speed: Speed
+    processor: str, path: Path, limits: Limits, engines: Mapping[str, EngineOptions], speed: Speed, template: str
 ) -> TokenizerProtocol:
     if processor in ENGINE_PROCESSORS:
-        return EngineTokenizer(processor, path, engines.get(processor) or EngineOptions())
+        return EngineTokenizer(processor, path, engines.get(processor) or EngineOptions(), template)
     # Imported here so that a replica pays only for what it serves.
     if processor == "hf":
         from services.preprocess.hf import HfTokenizer
 
-        return HfTokenizer(path, limits, speed)
+        return HfTokenizer(path, limits, speed, template)
     if processor == "mistral":
         from services.preprocess.mistral import MistralTokenizer
 

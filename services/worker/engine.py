@@ -45,6 +45,7 @@ class EngineConfig:
     engine: str = ""
     engine_version: str = ""
     prompt_fingerprint: str = ""  # as in `sluice.v1.TokenizerSpec`, where the engine makes prompts itself
+    chat_template: str = ""  # Jinja, instead of the one in the files
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,8 @@ class WorkerHost:
         settings = self._settings
         await self.server.start()
         self.worker.worker_id = settings.worker_id or default_worker_id(self.server.port)
-        await self.worker.start()
+        template = settings.chat_template
+        await self.worker.start("" if template is None else await asyncio.to_thread(template.read_text, "utf-8"))
         # A vocabulary lives as long as the process: keep the collector from walking it again and again.
         gc.collect()
         gc.freeze()

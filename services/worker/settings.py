@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, FilePath, field_validator
 
 from services.common.access import RouterTokenSettings
 from services.common.models import DEFAULT_NAME, DEFAULT_SOURCE, ModelSpec
@@ -30,6 +30,9 @@ class WorkerSettings(RouterTokenSettings, GrpcServiceSettings):
     model: str = Field(
         f"{DEFAULT_NAME}={DEFAULT_SOURCE}",
         description="model to serve, as NAME=SOURCE[@PROCESSOR]; SOURCE is a hub id, a folder or mistral-common:NAME",
+    )
+    chat_template: FilePath | None = Field(
+        None, description="Jinja file to use instead of the chat template in the model's files"
     )
     adapters: CommaList = Field([], description="names of LoRA adapters to serve")
     context_length: int = Field(0, ge=0, description="most tokens of prompt and output; 0: as the model's files say")

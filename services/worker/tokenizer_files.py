@@ -43,7 +43,7 @@ class TokenizerFiles:
             for file in await asyncio.to_thread(models.tokenizer_files, path):
                 size = (await asyncio.to_thread(file.stat)).st_size
                 for offset in range(0, max(size, 1), PIECE_BYTES):
-                    yield FilePiece(file.name, size, await asyncio.to_thread(_read, file, offset))
+                    yield FilePiece(models.file_name(path, file), size, await asyncio.to_thread(_read, file, offset))
         except OSError as error:
             raise unavailable(f"A tokenizer file cannot be read: {error.strerror}.") from error
 

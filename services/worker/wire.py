@@ -192,6 +192,7 @@ def write_card(config: EngineConfig, created_unix_s: int) -> common_pb2.ModelCar
         eos_token_ids=pack_u32(config.eos_token_ids),
         adapters=config.adapters,
         created_unix_s=created_unix_s,
+        chat_template=config.chat_template,
     )
 
 

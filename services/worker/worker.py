@@ -69,9 +69,10 @@ class Worker:
         """Load by data-parallel rank."""
         return self.engine.load() if self._config is not None else [Load()]
 
-    async def start(self) -> EngineConfig:
-        """Starts the engine and takes requests from then on."""
-        self._config = await self.engine.start(self.worker_id)
+    async def start(self, chat_template: str = "") -> EngineConfig:
+        """Starts the engine and takes requests from then on; a `chat_template` goes onto the card."""
+        config = await self.engine.start(self.worker_id)
+        self._config = replace(config, chat_template=chat_template) if chat_template else config
         self.loaded_unix_s = int(time.time())
         self._closed = None
         log.info("engine is ready", extra={"engine": self._config.engine, "model": self._config.model})

@@ -694,6 +694,7 @@ class ModelCard(_message.Message):
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
     CREATED_UNIX_S_FIELD_NUMBER: _builtins.int
+    CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """served name, as clients write it in "model" """
     context_length: _builtins.int
@@ -716,6 +717,8 @@ class ModelCard(_message.Message):
     """packed u32; the model's end-of-sequence ids"""
     created_unix_s: _builtins.int
     """when the worker loaded the model, Unix seconds"""
+    chat_template: _builtins.str
+    """Jinja, instead of the one in the tokenizer's files; empty: the files' own"""
     @_builtins.property
     def tokenizer(self) -> Global___TokenizerSpec: ...
     @_builtins.property
@@ -743,10 +746,11 @@ class ModelCard(_message.Message):
         eos_token_ids: _builtins.bytes = ...,
         adapters: _abc.Iterable[_builtins.str] | None = ...,
         created_unix_s: _builtins.int = ...,
+        chat_template: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["tokenizer", b"tokenizer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "block_size", b"block_size", "capabilities", b"capabilities", "context_length", b"context_length", "created_unix_s", b"created_unix_s", "data_parallel_size", b"data_parallel_size", "eos_token_ids", b"eos_token_ids", "hash_scheme", b"hash_scheme", "max_batched_tokens", b"max_batched_tokens", "max_sequences", b"max_sequences", "model", b"model", "tokenizer", b"tokenizer", "total_blocks", b"total_blocks", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "block_size", b"block_size", "capabilities", b"capabilities", "chat_template", b"chat_template", "context_length", b"context_length", "created_unix_s", b"created_unix_s", "data_parallel_size", b"data_parallel_size", "eos_token_ids", b"eos_token_ids", "hash_scheme", b"hash_scheme", "max_batched_tokens", b"max_batched_tokens", "max_sequences", b"max_sequences", "model", b"model", "tokenizer", b"tokenizer", "total_blocks", b"total_blocks", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

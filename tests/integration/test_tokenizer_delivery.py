@@ -101,6 +101,33 @@ async def test_a_model_is_learned_again_when_its_files_change(tmp_path: Path, st
     assert Path(second.spec.source) == store.find(second.fingerprint)
 
 
+async def test_the_model_cards_template_replaces_the_files_own(tmp_path: Path) -> None:
+    template = tmp_path / "card.jinja"
+    template.write_text("card:{{ messages[0].content }}")
+    addresses = {name: f"127.0.0.1:{free_port()}" for name in ("worker", "preprocess")}
+    settings = ["--listen", addresses["preprocess"], "--workers", addresses["worker"], "--drain-s", "0"]
+    async with (
+        hosted(tiny_folder(), listen=addresses["worker"], chat_template=template),
+        running(
+            preprocess.serve, PreprocessSettings.load([*settings, "--tokenizer-cache", str(tmp_path / "pre")])
+        ) as channel,
+    ):
+        chat = preprocess_pb2.ChatInput(messages_json=b'[{"role": "user", "content": "hi"}]')
+        stub = preprocess_pb2_grpc.PreprocessStub(channel)
+        answer = await stub.Render(preprocess_pb2.TokenizeRequest(model="tiny", chat=chat), timeout=60)
+    assert answer.text == "card:hi"
+
+
+async def test_templates_in_a_folder_of_their_own_arrive_too(tmp_path: Path, store: TokenizerStore) -> None:
+    folder = build_tiny_model(tmp_path / "model")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "rag.jinja").write_text("rag")
+    async with hosted(folder) as host:
+        path = await delivered(host, store)
+    assert fingerprint(path) == fingerprint(folder) != fingerprint(tiny_folder())
+    assert (path / "additional_chat_templates" / "rag.jinja").read_text() == "rag"
+
+
 async def test_nobody_waits_long_for_a_model_that_no_worker_has(store: TokenizerStore) -> None:
     async def on_model(model: Learned) -> None:
         raise AssertionError(model)

@@ -12,6 +12,7 @@ import os
 import resource
 import signal
 import sys
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from struct import Struct
@@ -32,9 +33,11 @@ def main(arguments: list[str]) -> None:
 
     Args:
         arguments: the engine; the tokenizer's path; seconds after which the process ends itself when a call hangs;
-            MiB it may take beyond what it has once the tokenizer is loaded.
+            MiB it may take beyond what it has once the tokenizer is loaded; a folder for temporary files, which is
+            removed by whoever started the process, because this one may be killed.
     """
     engine, path, limit_s, memory_mb = arguments[0], Path(arguments[1]), float(arguments[2]), int(arguments[3])
+    tempfile.tempdir = arguments[4]
     replies = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # what libraries print must not get between the replies
     try:

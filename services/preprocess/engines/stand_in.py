@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from services.common.models import detect_processor, read_json, tokenizer_files
+from services.common.models import detect_processor, file_name, read_json, tokenizer_files
 
 _FAMILIES = {"hf": ("LlamaForCausalLM", "llama"), "mistral": ("MistralForCausalLM", "mistral")}
 _SMALLEST_MODEL: dict[str, Any] = {
@@ -32,7 +32,9 @@ def engine_folder(path: Path) -> Path:
     folder = Path(tempfile.mkdtemp(prefix="sluice-engine-"))
     for file in tokenizer_files(path):
         if file.name != "config.json":
-            (folder / _expected_name(path, file)).symlink_to(file)
+            link = folder / _expected_name(path, file)
+            link.parent.mkdir(exist_ok=True)
+            link.symlink_to(file)
     own = read_json(path, "config.json") if path.is_dir() else {}
     kept = {key: value for key, value in own.items() if key not in ("model_type", "architectures")}
     architecture, model_type = _FAMILIES[detect_processor(path)]
@@ -44,7 +46,7 @@ def engine_folder(path: Path) -> Path:
 def _expected_name(path: Path, file: Path) -> str:
     """A single file may have any name, such as those that mistral-common ships."""
     if path.is_dir() or detect_processor(path) == "hf":
-        return file.name
+        return file_name(path, file)
     if file.suffix == ".json":
         return "tekken.json"
     return f"tokenizer.model{file.suffix}" if file.suffix != ".model" else "tokenizer.model"

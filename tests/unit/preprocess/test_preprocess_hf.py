@@ -143,6 +143,16 @@ def test_named_templates_are_chosen_by_tools_and_by_name(folder: Path) -> None:
         load(folder).render(ChatRequest([USER]))
 
 
+def test_additional_templates_are_chosen_by_the_names_of_their_files(folder: Path) -> None:
+    (folder / "additional_chat_templates").mkdir()
+    for name in ("rag", "tool_use"):
+        (folder / "additional_chat_templates" / f"{name}.jinja").write_text(f"{name} file")
+    hf = load(folder)
+    assert hf.render(ChatRequest([USER], chat_template="rag")) == "rag file"
+    assert hf.render(ChatRequest([USER], tools=[TOOL])) == "tool_use file"
+    assert hf.facts.template_fingerprint != tiny_hf().facts.template_fingerprint
+
+
 def test_a_template_file_beats_the_configuration(folder: Path) -> None:
     before = load(folder).facts
     (folder / "chat_template.jinja").write_text("file")
