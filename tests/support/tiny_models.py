@@ -1,11 +1,19 @@
-"""A tiny Hugging Face style model folder, made on the spot: real files, no download."""
+"""A tiny Hugging Face style model folder, made on the spot: real files, no download.
+
+``python -m tests.support.tiny_models OUT`` writes folders that engines can serve: OUT/model generates, OUT/embedder is
+the same model with the files that say how its hidden states become an embedding, OUT/adapter and OUT/adapter-2 LoRA.
+"""
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from typing import NamedTuple
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from tests.support import tiny_weights
 
 CONTEXT_LENGTH = 4096
 VOCAB_SIZE = 1024
@@ -109,5 +117,72 @@ def build_tiny_model(folder: Path) -> Path:
     return folder
 
 
+class ServableFolders(NamedTuple):
+    """Folders an engine can serve."""
+
+    model: Path
+    embedder: Path
+    adapter: Path
+    second_adapter: Path
+
+
+def build_servable(folder: Path) -> ServableFolders:
+    """Writes a model with random weights, its embedding variant and two LoRA adapters, once a folder.
+
+    The model is a two-layer Qwen3 in float32 (hidden size 64, 4 heads of 32, 2 KV heads) over the tokenizer of
+    `build_tiny_model`. The embedding is the last position's hidden state, normalised.
+    """
+    made = ServableFolders(*(folder / name for name in ("model", "embedder", "adapter", "adapter-2")))
+    done = folder / ".done"
+    if not done.exists():
+        _build_model(made.model)
+        _build_model(made.embedder)
+        _add_pooling(made.embedder)
+        for seed, adapter in enumerate((made.adapter, made.second_adapter)):
+            adapter.mkdir(parents=True, exist_ok=True)
+            _write(adapter / "adapter_config.json", tiny_weights.adapter_settings(str(made.model)))
+            tiny_weights.write_safetensors(
+                adapter / "adapter_model.safetensors", tiny_weights.adapter_weights(seed + 1)
+            )
+        done.touch()
+    return made
+
+
+def _build_model(folder: Path) -> None:
+    build_tiny_model(folder)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    vocab_size = tokenizer.get_vocab_size()
+    settings = tiny_weights.model_settings(vocab_size, CONTEXT_LENGTH, tokenizer.token_to_id(TURN_END))
+    _write(folder / "config.json", settings)
+    tokenizer_config = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
+    _write(folder / "tokenizer_config.json", {**tokenizer_config, "tokenizer_class": "PreTrainedTokenizerFast"})
+    tiny_weights.write_safetensors(folder / "model.safetensors", tiny_weights.model_weights(vocab_size))
+
+
+def _add_pooling(folder: Path) -> None:
+    parts = (
+        ("", "sentence_transformers.models.Transformer"),
+        ("1_Pooling", "sentence_transformers.models.Pooling"),
+        ("2_Normalize", "sentence_transformers.models.Normalize"),
+    )
+    modules = [{"idx": i, "name": str(i), "path": path, "type": kind} for i, (path, kind) in enumerate(parts)]
+    (folder / "modules.json").write_text(json.dumps(modules, indent=2), "utf-8")
+    (folder / "1_Pooling").mkdir(exist_ok=True)
+    (folder / "2_Normalize").mkdir(exist_ok=True)
+    pooling = {
+        "word_embedding_dimension": tiny_weights.HIDDEN,
+        "pooling_mode_cls_token": False,
+        "pooling_mode_mean_tokens": False,
+        "pooling_mode_max_tokens": False,
+        "pooling_mode_lasttoken": True,
+        "include_prompt": True,
+    }
+    _write(folder / "1_Pooling" / "config.json", pooling)
+
+
 def _write(path: Path, content: dict[str, object]) -> None:
     path.write_text(json.dumps(content, indent=2), "utf-8")
+
+
+if __name__ == "__main__":
+    print(*build_servable(Path(sys.argv[1])), sep="\n")

@@ -1,0 +1,109 @@
+"""`--engine-args`: an engine's own options, as a JSON object or as `key=value,key=value`."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Iterable
+from typing import Any, TypeVar, get_args, get_type_hints
+
+from services.common.errors import SluiceError, invalid
+
+Options = TypeVar("Options")
+
+
+def parse_engine_args(text: str) -> dict[str, Any]:
+    """The options by name, dashes in names read as underscores.
+
+    In the short form a value is read as JSON where it is JSON (`3`, `true`, `null`), else as text; a value that holds
+    a comma needs the JSON form.
+
+    Raises:
+        SluiceError: INVALID_ARGUMENT when the text is neither form, or names an option twice.
+    """
+    text = text.strip()
+    if not text:
+        return {}
+    pairs = _json_pairs(text) if text.startswith("{") else [_short_pair(part) for part in text.split(",")]
+    options: dict[str, Any] = {}
+    for key, value in pairs:
+        name = key.strip().lstrip("-").replace("-", "_")
+        if not name:
+            raise _refused("An option in --engine-args has no name.")
+        if name in options:
+            raise _refused(f"--engine-args names {name!r} twice.")
+        options[name] = value
+    return options
+
+
+def check_names(options: dict[str, Any], known: Iterable[str], engine: str) -> None:
+    """Raises SluiceError(INVALID_ARGUMENT) for an option the engine does not have, with the nearest one it has."""
+    names = sorted(known)
+    for name in options:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(names)}."
+            raise _refused(f"The {engine} engine has no option {name!r}; {hint}")
+
+
+def read_options(text: str, kind: type[Options], engine: str) -> Options:
+    """A dataclass of options, filled from `--engine-args`; options that are not named keep the dataclass' defaults.
+
+    Args:
+        text: as given.
+        kind: a dataclass with a default for every field; str, int, float and bool fields, with or without None.
+        engine: its name, for error messages.
+
+    Raises:
+        SluiceError: INVALID_ARGUMENT for an unknown option or a value of the wrong type.
+    """
+    options = parse_engine_args(text)
+    types = get_type_hints(kind)
+    fields: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(kind)  # type: ignore[arg-type]
+    check_names(options, (field.name for field in fields), engine)
+    return kind(**{name: _typed(name, value, types[name], engine) for name, value in options.items()})
+
+
+def _typed(name: str, value: Any, declared: Any, engine: str) -> Any:
+    allowed = get_args(declared) or (declared,)
+    if float in allowed and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if str in allowed and isinstance(value, int | float) and int not in allowed and not isinstance(value, bool):
+        return str(value)
+    if type(value) not in allowed:
+        expected = " or ".join("null" if one is type(None) else one.__name__ for one in allowed)
+        raise _refused(f"Option {name!r} of the {engine} engine must be {expected}, not {value!r}.")
+    return value
+
+
+def _json_pairs(text: str) -> list[tuple[str, Any]]:
+    try:
+        pairs: list[tuple[str, Any]] = json.JSONDecoder(object_pairs_hook=_Pairs).decode(text)
+    except (ValueError, RecursionError) as error:
+        raise _refused(f"--engine-args is not a JSON object: {error}.") from error
+    return [(name, _plain(value)) for name, value in pairs]
+
+
+class _Pairs(list[tuple[str, Any]]):
+    """An object as read, with names that come twice."""
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, _Pairs):
+        return {name: _plain(inner) for name, inner in value}
+    return [_plain(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _short_pair(part: str) -> tuple[str, Any]:
+    name, separator, value = part.partition("=")
+    if not separator:
+        raise _refused(f"--engine-args needs key=value, not {part!r}; or give a JSON object.")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+def _refused(message: str) -> SluiceError:
+    return invalid(message, param="engine_args")
