@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import Protocol
+from typing import Any, Literal, Protocol
 
 from services.common.errors import SluiceError
 
@@ -49,7 +50,20 @@ class TokenPrompt:
     token_ids: bytes
 
 
-Prompt = ChatPrompt | TextPrompt | TokenPrompt
+@dataclass(frozen=True, slots=True)
+class EmbedsPrompt:
+    """Input embeddings in place of ids: little-endian float32, one row of `width` per position."""
+
+    values: bytes
+    width: int
+
+    @property
+    def length(self) -> int:
+        """Positions."""
+        return len(self.values) // (4 * self.width)
+
+
+Prompt = ChatPrompt | TextPrompt | TokenPrompt | EmbedsPrompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +79,10 @@ class Sampling:
     repetition_penalty: float | None = None
     seed: int | None = None
     logit_bias: dict[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    thinking_token_budget: int | None = None
+    engine_options: Mapping[str, Any] = field(default_factory=dict)
 
     def or_else(self, defaults: Sampling) -> Sampling:
         """The same, with what is None taken from `defaults`."""
@@ -104,8 +122,20 @@ class Parsing:
 
 
 @dataclass(frozen=True, slots=True)
+class Guided:
+    """A constraint on the output: choices are a tuple, the other kinds a text (a JSON document for the JSON kinds)."""
+
+    kind: Literal["json_schema", "regex", "ebnf", "choice", "json_object", "structural_tag"]
+    grammar: str | tuple[str, ...] = ""
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One prompt and how to continue it, `choices` times."""
+    """One prompt and how to continue it, `choices` times.
+
+    `logprobs` and `prompt_logprobs` count the alternatives per token: 0 is the token itself only, None is none at all.
+    `needs` are the capabilities that an engine must have for this, each with the client's field that asks for it.
+    """
 
     request_id: str
     model: str
@@ -118,6 +148,11 @@ class GenerationRequest:
     priority: int = 0
     lora: str = ""
     cache_salt: str = ""
+    guided: Guided | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    token_texts: bool = False  # the sinks hear what each token stands for
+    needs: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,11 +168,12 @@ class Tokenized:
     prompt_tail: bytes
     defaults: Sampling = Sampling()
     default_max_tokens: int | None = None
+    embeds: EmbedsPrompt | None = None  # in place of ids
 
     @property
     def length(self) -> int:
         """Tokens of the prompt."""
-        return len(self.token_ids) // 4
+        return len(self.token_ids) // 4 if self.embeds is None else self.embeds.length
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,11 +198,37 @@ class Finish:
     degraded: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """One token with the natural logarithm of its probability."""
+
+    token_id: int
+    logprob: float
+    rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PositionLogprobs:
+    """Log-probabilities at one position; `top` has the most likely first."""
+
+    chosen: TokenLogprob
+    top: tuple[TokenLogprob, ...] = ()
+
+
 class Sink(Protocol):
     """Takes what one choice says; called on the event loop, must not block.
 
     `finish` or `fail` is called exactly once, and nothing after it.
     """
+
+    def logprobs(self, positions: Sequence[PositionLogprobs]) -> None:
+        """The next tokens' log-probabilities, before what the tokens stand for; only when asked for."""
+
+    def prompt_logprobs(self, positions: Sequence[PositionLogprobs]) -> None:
+        """The prompt's log-probabilities, once, before anything else; only when asked for."""
+
+    def tokens(self, pieces: Sequence[bytes], offsets: Sequence[int]) -> None:
+        """What the next tokens stand for, before their text, and where it begins; only when asked for."""
 
     def text(self, piece: str) -> None: ...
 

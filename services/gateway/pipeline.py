@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from services.common import telemetry
 from services.common.errors import ErrorKind, SluiceError, invalid, unavailable
+from services.gateway.capabilities import able
 from services.gateway.clients.catalogue import Catalogue, WorkerEntry
 from services.gateway.clients.post_link import PostLink
 from services.gateway.clients.preprocess import PreprocessClient
@@ -87,7 +88,8 @@ class Pipeline:
         Raises:
             SluiceError: before anything runs; nothing is left behind then.
         """
-        entry = self.catalogue.model(request.model)
+        self.catalogue.model(request.model)
+        entry = able(self.catalogue.of_model(request.model), request.needs)[0]
         self.switchboard.admit(request.choices)
         with telemetry.stage("gateway.tokenize"):
             prompt = await self.preprocess.tokenize(
@@ -139,13 +141,8 @@ class Pipeline:
         entry: WorkerEntry,
         unreachable: set[str],
     ) -> Route:
-        candidates = None
+        candidates = self._candidates(request, unreachable)
         if unreachable:
-            candidates = [
-                worker.worker_id
-                for worker in self.catalogue.of_model(request.model)
-                if worker.worker_id not in unreachable
-            ]
             if not candidates:
                 raise unavailable(f"No worker of model {request.model!r} can be reached.", code="no_workers")
             request_id = f"{request_id}-{len(unreachable)}"
@@ -156,6 +153,14 @@ class Pipeline:
             if error.code == "no_workers" or error.kind not in (ErrorKind.UNAVAILABLE, ErrorKind.DEADLINE_EXCEEDED):
                 raise
             return self._route_without_router(request, unreachable, error)
+
+    def _candidates(self, request: GenerationRequest, unreachable: set[str]) -> list[str] | None:
+        """Ids of the workers that can run a request; None when all of its model can."""
+        workers = self.catalogue.of_model(request.model)
+        left = [worker for worker in workers if worker.worker_id not in unreachable]
+        if request.needs and left:
+            left = able(left, request.needs)
+        return None if len(left) == len(workers) else [worker.worker_id for worker in left]
 
     async def _ask_router(
         self,
@@ -189,8 +194,10 @@ class Pipeline:
 
     def _route_without_router(self, request: GenerationRequest, unreachable: set[str], cause: SluiceError) -> Route:
         """No router answers: the worker last seen that has least to do."""
-        workers = [worker.worker_id for worker in self.catalogue.of_model(request.model)]
-        link = self.fleet.least_busy([worker_id for worker_id in workers if worker_id not in unreachable])
+        candidates = self._candidates(request, unreachable)
+        if candidates is None:
+            candidates = [worker.worker_id for worker in self.catalogue.of_model(request.model)]
+        link = self.fleet.least_busy(candidates)
         if link is None:
             raise cause
         return Route(worker_id=link.worker_id, degraded="router_unavailable")

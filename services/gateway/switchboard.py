@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
 from time import perf_counter
@@ -21,7 +21,15 @@ from services.common.errors import ErrorKind, SluiceError, overloaded
 from services.common.packing import pack_u32, unpack_u32
 from services.gateway.clients.post_link import PostLink
 from services.gateway.clients.worker_link import WorkerLink
-from services.gateway.generation import Finish, FinishReason, GenerationRequest, Route, Sink, Tokenized
+from services.gateway.generation import (
+    Finish,
+    FinishReason,
+    GenerationRequest,
+    PositionLogprobs,
+    Route,
+    Sink,
+    Tokenized,
+)
 from services.gateway.metrics import GatewayMetrics
 
 log = logging.getLogger(__name__)
@@ -167,6 +175,18 @@ class Switchboard:
         for link, (link_slots, link_counts, link_ids) in parts.items():
             link.feed(pack_u32(link_slots), pack_u32(link_counts), bytes(link_ids))
 
+    def on_logprobs(self, slot: int, positions: list[PositionLogprobs]) -> None:
+        """Log-probabilities of the next tokens of a stream; comes before the tokens."""
+        stream = self._streams.get(slot)
+        if stream is not None:
+            stream.sink.logprobs(positions)
+
+    def on_prompt_logprobs(self, slot: int, positions: list[PositionLogprobs]) -> None:
+        """Log-probabilities of a stream's prompt."""
+        stream = self._streams.get(slot)
+        if stream is not None:
+            stream.sink.prompt_logprobs(positions)
+
     def on_started(self, slot: int, cached_tokens: int) -> None:
         """The prompt of a stream is computed."""
         stream = self._streams.get(slot)
@@ -189,6 +209,12 @@ class Switchboard:
         stream.post.end(slot, reason, stop_token_id)
 
     # --- from postprocess ---
+
+    def on_token_texts(self, slot: int, pieces: list[bytes], offsets: Sequence[int]) -> None:
+        """What the next tokens of a stream stand for; comes before their text."""
+        stream = self._streams.get(slot)
+        if stream is not None:
+            stream.sink.tokens(pieces, offsets)
 
     def on_text(self, slot: int, piece: str) -> None:
         """The next text of a stream."""

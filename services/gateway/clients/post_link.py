@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Protocol
 
 import grpc
@@ -21,6 +22,9 @@ TOKEN_BYTES_PER_MESSAGE = 2 << 20
 
 class TextEvents(Protocol):
     """What postprocess tells the switchboard."""
+
+    def on_token_texts(self, slot: int, pieces: list[bytes], offsets: Sequence[int]) -> None:
+        """What the next tokens of a stream stand for, and the code points of text before them."""
 
     def on_text(self, slot: int, piece: str) -> None:
         """The next text of a stream."""
@@ -83,6 +87,8 @@ class PostLink(Link[postprocess_pb2.PostSessionRequest, postprocess_pb2.TextBatc
             min_tokens=stop.min_tokens,
             prompt_tail=prompt.prompt_tail,
             ignore_eos=stop.ignore_eos,
+            guided=request.guided is not None,
+            token_texts=request.token_texts,
         )
         if parsing is not None:
             options.tool_parser = parsing.tool_parser
@@ -151,6 +157,9 @@ class PostLink(Link[postprocess_pb2.PostSessionRequest, postprocess_pb2.TextBatc
     def _on_message(self, message: postprocess_pb2.TextBatch) -> None:
         on_text = self._events.on_text
         text, start = message.text, 0
+        for event in message.events:
+            if event.HasField("tokens"):  # tokens come before their text
+                self._on_token_texts(event)
         for slot, length in zip(unpack_u32(message.slots), unpack_u32(message.text_lengths), strict=True):
             on_text(slot, text[start : start + length])
             start += length
@@ -173,6 +182,11 @@ class PostLink(Link[postprocess_pb2.PostSessionRequest, postprocess_pb2.TextBatc
                 ),
             )
 
+    def _on_token_texts(self, event: postprocess_pb2.StreamEvent) -> None:
+        tokens = event.tokens
+        offsets = unpack_u32(tokens.text_offsets)
+        self._events.on_token_texts(event.slot, split_pieces(tokens.lengths, tokens.pieces), offsets)
+
     def _tell(self, event: postprocess_pb2.StreamEvent) -> None:
         if event.text:
             self._events.on_text(event.slot, event.text)
@@ -189,3 +203,9 @@ class PostLink(Link[postprocess_pb2.PostSessionRequest, postprocess_pb2.TextBatc
         self._column_bytes = 0
         self._ends.clear()
         self._closes.clear()
+
+
+def split_pieces(lengths: bytes, pieces: bytes) -> list[bytes]:
+    """The bytes of each token; `lengths` is packed u32."""
+    ends = list(accumulate(unpack_u32(lengths)))
+    return [pieces[start:end] for start, end in zip([0, *ends], ends, strict=False)]

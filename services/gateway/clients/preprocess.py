@@ -7,11 +7,21 @@ from collections.abc import Sequence
 import grpc
 
 from services.common.replicas import ReplicaSet
-from services.gateway.generation import DEFAULTED, ChatPrompt, Prompt, Sampling, TextPrompt, Tokenized
+from services.gateway.generation import (
+    DEFAULTED,
+    ChatPrompt,
+    EmbedsPrompt,
+    Prompt,
+    Sampling,
+    TextPrompt,
+    Tokenized,
+    TokenPrompt,
+)
 from services.gateway.parity import TokenizerIdentity
 from sluice.v1 import common_pb2, preprocess_pb2, preprocess_pb2_grpc
 
 LIST_S = 2.0
+ANY_TOKEN = bytes(4)
 
 
 class PreprocessClient:
@@ -34,17 +44,22 @@ class PreprocessClient:
             request.text.text = prompt.text
             if prompt.add_special_tokens is not None:
                 request.text.add_special_tokens = prompt.add_special_tokens
-        else:
+        elif isinstance(prompt, TokenPrompt):
             request.tokens.token_ids = prompt.token_ids
+        else:  # there are no ids to make, but how the model ends its answers is still to be learnt
+            request.tokens.token_ids = ANY_TOKEN
+            request.block_size = 0
         answer = await self.replicas.call(lambda stub: stub.Tokenize, request, self._timeout_s)
+        embeds = prompt if isinstance(prompt, EmbedsPrompt) else None
         return Tokenized(
-            token_ids=answer.token_ids,
+            token_ids=answer.token_ids if embeds is None else b"",
             block_hashes=answer.block_hashes,
             hash_scheme=answer.hash_scheme,
             stop_token_ids=answer.stop_token_ids,
             eos_token_ids=answer.eos_token_ids,
             context_length=answer.context_length,
-            prompt_tail=answer.prompt_tail,
+            prompt_tail=answer.prompt_tail if embeds is None else b"",
+            embeds=embeds,
             defaults=_defaults(answer.default_sampling),
             default_max_tokens=answer.default_max_tokens if answer.HasField("default_max_tokens") else None,
         )

@@ -6,12 +6,23 @@ from collections.abc import Callable
 from typing import Protocol
 
 import grpc
+import orjson
 
 from services.common.errors import SluiceError
 from services.common.grpc_errors import from_detail
 from services.common.packing import pack_u32
 from services.gateway.clients.link import Link
-from services.gateway.generation import FinishReason, GenerationRequest, Sampling, StopRules, Tokenized
+from services.gateway.generation import (
+    EmbedsPrompt,
+    FinishReason,
+    GenerationRequest,
+    Guided,
+    PositionLogprobs,
+    Sampling,
+    StopRules,
+    Tokenized,
+    TokenLogprob,
+)
 from sluice.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 
 START_BYTES_PER_MESSAGE = 4 << 20
@@ -22,6 +33,12 @@ class WorkerEvents(Protocol):
 
     def on_tokens(self, slots: bytes, counts: bytes, token_ids: bytes) -> None:
         """Token columns of many streams, packed u32 each."""
+
+    def on_logprobs(self, slot: int, positions: list[PositionLogprobs]) -> None:
+        """Log-probabilities of the next tokens of a stream."""
+
+    def on_prompt_logprobs(self, slot: int, positions: list[PositionLogprobs]) -> None:
+        """Log-probabilities of a stream's prompt."""
 
     def on_started(self, slot: int, cached_tokens: int) -> None:
         """The prompt is computed."""
@@ -71,9 +88,12 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
                 request=worker_pb2.GenerateRequest(
                     request_id=request_id,
                     model=request.model,
-                    tokens=worker_pb2.TokenPrompt(token_ids=prompt.token_ids),
+                    tokens=None if prompt.embeds else worker_pb2.TokenPrompt(token_ids=prompt.token_ids),
+                    embeds=_embeds(prompt.embeds) if prompt.embeds else None,
                     sampling=_sampling(request.sampling, seed),
                     stop=_stop(request.stop, prompt, max_tokens),
+                    output=_output(request),
+                    guided=_guided(request.guided) if request.guided else None,
                     lora=request.lora,
                     cache_salt=request.cache_salt,
                     priority=request.priority,
@@ -111,6 +131,10 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
         if message.slots:
             events.on_tokens(message.slots, message.counts, message.token_ids)
         for extra in message.extras:
+            if extra.prompt_logprobs:
+                events.on_prompt_logprobs(extra.slot, [_position(position) for position in extra.prompt_logprobs])
+            if extra.logprobs:
+                events.on_logprobs(extra.slot, [_position(position) for position in extra.logprobs])
             if extra.HasField("cached_tokens"):
                 events.on_started(extra.slot, extra.cached_tokens)
             if extra.finish_reason == common_pb2.FINISH_REASON_ERROR:
@@ -136,7 +160,40 @@ def _sampling(sampling: Sampling, seed: int | None) -> common_pb2.SamplingOption
         repetition_penalty=sampling.repetition_penalty,
         seed=seed,
         logit_bias=sampling.logit_bias,
+        allowed_token_ids=pack_u32(sampling.allowed_token_ids),
+        bad_words=[pack_u32(word) for word in sampling.bad_words],
+        thinking_token_budget=sampling.thinking_token_budget,
+        engine_options_json=orjson.dumps(sampling.engine_options) if sampling.engine_options else b"",
     )
+
+
+def _output(request: GenerationRequest) -> common_pb2.OutputOptions | None:
+    if request.logprobs is None and request.prompt_logprobs is None:
+        return None
+    return common_pb2.OutputOptions(logprobs=request.logprobs, prompt_logprobs=request.prompt_logprobs)
+
+
+def _guided(guided: Guided) -> common_pb2.GuidedDecoding:
+    kind, grammar = guided.kind, guided.grammar
+    if kind == "choice":
+        return common_pb2.GuidedDecoding(choice=common_pb2.GuidedDecoding.ChoiceList(choices=grammar))
+    if kind == "json_object":
+        return common_pb2.GuidedDecoding(json_object=True)
+    message = common_pb2.GuidedDecoding()
+    setattr(message, kind, grammar)
+    return message
+
+
+def _embeds(embeds: EmbedsPrompt) -> worker_pb2.EmbedsPrompt:
+    return worker_pb2.EmbedsPrompt(values=embeds.values, width=embeds.width)
+
+
+def _position(position: common_pb2.PositionLogprobs) -> PositionLogprobs:
+    return PositionLogprobs(_token(position.chosen), tuple([_token(token) for token in position.top]))
+
+
+def _token(token: common_pb2.TokenLogprob) -> TokenLogprob:
+    return TokenLogprob(token.token_id, token.logprob, token.rank)
 
 
 def _stop(stop: StopRules, prompt: Tokenized, max_tokens: int) -> common_pb2.StopOptions:

@@ -1,0 +1,30 @@
+"""Which workers can do what a request needs, by the capabilities on their cards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from services.common.errors import invalid
+from services.gateway.clients.catalogue import WorkerEntry
+
+
+def able(workers: Sequence[WorkerEntry], needs: Sequence[tuple[str, str]]) -> list[WorkerEntry]:
+    """The workers that have every capability needed.
+
+    Args:
+        workers: of one model, at least one.
+        needs: capabilities, each with the field of the client's request that asks for it.
+
+    Raises:
+        SluiceError: INVALID_ARGUMENT naming the first field that no worker can honour.
+    """
+    left = list(workers)
+    for capability, field in needs:
+        left = [worker for worker in left if capability in worker.capabilities]
+        if not left:
+            raise invalid(
+                f"{field} is not supported: no engine that serves this model has the capability {capability!r}.",
+                param=field,
+                code="unsupported_parameter",
+            )
+    return left
