@@ -59,6 +59,8 @@ class Capability(StrEnum):
     """Can play the prefill part."""
     DECODE = "decode"
     """Can play the decode part."""
+    LOCAL_PREFILL = "local_prefill"
+    """Plays the decode part and can run a prompt itself when no prefill worker is there."""
     SLEEP = "sleep"
     CLEAR_CACHE = "clear_cache"
     PROFILE = "profile"

@@ -39,6 +39,7 @@ class EngineConfig:
     max_batched_tokens: int
     eos_token_ids: tuple[int, ...]
     capabilities: frozenset[str] = frozenset({"token_ids"})
+    accepted: frozenset[str] = frozenset()  # options that are taken and have no effect; not on the card
     adapters: tuple[str, ...] = ()
     data_parallel_size: int = 1
     role: Role = Role.AGGREGATED
@@ -109,6 +110,8 @@ class LLMEngine(ABC):
     Attributes:
         CAPABILITIES: the most this engine can honour, whatever the settings; `EngineConfig.capabilities` is what it
             honours as started.
+        ACCEPTED: what it takes without honouring it, because clients send it whatever the engine; everything that is
+            in neither set is refused.
         tasks: owner of the engine's background tasks; one that dies fails the worker.
         on_failure: set by the worker; call it when the engine cannot go on.
         on_phase: set by the worker; call it from the event loop while starting, with what is being done ("loading
@@ -116,6 +119,7 @@ class LLMEngine(ABC):
     """
 
     CAPABILITIES: ClassVar[frozenset[Capability]] = frozenset({Capability.TOKEN_IDS})
+    ACCEPTED: ClassVar[frozenset[Capability]] = frozenset()
 
     def __init__(self) -> None:
         self.on_failure: Callable[[str, BaseException], None] = lambda name, error: None
@@ -195,13 +199,19 @@ class LLMEngine(ABC):
     async def control(self, action: str, arguments: Mapping[str, str]) -> dict[str, str]:
         """Operates the engine: sleep, wake, load_lora, unload_lora, start_profile, stop_profile, inject_fault.
 
+        The worker stops taking requests and lets those under way end before `sleep`; it takes "name" of an adapter out
+        of the card or adds it after the engine has answered.
+
         Raises:
             SluiceError: FAILED_PRECONDITION for an action the engine does not have, INVALID_ARGUMENT for its arguments.
         """
         raise _unsupported(f"does not have the action {action}", "action")
 
     def metrics_text(self) -> str:
-        """The engine's own metrics in Prometheus' text format, in well under a millisecond; empty: it has none."""
+        """The engine's own metrics in Prometheus' text format, in well under a millisecond; empty: it has none.
+
+        Called from the thread that answers the scrape; names that start with `sluice_` are the worker's and dropped.
+        """
         return ""
 
     async def _drive(self, request: GenerateRequest, context: GenerateContext, progress: _Progress) -> None:

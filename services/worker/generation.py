@@ -118,6 +118,7 @@ class GenerateRequest:
     data_parallel_rank: int | None = None
     disaggregation: Disaggregation | None = None
     resumed_tokens: int = 0
+    text_out: bool = False  # the caller wants text, reasoning and tool calls made by the worker
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import sys
+from typing import Literal, Self
 
 from pydantic import Field, FilePath, field_validator
 
@@ -26,7 +27,20 @@ class WorkerSettings(RouterTokenSettings, GrpcServiceSettings):
     role: Literal["aggregated", "prefill", "decode"] = Field("aggregated", description="part this worker plays")
     grace_s: float = Field(0.5, ge=0, le=60, description="seconds between leaving discovery and refusing requests")
 
+    max_live: int = Field(0, ge=0, description="requests alive at once; more are refused as overloaded; 0: no limit")
+    canary_s: float = Field(
+        30.0, ge=0, description="after this many seconds without a finished generation a tiny one is tried; 0: never"
+    )
+    canary_timeout_s: float = Field(10.0, gt=0, description="seconds that the tiny generation may take")
+    canary_failures: int = Field(2, ge=1, description="failures in a row after which the worker leaves discovery")
+    strict_streams: bool = Field(
+        False, description="raise inside an engine that breaks its contract, for tests; otherwise its request fails"
+    )
+
     engine: str = Field("mock", description="engine by name, or package.module:Class")
+    engine_args: str = Field(
+        "", description="options of the engine's own: a JSON object, or key=value,key=value; flags may also follow --"
+    )
     model: str = Field(
         f"{DEFAULT_NAME}={DEFAULT_SOURCE}",
         description="model to serve, as NAME=SOURCE[@PROCESSOR]; SOURCE is a hub id, a folder or mistral-common:NAME",
@@ -44,11 +58,30 @@ class WorkerSettings(RouterTokenSettings, GrpcServiceSettings):
     max_waiting: int = Field(2_048, ge=0, description="requests that may wait; more are refused as overloaded")
 
     speedup: float = Field(1.0, gt=0, description="mock engine: how much faster its clock runs")
-    timing: Literal["modelled", "fixed"] = Field("modelled", description="mock engine: how long a step takes")
+    timing: Literal["modelled", "polynomial", "fixed", "table"] = Field(
+        "modelled", description="mock engine: how long a step takes; modelled and polynomial are the same"
+    )
+    timing_file: str = Field("", description="mock engine, table timing: JSON file with measured points")
     fixed_step_ms: float = Field(5.0, ge=0, description="mock engine, fixed timing: milliseconds of a step")
     fixed_prefill_us: float = Field(
         20.0, ge=0, description="mock engine, fixed timing: microseconds per prompt token computed"
     )
+    fault: CommaList = Field([], description="mock engine: faults from the start, such as slow=5,error_after=3")
+    transfer_gbps: float = Field(
+        100.0, gt=0, description="mock engine, decode role: gigabits a second at which a prompt's cache arrives"
+    )
+    kv_token_bytes: int = Field(131_072, ge=1, description="mock engine: bytes of KV cache of one token")
+    embedding_width: int = Field(256, ge=1, le=65_536, description="mock engine: dimensions of an embedding")
+
+    engine_flags: tuple[str, ...] = ()
+    """What followed `--` on the command line, for the engine's own parser; no flag of its own."""
+
+    @classmethod
+    def load(cls, argv: list[str] | None = None) -> Self:
+        """As ServiceSettings.load; what follows `--` is left to the engine."""
+        given = sys.argv[1:] if argv is None else argv
+        end = given.index("--") if "--" in given else len(given)
+        return super().load(given[:end]).model_copy(update={"engine_flags": tuple(given[end + 1 :])})
 
     @field_validator("model")
     @classmethod

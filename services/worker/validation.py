@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
+from array import array
+from collections.abc import Sequence
 
 from services.common.errors import ErrorKind, SluiceError, invalid, not_found
+from services.worker.capabilities import Capability
+from services.worker.demands import demands
 from services.worker.engine import EngineConfig
-from services.worker.generation import GenerateRequest, Role, Sampling
+from services.worker.generation import GenerateRequest, Guided, PromptEmbeds, Role, Sampling
+
+MOST_LOGPROBS = 1_024
+MOST_EMBEDDED = 2_048
 
 _RANGES: tuple[tuple[str, float, float], ...] = (
     ("temperature", 0, math.inf),
@@ -22,47 +30,77 @@ def validate(request: GenerateRequest, config: EngineConfig) -> None:
     """Raises SluiceError naming the field at fault when this worker cannot run the request."""
     if not request.request_id:
         raise invalid("request_id is empty; it must be unique among all requests alive.", param="request_id")
-    _validate_model(request, config)
+    _validate_model(request.model, request.lora, config)
     _validate_prompt(request, config)
     _validate_stop(request)
     _validate_sampling(request.sampling, config.vocab_size)
+    _validate_output(request)
     _validate_placement(request, config)
     _validate_capabilities(request, config)
 
 
-def _validate_model(request: GenerateRequest, config: EngineConfig) -> None:
+def validate_embedding(
+    model: str, lora: str, inputs: Sequence[array[int]], dimensions: int, config: EngineConfig
+) -> None:
+    """The same for token sequences to embed."""
+    _validate_model(model, lora, config)
+    require(Capability.EMBEDDINGS, config, "model")
+    if lora:
+        require(Capability.LORA, config, "lora")
+    if not 1 <= len(inputs) <= MOST_EMBEDDED:
+        raise invalid(
+            f"Between 1 and {MOST_EMBEDDED} inputs can be embedded at once, not {len(inputs)}.", param="input"
+        )
+    for token_ids in inputs:
+        _validate_tokens(token_ids, config, "input")
+        _validate_fits(len(token_ids), config, "input", room=0)
+
+
+def _validate_model(model: str, lora: str, config: EngineConfig) -> None:
     served = (config.model, *config.adapters)
-    if request.model not in served:
+    if model not in served:
         raise not_found(
-            f"This worker does not serve model {request.model!r}; it serves {', '.join(served)}.",
+            f"This worker does not serve model {model!r}; it serves {', '.join(served)}.",
             param="model",
             code="model_not_found",
         )
-    if request.lora and request.lora not in config.adapters:
-        raise not_found(f"LoRA adapter {request.lora!r} is not loaded.", param="lora", code="adapter_not_found")
+    if lora and lora not in config.adapters:
+        raise not_found(f"LoRA adapter {lora!r} is not loaded.", param="lora", code="adapter_not_found")
 
 
 def _validate_prompt(request: GenerateRequest, config: EngineConfig) -> None:
-    for name, given in (("text", request.text), ("messages", request.messages_json)):
-        if given is not None:
-            _require(name, config, "prompt")
-            return
-    length = len(request.token_ids)
-    if length == 0:
-        raise invalid("The prompt is empty; at least one token is needed.", param="prompt")
-    if config.vocab_size and (highest := max(request.token_ids)) >= config.vocab_size:
+    if request.text is not None or request.messages_json is not None:
+        return  # the engine makes the ids, and is asked for the capability below
+    if request.embeds is not None:
+        _validate_embeds(request.embeds, config)
+        return
+    _validate_tokens(request.token_ids, config, "prompt")
+    _validate_fits(len(request.token_ids), config, "prompt", room=1)
+    if request.resumed_tokens >= len(request.token_ids):
+        raise invalid("resumed_tokens must leave at least one token of the prompt.", param="resumed_tokens")
+
+
+def _validate_embeds(embeds: PromptEmbeds, config: EngineConfig) -> None:
+    if embeds.length < 1:
+        raise invalid("The prompt embeddings are empty; at least one row is needed.", param="prompt_embeds")
+    _validate_fits(embeds.length, config, "prompt_embeds", room=1)
+
+
+def _validate_tokens(token_ids: array[int], config: EngineConfig, param: str) -> None:
+    if not token_ids:
+        raise invalid(f"The {param} is empty; at least one token is needed.", param=param)
+    if config.vocab_size and (highest := max(token_ids)) >= config.vocab_size:
+        raise invalid(f"Token id {highest} is outside the vocabulary; ids are below {config.vocab_size}.", param=param)
+
+
+def _validate_fits(length: int, config: EngineConfig, param: str, room: int) -> None:
+    if config.context_length and length + room > config.context_length:
+        more = "; with at least one token to generate it does" if room else ", which does"
         raise invalid(
-            f"Token id {highest} is outside the vocabulary; ids are below {config.vocab_size}.", param="prompt"
-        )
-    if config.context_length and length >= config.context_length:
-        raise invalid(
-            f"The prompt has {length} tokens; with at least one token to generate it does not fit into the context of "
-            f"{config.context_length}.",
-            param="prompt",
+            f"The {param} has {length} tokens{more} not fit into the context of {config.context_length}.",
+            param=param,
             code="context_length_exceeded",
         )
-    if request.resumed_tokens >= length:
-        raise invalid("resumed_tokens must leave at least one token of the prompt.", param="resumed_tokens")
 
 
 def _validate_stop(request: GenerateRequest) -> None:
@@ -88,8 +126,25 @@ def _validate_sampling(sampling: Sampling, vocab_size: int) -> None:
         raise invalid("top_k must be at least 1; 0 or -1 for no limit.", param="top_k")
     if any(not -100 <= bias <= 100 for bias in sampling.logit_bias.values()):
         raise invalid("logit_bias values must be between -100 and 100.", param="logit_bias")
-    if vocab_size and any(token_id >= vocab_size for token_id in sampling.logit_bias):
-        raise invalid(f"logit_bias names token ids outside the vocabulary of {vocab_size}.", param="logit_bias")
+    _validate_ids(tuple(sampling.logit_bias), vocab_size, "logit_bias")
+    _validate_ids(sampling.allowed_token_ids, vocab_size, "allowed_token_ids")
+    for word in sampling.bad_words:
+        if not word:
+            raise invalid("bad_words has an empty word.", param="bad_words")
+        _validate_ids(word, vocab_size, "bad_words")
+
+
+def _validate_ids(token_ids: Sequence[int], vocab_size: int, name: str) -> None:
+    if vocab_size and any(token_id >= vocab_size for token_id in token_ids):
+        raise invalid(f"{name} names token ids outside the vocabulary of {vocab_size}.", param=name)
+
+
+def _validate_output(request: GenerateRequest) -> None:
+    for name in ("logprobs", "prompt_logprobs"):
+        if (getattr(request, name) or 0) > MOST_LOGPROBS:
+            raise invalid(f"{name} can be {MOST_LOGPROBS} at most.", param=name)
+    if request.guided is not None:
+        _validate_guided(request.guided)
 
 
 def _validate_placement(request: GenerateRequest, config: EngineConfig) -> None:
@@ -99,26 +154,54 @@ def _validate_placement(request: GenerateRequest, config: EngineConfig) -> None:
             f"data_parallel_rank {rank} does not exist; this worker has {config.data_parallel_size}.",
             param="data_parallel_rank",
         )
-    if request.disaggregation is not None and request.disaggregation.role not in (Role.AGGREGATED, config.role):
+    _validate_role(request, config)
+
+
+def _validate_role(request: GenerateRequest, config: EngineConfig) -> None:
+    role = Role.AGGREGATED if request.disaggregation is None else request.disaggregation.role
+    alone = config.role is Role.AGGREGATED or Capability.LOCAL_PREFILL in config.capabilities
+    if role is not config.role and not (role is Role.AGGREGATED and alone):
         raise SluiceError(
             ErrorKind.FAILED_PRECONDITION,
-            f"This worker serves {config.role.name.lower()} requests only.",
+            f"This worker plays the {config.role.name.lower()} part only, and the request asks for the "
+            f"{role.name.lower()} one.",
             param="disaggregation",
+            code="wrong_role",
         )
 
 
+def _validate_guided(guided: Guided) -> None:
+    if guided.kind == "choice":
+        if not guided.grammar or not all(guided.grammar):
+            raise invalid("A choice needs at least one text, and no empty one.", param="response_format")
+    elif guided.kind != "json_object" and not guided.grammar:
+        raise invalid(f"The {guided.kind} of guided decoding is empty.", param="response_format")
+    if guided.kind in ("json_schema", "structural_tag"):
+        _validate_json(guided)
+
+
+def _validate_json(guided: Guided) -> None:
+    try:
+        document = json.loads(str(guided.grammar))
+    except (ValueError, RecursionError) as error:
+        raise invalid(f"The {guided.kind} is not JSON.", param="response_format") from error
+    if not isinstance(document, dict | bool):
+        raise invalid(f"The {guided.kind} must be a JSON object.", param="response_format")
+
+
 def _validate_capabilities(request: GenerateRequest, config: EngineConfig) -> None:
-    if request.logprobs is not None or request.prompt_logprobs is not None:
-        _require("logprobs", config, "logprobs")
-    if request.guided is not None:
-        _require("guided", config, "response_format")
+    for capability, param in demands(request):
+        if capability not in config.accepted:
+            require(capability, config, param)
 
 
-def _require(capability: str, config: EngineConfig, param: str) -> None:
+def require(capability: str, config: EngineConfig, param: str) -> None:
+    """Raises SluiceError(FAILED_PRECONDITION) naming the field when the engine does not have the capability."""
     if capability not in config.capabilities:
         raise SluiceError(
             ErrorKind.FAILED_PRECONDITION,
-            f"The {config.engine or 'hosted'} engine does not have the capability {capability!r}.",
+            f"The {config.engine or 'hosted'} engine does not have the capability '{capability}'; leave out {param} "
+            "or use another engine.",
             param=param,
             code="unsupported_by_engine",
         )

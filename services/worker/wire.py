@@ -50,6 +50,7 @@ def read_request(message: worker_pb2.GenerateRequest) -> GenerateRequest:
         data_parallel_rank=_optional(message, "data_parallel_rank"),
         disaggregation=_read_disaggregation(message.disaggregation) if message.HasField("disaggregation") else None,
         resumed_tokens=message.resumed_tokens,
+        text_out=message.HasField("postprocess"),
     )
 
 

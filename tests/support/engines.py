@@ -96,6 +96,7 @@ CONFIG = EngineConfig(
     eos_token_ids=(EOS,),
     adapters=("polite",),
     engine="scripted",
+    capabilities=frozenset({"token_ids", "lora", "min_tokens", "ignore_eos", "temperature", "seed"}),
 )
 
 

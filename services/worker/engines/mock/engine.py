@@ -14,6 +14,7 @@ from services.worker.cache_events import KvEvent, KvEventSource
 from services.worker.delta_stream import DeltaStream
 from services.worker.engine import EngineConfig, GenerateContext, LLMEngine, Load, Sink
 from services.worker.engines.mock.blocks import BlockPool
+from services.worker.engines.mock.claims import ACCEPTED, CAPABILITIES
 from services.worker.engines.mock.pacing import Pacer
 from services.worker.engines.mock.scheduler import Scheduler, Step
 from services.worker.engines.mock.sequence import Sequence as Running
@@ -43,6 +44,9 @@ class MockEngine(LLMEngine):
 
     The same prompt and seed give the same answer. Sampling options other than the seed change nothing.
     """
+
+    CAPABILITIES = CAPABILITIES
+    ACCEPTED = ACCEPTED
 
     def __init__(self, settings: WorkerSettings) -> None:
         super().__init__()
@@ -94,7 +98,8 @@ class MockEngine(LLMEngine):
             max_sequences=settings.max_sequences,
             max_batched_tokens=settings.max_batched_tokens,
             eos_token_ids=loaded.vocabulary.eos_ids,
-            capabilities=frozenset({"token_ids", "kv_events", "clear_cache", *(["lora"] if settings.adapters else [])}),
+            capabilities=frozenset(CAPABILITIES),
+            accepted=frozenset(ACCEPTED),
             adapters=tuple(settings.adapters),
             role=Role.AGGREGATED,
             engine="mock",
