@@ -174,7 +174,12 @@ Global___EmbedsPrompt: _TypeAlias = EmbedsPrompt  # noqa: Y015
 
 @_typing.final
 class DisaggregationParams(_message.Message):
-    """The part one worker plays in a request that is split over a prefill and a decode worker."""
+    """The part one worker plays in a request that is split over a prefill and a decode worker.
+
+    The prefill worker gets the request as it is, emits exactly one token and ends with FINISH_REASON_HANDOFF; an answer
+    of one token ends as usual instead. The decode worker gets the same request and the handoff, and goes on with the
+    token after that one: both outputs in a row are the whole answer, and each side's usage counts its own tokens.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -552,6 +557,8 @@ class GetInfoResponse(_message.Message):
     ENGINE_FIELD_NUMBER: _builtins.int
     ENGINE_VERSION_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    PHASE_FIELD_NUMBER: _builtins.int
+    PHASE_SHARE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     epoch: _builtins.int
     """raised at every start of the worker; its cache was empty then"""
@@ -561,6 +568,12 @@ class GetInfoResponse(_message.Message):
     engine_version: _builtins.str
     draining: _builtins.bool
     """no new requests"""
+    phase: _builtins.str
+    """What keeps the worker from serving, in words: a phase of its start such as "loading weights", "asleep",
+    "unhealthy". Empty: it serves. While it starts, card and engine are unset.
+    """
+    phase_share: _builtins.float
+    """how far the phase is, 0 to 1; unset: unknown"""
     @_builtins.property
     def card(self) -> _common_pb2.ModelCard: ...
     @_builtins.property
@@ -576,12 +589,16 @@ class GetInfoResponse(_message.Message):
         engine: _builtins.str = ...,
         engine_version: _builtins.str = ...,
         draining: _builtins.bool = ...,
+        phase: _builtins.str = ...,
+        phase_share: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["card", b"card", "load", b"load"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_phase_share", b"_phase_share", "card", b"card", "load", b"load", "phase_share", b"phase_share"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["card", b"card", "draining", b"draining", "engine", b"engine", "engine_version", b"engine_version", "epoch", b"epoch", "load", b"load", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_phase_share", b"_phase_share", "card", b"card", "draining", b"draining", "engine", b"engine", "engine_version", b"engine_version", "epoch", b"epoch", "load", b"load", "phase", b"phase", "phase_share", b"phase_share", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__phase_share: _TypeAlias = _typing.Literal["phase_share"]  # noqa: Y015
+    _WhichOneofArgType__phase_share: _TypeAlias = _typing.Literal["_phase_share", b"_phase_share"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__phase_share) -> _WhichOneofReturnType__phase_share | None: ...
 
 Global___GetInfoResponse: _TypeAlias = GetInfoResponse  # noqa: Y015
 
@@ -611,7 +628,7 @@ class TokenizerChunk(_message.Message):
     DATA_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     file_name: _builtins.str
-    """without folders"""
+    """without folders, except "additional_chat_templates/" """
     file_size: _builtins.int
     """bytes of the whole file"""
     data: _builtins.bytes

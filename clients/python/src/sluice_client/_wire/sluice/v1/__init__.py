@@ -16,6 +16,7 @@ __all__ = (
     "BookedLoad",
     "CacheCleared",
     "CacheTier",
+    "CallSent",
     "CandidateScore",
     "CandidateSet",
     "ControlRequest",
@@ -82,12 +83,16 @@ __all__ = (
     "StopOptions",
     "StreamEvent",
     "StreamOptions",
+    "StreamResume",
     "TextBatch",
     "TokenBatch",
     "TokenColumns",
     "TokenExtra",
     "TokenLogprob",
+    "TokenPiecesRequest",
+    "TokenPiecesResponse",
     "TokenPrompt",
+    "TokenTexts",
     "TokenizerChunk",
     "TokenizerSpec",
     "ToolCallDelta",
@@ -770,6 +775,26 @@ default_message_pool.register_message("sluice.v1", "CacheCleared", CacheCleared)
 
 
 @dataclass(eq=False, repr=False)
+class CallSent(betterproto2.Message):
+    """
+    How much of one tool call the caller has got: its id and name, and so much of its arguments.
+    """
+
+    index: "int" = betterproto2.field(1, betterproto2.TYPE_UINT32)
+    """
+    as in ToolCallDelta
+    """
+
+    arguments_sent: "int" = betterproto2.field(2, betterproto2.TYPE_UINT32)
+    """
+    code points
+    """
+
+
+default_message_pool.register_message("sluice.v1", "CallSent", CallSent)
+
+
+@dataclass(eq=False, repr=False)
 class CandidateScore(betterproto2.Message):
     worker_id: "str" = betterproto2.field(1, betterproto2.TYPE_STRING)
 
@@ -956,6 +981,10 @@ default_message_pool.register_message("sluice.v1", "Decision", Decision)
 class DisaggregationParams(betterproto2.Message):
     """
     The part one worker plays in a request that is split over a prefill and a decode worker.
+
+    The prefill worker gets the request as it is, emits exactly one token and ends with FINISH_REASON_HANDOFF; an answer
+    of one token ends as usual instead. The decode worker gets the same request and the handoff, and goes on with the
+    token after that one: both outputs in a row are the whole answer, and each side's usage counts its own tokens.
     """
 
     role: "WorkerRole" = betterproto2.field(
@@ -1384,6 +1413,19 @@ class GetInfoResponse(betterproto2.Message):
     no new requests
     """
 
+    phase: "str" = betterproto2.field(9, betterproto2.TYPE_STRING)
+    """
+    What keeps the worker from serving, in words: a phase of its start such as "loading weights", "asleep",
+    "unhealthy". Empty: it serves. While it starts, card and engine are unset.
+    """
+
+    phase_share: "float | None" = betterproto2.field(
+        10, betterproto2.TYPE_FLOAT, optional=True
+    )
+    """
+    how far the phase is, 0 to 1; unset: unknown
+    """
+
 
 default_message_pool.register_message("sluice.v1", "GetInfoResponse", GetInfoResponse)
 
@@ -1758,6 +1800,11 @@ class ModelCard(betterproto2.Message):
     when the worker loaded the model, Unix seconds
     """
 
+    chat_template: "str" = betterproto2.field(15, betterproto2.TYPE_STRING)
+    """
+    Jinja, instead of the one in the tokenizer's files; empty: the files' own
+    """
+
 
 default_message_pool.register_message("sluice.v1", "ModelCard", ModelCard)
 
@@ -1782,6 +1829,13 @@ class OpenStream(betterproto2.Message):
     trace: "TraceContext | None" = betterproto2.field(
         4, betterproto2.TYPE_MESSAGE, optional=True
     )
+
+    resume: "StreamResume | None" = betterproto2.field(
+        5, betterproto2.TYPE_MESSAGE, optional=True
+    )
+    """
+    the stream began elsewhere; unset: it begins here
+    """
 
 
 default_message_pool.register_message("sluice.v1", "OpenStream", OpenStream)
@@ -2504,6 +2558,13 @@ class StreamEvent(betterproto2.Message):
     why a fallback was taken; empty: none
     """
 
+    tokens: "TokenTexts | None" = betterproto2.field(
+        12, betterproto2.TYPE_MESSAGE, optional=True
+    )
+    """
+    What tokens stand for, with StreamOptions.token_texts; comes with the tokens, before text that is held back.
+    """
+
     text: "str" = betterproto2.field(11, betterproto2.TYPE_STRING)
     """
     Content text of streams with a parser, where the order of text, reasoning and tool calls matters: the events of a
@@ -2597,8 +2658,55 @@ class StreamOptions(betterproto2.Message):
     a grammar constrains the output: no tool calls in it, and no reasoning unless the
     """
 
+    token_texts: "bool" = betterproto2.field(16, betterproto2.TYPE_BOOL)
+    """
+    model thinks first
+
+    tell what each token stands for, in StreamEvent.tokens; for logprobs
+    """
+
 
 default_message_pool.register_message("sluice.v1", "StreamOptions", StreamOptions)
+
+
+@dataclass(eq=False, repr=False)
+class StreamResume(betterproto2.Message):
+    """
+    A stream that another replica (or another session) was working on. Its state is rebuilt from its tokens, and only
+    what the caller has not got yet comes out: what follows equals what the lost replica would have sent. The other
+    fields of OpenStream must be those it was opened with, request_id included (ids of tool calls are made of it).
+    `degraded` marks come again. The counts never exceed what these tokens gave.
+    """
+
+    token_ids: "bytes" = betterproto2.field(1, betterproto2.TYPE_BYTES)
+    """
+    packed u32; all tokens of the stream so far, in order
+    """
+
+    text_sent: "int" = betterproto2.field(2, betterproto2.TYPE_UINT32)
+    """
+    code points of content the caller has got
+    """
+
+    reasoning_sent: "int" = betterproto2.field(3, betterproto2.TYPE_UINT32)
+    """
+    code points of reasoning
+    """
+
+    calls: "list[CallSent]" = betterproto2.field(
+        4, betterproto2.TYPE_MESSAGE, repeated=True
+    )
+    """
+    tool calls of which the caller has got anything; others have begun nowhere
+    """
+
+    tokens_sent: "int" = betterproto2.field(5, betterproto2.TYPE_UINT32)
+    """
+    with token_texts: rows of StreamEvent.tokens the caller has got
+    """
+
+
+default_message_pool.register_message("sluice.v1", "StreamResume", StreamResume)
 
 
 @dataclass(eq=False, repr=False)
@@ -2623,6 +2731,13 @@ class TextBatch(betterproto2.Message):
     events: "list[StreamEvent]" = betterproto2.field(
         4, betterproto2.TYPE_MESSAGE, repeated=True
     )
+
+    draining: "bool" = betterproto2.field(5, betterproto2.TYPE_BOOL)
+    """
+    This replica leaves: the caller should move every stream of this session to another replica (StreamResume there,
+    a close here) and open no more. Set on the first message after it knows, and only there; a message may have
+    nothing else in it. Streams go on here meanwhile, for the time it has.
+    """
 
 
 default_message_pool.register_message("sluice.v1", "TextBatch", TextBatch)
@@ -2772,7 +2887,7 @@ class TokenizerChunk(betterproto2.Message):
 
     file_name: "str" = betterproto2.field(1, betterproto2.TYPE_STRING)
     """
-    without folders
+    without folders, except "additional_chat_templates/"
     """
 
     file_size: "int" = betterproto2.field(2, betterproto2.TYPE_UINT64)
@@ -2845,6 +2960,39 @@ default_message_pool.register_message("sluice.v1", "TokenLogprob", TokenLogprob)
 
 
 @dataclass(eq=False, repr=False)
+class TokenPiecesRequest(betterproto2.Message):
+    model: "str" = betterproto2.field(1, betterproto2.TYPE_STRING)
+
+    token_ids: "bytes" = betterproto2.field(2, betterproto2.TYPE_BYTES)
+    """
+    packed u32; an id outside the vocabulary is an error
+    """
+
+
+default_message_pool.register_message(
+    "sluice.v1", "TokenPiecesRequest", TokenPiecesRequest
+)
+
+
+@dataclass(eq=False, repr=False)
+class TokenPiecesResponse(betterproto2.Message):
+    lengths: "bytes" = betterproto2.field(1, betterproto2.TYPE_BYTES)
+    """
+    packed u32, bytes of each token
+    """
+
+    pieces: "bytes" = betterproto2.field(2, betterproto2.TYPE_BYTES)
+    """
+    as in TokenTexts
+    """
+
+
+default_message_pool.register_message(
+    "sluice.v1", "TokenPiecesResponse", TokenPiecesResponse
+)
+
+
+@dataclass(eq=False, repr=False)
 class TokenPrompt(betterproto2.Message):
     token_ids: "bytes" = betterproto2.field(1, betterproto2.TYPE_BYTES)
     """
@@ -2853,6 +3001,33 @@ class TokenPrompt(betterproto2.Message):
 
 
 default_message_pool.register_message("sluice.v1", "TokenPrompt", TokenPrompt)
+
+
+@dataclass(eq=False, repr=False)
+class TokenTexts(betterproto2.Message):
+    """
+    The next tokens of a stream, up to and including the one that ended it, as columns: row i is one token.
+    """
+
+    lengths: "bytes" = betterproto2.field(1, betterproto2.TYPE_BYTES)
+    """
+    packed u32, bytes of each token
+    """
+
+    pieces: "bytes" = betterproto2.field(2, betterproto2.TYPE_BYTES)
+    """
+    the tokens' own bytes, one after the other; a part of a character where a token is one;
+    """
+
+    text_offsets: "bytes" = betterproto2.field(3, betterproto2.TYPE_BYTES)
+    """
+    special tokens are spelled out even where the text leaves them out
+
+    packed u32: code points of the stream's text (content, reasoning and markup alike, stop
+    """
+
+
+default_message_pool.register_message("sluice.v1", "TokenTexts", TokenTexts)
 
 
 @dataclass(eq=False, repr=False)
