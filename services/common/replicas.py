@@ -2,6 +2,10 @@
 
 One HTTP/2 connection pins to one replica, so each replica gets a channel of its own: names are resolved again and
 again, each replica's health is watched, and every call goes to a healthy replica with the fewest calls under way.
+
+A replica that looks healthy but does not answer is left alone by its circuit breaker. A call that was refused, or lost
+with its replica, is made again elsewhere; one that takes unusually long may be made a second time (hedged). What was
+not refused may have been worked on: repeating it comes out of a budget, so that trouble does not double the load.
 """
 
 from __future__ import annotations
@@ -11,21 +15,29 @@ import logging
 import random
 import socket
 from collections.abc import Awaitable, Callable, Sequence
+from time import perf_counter
 from typing import Any, Generic, TypeVar
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.common import telemetry
+from services.common.breaker import Breaker, Budget, UsualTime
 from services.common.channels import open_channel
 from services.common.errors import ErrorKind, SluiceError, unavailable
-from services.common.grpc_errors import from_rpc_error
+from services.common.grpc_errors import DETAIL_KEY, from_rpc_error
 from services.common.tasks import TaskOwner
 
 log = logging.getLogger(__name__)
 
 RESOLVE_EVERY_S = 2.0
 WATCH_RETRY_S = 0.5
+RETRIES_PER_CALL, RETRY_BURST = 0.2, 100.0
+HEDGES_PER_CALL, HEDGE_BURST = 0.05, 10.0
+HEDGE_FLOOR_S = 0.02
+HEDGE_GUESS_S = 0.5
+PATIENCE_S = 1.0
+"""A caller that waited less than this for nothing has learnt nothing about the replica."""
 
 S = TypeVar("S")
 Q = TypeVar("Q")
@@ -41,6 +53,7 @@ class Replica(Generic[S]):
         self.stub = stub
         self.serving = False
         self.outstanding = 0
+        self.breaker = Breaker()
 
 
 class ReplicaSet(Generic[S]):
@@ -52,6 +65,9 @@ class ReplicaSet(Generic[S]):
         make_stub: makes the service's stub on a channel.
         on_change: called after a replica came up or went down.
         token: gives the bearer token that every call shows; None shows none.
+
+    Attributes:
+        on_event: told what was done about trouble: "retry", "hedge", "hedge_won", "circuit_opened", "circuit_refused".
     """
 
     def __init__(
@@ -63,6 +79,7 @@ class ReplicaSet(Generic[S]):
         on_change: Callable[[], None] | None = None,
         token: Callable[[], str] | None = None,
     ) -> None:
+        self.on_event: Callable[[str], None] = lambda event: None
         self.peer = peer
         self._targets = targets
         self._make_stub = make_stub
@@ -72,6 +89,9 @@ class ReplicaSet(Generic[S]):
         self._replicas: dict[str, Replica[S]] = {}
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._tasks = TaskOwner()
+        self._retries = Budget(RETRIES_PER_CALL, RETRY_BURST)
+        self._hedges = Budget(HEDGES_PER_CALL, HEDGE_BURST)
+        self._usual: dict[str, UsualTime] = {}
 
     @property
     def serving(self) -> list[Replica[S]]:
@@ -99,14 +119,27 @@ class ReplicaSet(Generic[S]):
         return True
 
     def pick(self, exclude: frozenset[str] = frozenset()) -> Replica[S]:
-        """The healthy replica with the fewest calls under way; SluiceError(UNAVAILABLE) when there is none."""
+        """The healthy replica with the fewest calls under way.
+
+        Raises:
+            SluiceError: UNAVAILABLE when there is none, or when all have stopped answering (`circuit_open`).
+        """
         candidates = [replica for replica in self.serving if replica.address not in exclude]
         if not candidates:
             raise unavailable(f"No {self.peer} replica is ready.", code="service_unavailable")
-        if len(candidates) == 1:
-            return candidates[0]
-        fewest = min(replica.outstanding for replica in candidates)
-        return random.choice([replica for replica in candidates if replica.outstanding == fewest])
+        passable = [replica for replica in candidates if replica.breaker.passable]
+        if not passable:
+            self.on_event("circuit_refused")
+            wait_ms = int(1000 * min(replica.breaker.retry_after_s for replica in candidates))
+            raise unavailable(
+                f"The {self.peer} service does not answer; it is tried again soon.",
+                code="circuit_open",
+                retry_after_ms=max(wait_ms, 1000),
+            )
+        if len(passable) == 1:
+            return passable[0]
+        fewest = min(replica.outstanding for replica in passable)
+        return random.choice([replica for replica in passable if replica.outstanding == fewest])
 
     async def call(
         self,
@@ -114,31 +147,97 @@ class ReplicaSet(Generic[S]):
         request: Any,
         timeout_s: float,
         attempts: int = 2,
+        hedge: str = "",
     ) -> A:
         """One idempotent unary call; when a replica cannot be reached, another one is tried within the same deadline.
+
+        Args:
+            hedge: a name for calls that take about as long as each other; one that takes longer than 95 of 100 of
+                them is made on a second replica as well, and the first answer counts. Empty: never.
 
         Raises:
             SluiceError: as the service said, or UNAVAILABLE / DEADLINE_EXCEEDED of its own.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
-        tried: frozenset[str] = frozenset()
+        self._retries.earn()
+        tried: list[str] = []
         while True:
-            replica = self.pick(tried)
-            tried |= {replica.address}
-            replica.outstanding += 1
             try:
-                return await method(replica.stub)(
-                    request, timeout=max(deadline - loop.time(), 0.001), metadata=telemetry.grpc_metadata()
-                )
-            except grpc.aio.AioRpcError as error:
-                cause = from_rpc_error(error, self.peer)
-                elsewhere = cause.retryable and len(tried) < attempts and loop.time() < deadline
-                if not elsewhere or not any(other.address not in tried for other in self.serving):
-                    raise cause from error
-                log.warning("retrying on another replica", extra={"peer": self.peer, "failed": replica.address})
-            finally:
-                replica.outstanding -= 1
+                if hedge and len(self.serving) > len(tried) + 1:
+                    return await self._hedged(method, request, deadline, tried, hedge)
+                return await self._once(method, request, deadline, tried)
+            except SluiceError as cause:
+                elsewhere = any(other.address not in tried and other.breaker.passable for other in self.serving)
+                again = cause.retryable and tried and len(tried) < attempts and loop.time() < deadline and elsewhere
+                if not again or not (_refused(cause) or self._retries.spend()):
+                    raise
+                self.on_event("retry")
+                log.warning("retrying on another replica", extra={"peer": self.peer, "failed": tried})
+
+    async def _once(
+        self, method: Callable[[S], Callable[..., Awaitable[A]]], request: Any, deadline: float, tried: list[str]
+    ) -> A:
+        """The call on one replica; SluiceError as it said. The replica is added to `tried`."""
+        loop = asyncio.get_running_loop()
+        replica = self.pick(frozenset(tried))
+        tried.append(replica.address)
+        replica.outstanding += 1
+        replica.breaker.try_pass()
+        left_s = max(deadline - loop.time(), 0.001)
+        try:
+            answer = await method(replica.stub)(request, timeout=left_s, metadata=telemetry.grpc_metadata())
+        except grpc.aio.AioRpcError as error:
+            cause = from_rpc_error(error, self.peer)
+            self._judge(replica, error, left_s)
+            raise cause from error
+        else:
+            replica.breaker.succeeded()
+            return answer
+        finally:
+            replica.outstanding -= 1
+
+    def _judge(self, replica: Replica[S], error: grpc.aio.AioRpcError, waited_s: float) -> None:
+        """A typed refusal is an answer; silence and broken connections are not."""
+        if _typed(error):
+            replica.breaker.succeeded()
+        elif error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED or waited_s >= PATIENCE_S:
+            self._failed(replica)
+
+    def _failed(self, replica: Replica[S]) -> None:
+        if replica.breaker.failed():
+            self.on_event("circuit_opened")
+            log.warning("replica does not answer", extra={"peer": self.peer, "address": replica.address})
+
+    async def _hedged(
+        self,
+        method: Callable[[S], Callable[..., Awaitable[A]]],
+        request: Any,
+        deadline: float,
+        tried: list[str],
+        name: str,
+    ) -> A:
+        """The call on one replica and, when that takes unusually long, on a second one; the first answer counts."""
+        usual = self._usual.setdefault(name, UsualTime(HEDGE_FLOOR_S, HEDGE_GUESS_S))
+        self._hedges.earn()
+        started = perf_counter()
+        calls = [asyncio.ensure_future(self._once(method, request, deadline, tried))]
+        try:
+            await asyncio.wait(calls, timeout=usual.seconds)
+            usual.saw(perf_counter() - started)
+            if not calls[0].done() and self._hedges.spend():
+                self.on_event("hedge")
+                calls.append(asyncio.ensure_future(self._once(method, request, deadline, tried)))
+            answer = await _first_answer(calls)
+            if answer is not calls[0]:
+                self.on_event("hedge_won")
+                if (slow := self._replicas.get(tried[0])) is not None:
+                    self._failed(slow)  # once is nothing; a replica that never answers any more is found out this way
+            return answer.result()
+        finally:
+            for call in calls:
+                call.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
 
     async def _keep_resolving(self) -> None:
         while True:
@@ -187,6 +286,29 @@ class ReplicaSet(Generic[S]):
                 log.debug("health watch ended", extra={"peer": self.peer, "status": error.code().name})
             self._mark(replica, False)
             await asyncio.sleep(WATCH_RETRY_S * random.uniform(0.5, 1.5))
+
+
+def _refused(cause: SluiceError) -> bool:
+    """The service said no before it did any work."""
+    error = cause.__cause__
+    return isinstance(error, grpc.aio.AioRpcError) and _typed(error)
+
+
+def _typed(error: grpc.aio.AioRpcError) -> bool:
+    """The service itself said so."""
+    return any(key == DETAIL_KEY for key, _ in error.trailing_metadata() or ())
+
+
+async def _first_answer(calls: Sequence[asyncio.Future[A]]) -> asyncio.Future[A]:
+    """The first call that succeeds or says that none can; when all have failed, the one that was made first."""
+    pending = set(calls)
+    while pending:
+        done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        for call in done:
+            failure = call.exception()
+            if failure is None or not (isinstance(failure, SluiceError) and failure.retryable):
+                return call
+    return calls[0]
 
 
 async def _resolve(target: str) -> list[tuple[str, str]]:
