@@ -1,0 +1,145 @@
+"""The msgpack bytes that vLLM and SGLang publish: tagged maps or positional arrays, signed or unsigned hashes."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from services.worker.kv_events.events import (
+    EngineBatch,
+    EngineCleared,
+    EngineEvent,
+    EngineHash,
+    EngineRemoved,
+    EngineStored,
+    MalformedEvents,
+    plain_hash,
+    tier_of,
+)
+
+_BATCH_FIELDS = ("ts", "events", "data_parallel_rank")
+_FIELDS: dict[str, tuple[str, ...]] = {
+    "BlockStored": (
+        "block_hashes",
+        "parent_block_hash",
+        "token_ids",
+        "block_size",
+        "lora_id",
+        "medium",
+        "lora_name",
+        "extra_keys",
+        "group_idx",
+        "kv_cache_spec_kind",
+    ),
+    "BlockRemoved": ("block_hashes", "medium", "group_idx"),
+    "AllBlocksCleared": (),
+}
+
+
+def decode(payload: bytes) -> EngineBatch:
+    """Reads one batch.
+
+    Events of kinds that are not known, and of caches that are not the engine's own, are left out.
+
+    Raises:
+        MalformedEvents: the bytes are no batch.
+    """
+    import msgspec
+
+    try:
+        batch = _named(msgspec.msgpack.decode(payload), _BATCH_FIELDS)
+        events = [event for raw in batch["events"] if (event := _event(raw)) is not None]
+        rank = batch.get("data_parallel_rank")
+        return EngineBatch(events, float(batch.get("ts") or 0.0), None if rank is None else int(rank))
+    except (msgspec.MsgspecError, LookupError, TypeError, ValueError, OverflowError) as error:
+        if isinstance(error, MalformedEvents):
+            raise
+        raise MalformedEvents(f"a batch of KV events cannot be read: {error}") from error
+
+
+def _named(raw: object, fields: Sequence[str]) -> Mapping[str, Any]:
+    """A map as it is, an array by the names of its positions; more positions than names are from a newer engine."""
+    if isinstance(raw, Mapping):
+        return raw
+    if isinstance(raw, list):
+        return dict(zip(fields, raw, strict=False))
+    raise MalformedEvents(f"expected a map or an array, found {type(raw).__name__}")
+
+
+def _event(raw: object) -> EngineEvent | None:
+    if isinstance(raw, list) and raw:
+        tag, fields = str(raw[0]), _named(raw[1:], _FIELDS.get(str(raw[0]), ()))
+    else:
+        fields = _named(raw, ())
+        tag = str(fields.get("type"))
+    if fields.get("locality") == "REMOTE":
+        return None
+    if tag == "BlockStored":
+        return _stored(fields)
+    if tag == "BlockRemoved":
+        return EngineRemoved(_hashes(fields["block_hashes"]), tier_of(fields.get("medium")), _group(fields))
+    if tag == "AllBlocksCleared":
+        return EngineCleared()
+    return None
+
+
+def _stored(fields: Mapping[str, Any]) -> EngineStored:
+    hashes = _hashes(fields["block_hashes"])
+    parent = fields.get("parent_block_hash")
+    lora = fields.get("lora_name") or ""
+    if fields.get("lora_id") is not None and not lora:
+        lora = f"lora-{fields['lora_id']}"  # an engine that tells no names; never the base model's key space
+    token_ids, are_plain = _token_ids(fields.get("token_ids") or ())
+    salt, opaque_from = read_extra_keys(fields.get("extra_keys") or (), lora)
+    if not are_plain or fields.get("lookahead_token_ids"):
+        opaque_from = 0
+    # SGLang says None where blocks have no salt; vLLM puts it among the keys of the first block.
+    salt = str(fields.get("cache_salt") or salt)
+    return EngineStored(
+        hashes=hashes,
+        parent=None if parent is None else plain_hash(parent),
+        token_ids=token_ids,
+        block_size=int(fields.get("block_size") or 0),
+        tier=tier_of(fields.get("medium")),
+        lora=lora,
+        salt=salt,
+        opaque_from=opaque_from,
+        group=_group(fields),
+        kind=fields.get("kv_cache_spec_kind") or "",
+    )
+
+
+def read_extra_keys(extra_keys: Sequence[Sequence[object] | None], lora: str) -> tuple[str, int | None]:
+    """What else went into the hashes of some blocks.
+
+    Returns:
+        The salt, and the index of the first block that has more than adapter and salt; None: there is none.
+    """
+    salt = ""
+    for index, keys in enumerate(extra_keys):
+        texts = [key for key in keys or () if isinstance(key, str)]
+        if len(texts) != len(keys or ()):
+            return salt, index
+        if lora and texts and texts[0] == lora:
+            texts = texts[1:]
+        if len(texts) > 1:
+            return salt, index
+        salt = salt or (texts[0] if texts else "")
+    return salt, None
+
+
+def _hashes(raw: Sequence[object]) -> list[EngineHash]:
+    return [plain_hash(value) for value in raw]
+
+
+def _token_ids(raw: Sequence[Any]) -> tuple[array[int], bool]:
+    """Ids, and whether they are plain ones: the caches of some speculative decoders hold pairs of them."""
+    if raw and not isinstance(raw[0], int):
+        return array("I"), False
+    return array("I", raw), True
+
+
+def _group(fields: Mapping[str, Any]) -> int | None:
+    group = fields.get("group_idx")
+    return None if group is None else int(group)

@@ -1,0 +1,180 @@
+"""KV events over real sockets, from a publisher as vLLM and SGLang have it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+
+from services.common.errors import SluiceError
+from services.common.hashing import block_hashes
+from services.worker.cache_events import CacheTier
+from services.worker.kv_events.source import EngineCacheSource
+from services.worker.kv_events.zmq_feed import END_OF_REPLAY, ZmqFeed, endpoint_of_rank
+from tests.support.redis_server import free_port
+
+DEADLINE_S = 30
+
+
+class Publisher:
+    """PUB socket and replaying ROUTER."""
+
+    def __init__(self, endpoint: str, replay_endpoint: str, *, connects: bool = False) -> None:
+        self.log: list[bytes] = []
+        context = zmq.asyncio.Context.instance()
+        self.events, self.replays = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
+        (self.events.connect if connects else self.events.bind)(endpoint)
+        self.replays.bind(replay_endpoint)
+        self.replayer = asyncio.get_running_loop().create_task(self.serve_replays())
+
+    async def store(self, name: int, *, heard: bool = True) -> None:
+        event = {"type": "BlockStored", "block_hashes": [name], "token_ids": [name] * 4, "block_size": 4}
+        await self.publish(msgspec.msgpack.encode([float(len(self.log)), [event], 0]), heard=heard)
+
+    async def publish(self, payload: bytes, *, heard: bool = True) -> None:
+        self.log.append(payload)
+        if heard:
+            await self.events.send_multipart([b"kv", (len(self.log) - 1).to_bytes(8, "big"), payload])
+
+    async def serve_replays(self) -> None:
+        while True:
+            client, _, start = await self.replays.recv_multipart()
+            for number in range(int.from_bytes(start, "big"), len(self.log)):
+                answer = [client, b"", b"kv", number.to_bytes(8, "big"), self.log[number]]
+                await self.replays.send_multipart(answer)
+            await self.replays.send_multipart([client, b"", b"", END_OF_REPLAY, b""])
+
+    def close(self) -> None:
+        self.replayer.cancel()
+        self.events.close(linger=0)
+        self.replays.close(linger=0)
+
+
+@asynccontextmanager
+async def following(feed: ZmqFeed) -> AsyncGenerator[asyncio.Task[None], None]:
+    task = asyncio.get_running_loop().create_task(feed.run())
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+def source() -> EngineCacheSource:
+    return EngineCacheSource(0, 4, counts_copies=True, can_replay=True)
+
+
+async def test_a_subscriber_that_comes_late_and_misses_some_has_it_all_in_the_end(tmp_path: Path) -> None:
+    endpoint, replay = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
+    publisher, kv = Publisher(endpoint, replay), source()
+    try:
+        for name in range(5):
+            await publisher.store(name)
+        async with following(ZmqFeed(kv.follower, endpoint, replay)):
+            await until(lambda: kv.translator.held() == 5)
+            await publisher.store(5, heard=False)
+            await publisher.store(6)
+            await until(lambda: kv.translator.held() == 7)
+        (stored,) = kv.translator.snapshot()
+        assert set(stored.hashes) == {block_hashes([name] * 4, 4)[0] for name in range(7)}  # type: ignore[union-attr]
+        assert kv.degraded == ""
+    finally:
+        publisher.close()
+
+
+async def test_a_publisher_that_connects_finds_a_subscriber_that_binds(tmp_path: Path) -> None:
+    endpoint, replay = f"tcp://127.0.0.1:{free_port()}", f"ipc://{tmp_path}/replay"
+    kv = source()
+    feed = ZmqFeed(kv.follower, endpoint, replay, "kv", binds=True)
+    feed.open()
+    publisher = Publisher(endpoint, replay, connects=True)
+    try:
+        async with following(feed):
+            await publisher.store(1)
+            await until(lambda: kv.translator.held() == 1)
+    finally:
+        publisher.close()
+
+
+async def test_a_restarted_engine_starts_from_nothing(tmp_path: Path) -> None:
+    endpoint, replay = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
+    first, kv = Publisher(endpoint, replay), source()
+    async with following(ZmqFeed(kv.follower, endpoint, replay)):
+        for name in range(4):
+            await first.store(name)
+        await until(lambda: kv.translator.held() == 4)
+        first.close()
+        second = Publisher(endpoint, replay)
+        try:
+            second.log.append(msgspec.msgpack.encode([100.0, [], 0]))
+            await until_heard(second, kv)
+            assert kv.translator.held() <= 2
+        finally:
+            second.close()
+
+
+async def until_heard(publisher: Publisher, kv: EngineCacheSource) -> None:
+    """Says the same again until the subscriber has connected anew; its number is always below the old ones."""
+    event = {"type": "BlockStored", "block_hashes": [77], "token_ids": [77] * 4, "block_size": 4}
+    payload = msgspec.msgpack.encode([101.0, [event], 0])
+    publisher.log.append(payload)
+    wanted = block_hashes([77] * 4, 4)[0]
+    async with asyncio.timeout(DEADLINE_S):
+        while wanted not in {found for event in kv.translator.snapshot() for found in event.hashes}:  # type: ignore[union-attr]
+            await publisher.events.send_multipart([b"kv", (1).to_bytes(8, "big"), payload])
+            await asyncio.sleep(0.05)
+
+
+async def test_garbage_is_survived_and_visible(tmp_path: Path) -> None:
+    endpoint, replay = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
+    publisher, kv = Publisher(endpoint, replay), source()
+    try:
+        async with following(ZmqFeed(kv.follower, endpoint, replay)):
+            await publisher.store(1)
+            await until(lambda: kv.translator.held() == 1)
+            await publisher.events.send_multipart([b"kv", b"nonsense"])
+            await publisher.publish(b"\xc1 not msgpack")
+            await publisher.store(2)
+            await until(lambda: kv.follower.expected == 3)
+        assert kv.degraded == "kv_events_lost"
+        assert kv.translator.held(CacheTier.DEVICE) == 1
+    finally:
+        publisher.close()
+
+
+async def test_sizes_that_do_not_go_together_end_the_feed_with_the_reason(tmp_path: Path) -> None:
+    endpoint, replay = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
+    publisher = Publisher(endpoint, replay)
+    kv = EngineCacheSource(0, 6, counts_copies=True, can_replay=True)
+    try:
+        await publisher.store(1)
+        async with following(ZmqFeed(kv.follower, endpoint, replay)) as task:
+            with pytest.raises(SluiceError, match="Set block-size to the engine's"):
+                await asyncio.wait_for(task, DEADLINE_S)
+    finally:
+        publisher.close()
+
+
+def test_ranks_have_endpoints_of_their_own() -> None:
+    assert endpoint_of_rank("tcp://127.0.0.1:5557", 0) == "tcp://127.0.0.1:5557"
+    assert endpoint_of_rank("tcp://127.0.0.1:5557", 3) == "tcp://127.0.0.1:5560"
+    assert endpoint_of_rank("inproc://events", 1) == "inproc://events_dp1"
+    assert endpoint_of_rank("", 2) == ""
+
+
+def test_an_endpoint_that_cannot_be_opened_is_named() -> None:
+    feed = ZmqFeed(source().follower, "nowhere://x")
+    with pytest.raises(SluiceError, match="nowhere://x"):
+        feed.open()

@@ -1,0 +1,128 @@
+"""The bytes engines publish, as they occur in the wild."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.worker.cache_events import CacheTier
+from services.worker.kv_events.events import EngineCleared, EngineRemoved, EngineStored, MalformedEvents
+from services.worker.kv_events.wire import decode
+
+MAPS = bytes.fromhex(
+    "83a27473cb3ff8000000000000a66576656e74739388a474797065ab426c6f636b53746f726564ac626c6f636b5f686173686573920b0cb1"
+    "706172656e745f626c6f636b5f68617368c0a9746f6b656e5f696473980102030405060708aa626c6f636b5f73697a6504a76c6f72615f69"
+    "64c0a66d656469756da3475055a96c6f72615f6e616d65c083a474797065ac426c6f636b52656d6f766564ac626c6f636b5f686173686573"
+    "910ba66d656469756da347505581a474797065b0416c6c426c6f636b73436c6561726564b2646174615f706172616c6c656c5f72616e6b00"
+)
+ARRAYS = bytes.fromhex(
+    "93cb3ff8000000000000939cab426c6f636b53746f726564920b0cc098010203040506070804c0a3475055c0c0c0c0c094ac426c6f636b52"
+    "656d6f766564910ba3475055c091b0416c6c426c6f636b73436c656172656400"
+)
+
+
+def encode(*events: object, rank: int | None = 0) -> bytes:
+    return msgspec.msgpack.encode([1.5, list(events), rank])
+
+
+@pytest.mark.parametrize("payload", [MAPS, ARRAYS], ids=["maps", "arrays"])
+def test_both_encodings_say_the_same(payload: bytes) -> None:
+    batch = decode(payload)
+    assert (batch.time, batch.rank) == (1.5, 0)
+    stored, removed, cleared = batch.events
+    assert isinstance(stored, EngineStored)
+    assert (list(stored.hashes), stored.parent, stored.token_ids.tolist()) == ([11, 12], None, list(range(1, 9)))
+    assert (stored.block_size, stored.tier, stored.lora, stored.salt) == (4, CacheTier.DEVICE, "", "")
+    assert stored.opaque_from is None
+    assert removed == EngineRemoved([11], CacheTier.DEVICE)
+    assert cleared == EngineCleared()
+
+
+def test_signed_hashes_are_the_same_as_unsigned_ones() -> None:
+    signed = {"type": "BlockRemoved", "block_hashes": [-1, -(2**63)]}
+    (removed,) = decode(encode(signed)).events
+    assert removed == EngineRemoved([2**64 - 1, 2**63])
+
+
+def stored_map(**fields: object) -> dict[str, object]:
+    return {"type": "BlockStored", "block_hashes": [1, 2], "token_ids": [1, 2, 3, 4], "block_size": 2, **fields}
+
+
+@pytest.mark.parametrize(
+    ("fields", "lora", "salt", "opaque_from"),
+    [
+        ({}, "", "", None),
+        ({"lora_name": "tone", "extra_keys": [["tone"], ["tone"]]}, "tone", "", None),
+        ({"extra_keys": [["tenant"], None]}, "", "tenant", None),
+        ({"lora_name": "tone", "extra_keys": [["tone", "tenant"], ["tone"]]}, "tone", "tenant", None),
+        ({"extra_keys": [None, [["image-1", 3]]]}, "", "", 1),
+        ({"extra_keys": [["tenant", b"digest"], None]}, "", "", 0),
+        ({"lora_id": 3}, "lora-3", "", None),
+        ({"cache_salt": "tenant"}, "", "tenant", None),
+        ({"lookahead_token_ids": [[1], [2]]}, "", "", 0),
+    ],
+)
+def test_what_else_went_into_the_hashes(
+    fields: dict[str, object], lora: str, salt: str, opaque_from: int | None
+) -> None:
+    (stored,) = decode(encode(stored_map(**fields))).events
+    assert isinstance(stored, EngineStored)
+    assert (stored.lora, stored.salt, stored.opaque_from) == (lora, salt, opaque_from)
+
+
+def test_pairs_instead_of_ids_are_opaque() -> None:
+    (stored,) = decode(encode(stored_map(token_ids=[[1, 2], [2, 3], [3, 4], [4, 5]]))).events
+    assert isinstance(stored, EngineStored)
+    assert stored.opaque_from == 0
+
+
+@pytest.mark.parametrize(
+    ("medium", "tier"),
+    [
+        ("GPU", CacheTier.DEVICE),
+        (None, CacheTier.DEVICE),
+        ("CPU", CacheTier.HOST),
+        ("CPU_PINNED", CacheTier.HOST),
+        ("DISK", CacheTier.DISK),
+        ("STORAGE", CacheTier.DISK),
+    ],
+)
+def test_media_are_tiers(medium: str | None, tier: CacheTier) -> None:
+    assert decode(encode({"type": "BlockRemoved", "block_hashes": [1], "medium": medium})).events == [
+        EngineRemoved([1], tier)
+    ]
+
+
+def test_what_is_not_the_engines_own_cache_is_left_out() -> None:
+    remote = {"type": "BlockRemoved", "block_hashes": [1], "locality": "REMOTE"}
+    assert decode(encode(remote, {"type": "SomethingNew", "x": 1}, ["SomethingNew", 4])).events == []
+
+
+def test_bytes_as_hashes_stay_bytes() -> None:
+    assert decode(encode(["BlockRemoved", [b"0123"], "GPU"])).events == [EngineRemoved([b"0123"])]
+
+
+@given(st.binary(max_size=64))
+def test_garbage_is_malformed_and_nothing_else(payload: bytes) -> None:
+    try:
+        decode(payload)
+    except MalformedEvents:
+        pass
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        msgspec.msgpack.encode([1.5, [{"type": "BlockStored"}], 0]),
+        msgspec.msgpack.encode([1.5, [{"type": "BlockRemoved", "block_hashes": ["text"]}], 0]),
+        msgspec.msgpack.encode([1.5, [["BlockStored", [1], None, [-1], 1]], 0]),
+        msgspec.msgpack.encode([1.5, 7, 0]),
+        msgspec.msgpack.encode("batch"),
+        b"",
+    ],
+)
+def test_broken_batches_are_malformed(payload: bytes) -> None:
+    with pytest.raises(MalformedEvents):
+        decode(payload)
