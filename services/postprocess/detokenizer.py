@@ -38,6 +38,16 @@ def outside_vocabulary(token: int, size: int) -> SluiceError:
     return invalid(f"Token id {token} is outside the vocabulary of {size}.", param="token_ids", code="token_unknown")
 
 
+def fallback_byte(token: str) -> bytes:
+    """The byte that a token such as <0x0A> stands for; empty for all other tokens."""
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        try:
+            return bytes([int(token[3:5], 16)])
+        except ValueError:
+            return b""
+    return b""
+
+
 class Detokenizer(Protocol):
     """One stream's way from ids to text."""
 

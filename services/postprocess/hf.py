@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 
 from services.common.errors import ErrorKind, SluiceError
 from services.common.models import read_json
-from services.postprocess.detokenizer import EACH_BYTE, ByteTable, TableDetokenizer
+from services.postprocess.detokenizer import EACH_BYTE, ByteTable, TableDetokenizer, fallback_byte
 from services.postprocess.vocabulary import LibraryVocabulary, TableVocabulary, Vocabulary
 
 log = logging.getLogger(__name__)
@@ -146,13 +146,3 @@ def _byte_fallback(replace: dict[str, Any], rest: list[dict[str, Any]]) -> Decod
     if len(rest) == 1 and rest[0] == {"type": "Strip", "content": " ", "start": 1, "stop": 0}:
         return Decoding(token_bytes, EACH_BYTE, lambda token: token_bytes(token).removeprefix(b" "))
     return None
-
-
-def fallback_byte(token: str) -> bytes:
-    """The byte that a token such as <0x0A> stands for; empty for all other tokens."""
-    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-        try:
-            return bytes([int(token[3:5], 16)])
-        except ValueError:
-            return b""
-    return b""

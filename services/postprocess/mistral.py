@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from services.common.errors import ErrorKind, SluiceError, internal
-from services.postprocess.detokenizer import EACH_BYTE, ByteTable
-from services.postprocess.hf import fallback_byte
+from services.postprocess.detokenizer import EACH_BYTE, ByteTable, fallback_byte
 from services.postprocess.vocabulary import TableVocabulary, Vocabulary
 
 SAMPLES = 512

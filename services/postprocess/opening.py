@@ -18,6 +18,7 @@ from services.postprocess.vocabulary import Vocabulary
 NO_PARSERS = ParserNames()
 
 AnyParsed = ParsedStream | RemoteStream
+AnyStream = Stream | AnyParsed
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +68,18 @@ class Opener:
         """See plan_of."""
         return plan_of(options, vocabulary, self._registry, self._limits, identity)
 
-    def plain(self, options: StreamOptions, vocabulary: Vocabulary) -> Stream:
-        """A stream of text."""
-        return Stream(options, vocabulary, self._limits)
+    def ready(self, plan: Plan) -> bool:
+        """Whether `begin` can be called now; `prepare` makes it so."""
+        return True
+
+    async def prepare(self, plan: Plan, vocabulary: Vocabulary) -> None:
+        """Makes what the plan's parsers need."""
+
+    def begin(self, options: StreamOptions, vocabulary: Vocabulary, plan: Plan) -> AnyStream:
+        """A stream, with a parser where the plan has one."""
+        if plan.names == NO_PARSERS:
+            return Stream(options, vocabulary, self._limits)
+        return self.parsed(options, vocabulary, plan)
 
     def parsed(self, options: StreamOptions, vocabulary: Vocabulary, plan: Plan) -> AnyParsed:
         """A stream with a parser, wherever that one runs."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from services.postprocess.parsers.contract import Parser
 from services.postprocess.parsers.events import CallStart, Content, Degraded, Event
 from services.postprocess.stream import Finish, FinishReason, Stream
+from services.postprocess.token_texts import TokenRecorder
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +39,11 @@ class ParsedStream:
 
     def close(self) -> None:
         """Nobody wants to hear of it any more."""
+
+    @property
+    def recorder(self) -> TokenRecorder | None:
+        """See Stream."""
+        return self._stream.recorder
 
     @property
     def tokens_seen(self) -> int:

@@ -19,13 +19,16 @@ from services.common.runner import Stop
 from services.common.server import GrpcServer
 from services.common.session import BatchWriter, serve_session
 from services.common.tokenizer_delivery import Learned
+from services.postprocess.answers import Batch
 from services.postprocess.library import VocabularyLibrary
 from services.postprocess.metrics import Metrics
 from services.postprocess.opening import Opener, OwnParsers
 from services.postprocess.parsers.events import CallArguments, CallStart, Content, Degraded, Event, Reasoning
-from services.postprocess.session import Batch, PostSession, SessionLimits
+from services.postprocess.resuming import Resume
+from services.postprocess.session import PostSession, SessionLimits
 from services.postprocess.settings import PostprocessSettings
 from services.postprocess.stream import Finish, FinishReason, Limits, StreamOptions
+from services.postprocess.token_texts import TokenTexts
 from sluice.v1 import common_pb2, postprocess_pb2, postprocess_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -40,6 +43,7 @@ ToolCallDelta = postprocess_pb2.ToolCallDelta
 NOTHING = Content("")
 
 SessionContext = grpc.aio.ServicerContext[postprocess_pb2.PostSessionRequest, postprocess_pb2.TextBatch]
+PiecesContext = grpc.aio.ServicerContext[postprocess_pb2.TokenPiecesRequest, postprocess_pb2.TokenPiecesResponse]
 ParseContext = grpc.aio.ServicerContext[postprocess_pb2.ParseRequest, postprocess_pb2.ParseResponse]
 
 
@@ -66,12 +70,19 @@ class PostprocessService(postprocess_pb2_grpc.PostprocessServicer):
         self._on_death = on_death
         self._metrics = Metrics()
         self._sessions: set[PostSession] = set()
+        self._leaving = False
         self._draining = False
 
     @property
     def sessions(self) -> int:
         """Sessions open now."""
         return len(self._sessions)
+
+    def leave(self) -> None:
+        """Tells every session that this replica leaves, so that callers move their streams while it still serves."""
+        self._leaving = True
+        for session in self._sessions:
+            session.leave()
 
     def start_draining(self) -> None:
         """Sessions end as soon as their last stream has been answered."""
@@ -89,6 +100,8 @@ class PostprocessService(postprocess_pb2_grpc.PostprocessServicer):
             writer.wake()
 
         self._sessions.add(session)
+        if self._leaving:
+            session.leave()
         if self._draining:
             session.start_draining()
         try:
@@ -104,6 +117,20 @@ class PostprocessService(postprocess_pb2_grpc.PostprocessServicer):
         finally:
             self._sessions.discard(session)
             await session.aclose()
+
+    async def TokenPieces(
+        self, request: postprocess_pb2.TokenPiecesRequest, context: PiecesContext
+    ) -> postprocess_pb2.TokenPiecesResponse:
+        """See postprocess.proto."""
+        return await answer(context, self._token_pieces, request)
+
+    async def _token_pieces(self, request: postprocess_pb2.TokenPiecesRequest) -> postprocess_pb2.TokenPiecesResponse:
+        tokens = unpack_u32(request.token_ids)
+        if len(tokens) > self._limits.max_message_tokens:
+            raise SluiceError(ErrorKind.TOO_LARGE, f"{len(tokens)} tokens are too many.", param="token_ids")
+        vocabulary = await self._library.get(request.model)
+        pieces = vocabulary.pieces(tokens)
+        return postprocess_pb2.TokenPiecesResponse(lengths=pack_u32(map(len, pieces)), pieces=b"".join(pieces))
 
     async def Parse(
         self, request: postprocess_pb2.ParseRequest, context: ParseContext
@@ -152,10 +179,11 @@ def apply(session: PostSession, message: postprocess_pb2.PostSessionRequest) -> 
     for opening in message.opens:
         try:
             options = to_options(opening.options)
+            resume = to_resume(opening.resume) if opening.HasField("resume") else None
         except SluiceError as error:
             session.refuse(opening.slot, error)
             continue
-        session.open(opening.slot, opening.request_id, options, telemetry.carrier(opening.trace))
+        session.open(opening.slot, opening.request_id, options, telemetry.carrier(opening.trace), resume)
     columns = message.tokens
     if columns.slots:
         session.feed(
@@ -188,6 +216,18 @@ def to_options(message: postprocess_pb2.StreamOptions) -> StreamOptions:
         tool_choice_json=message.tool_choice_json,
         single_tool_call=message.single_tool_call,
         guided=message.guided,
+        token_texts=message.token_texts,
+    )
+
+
+def to_resume(message: postprocess_pb2.StreamResume) -> Resume:
+    """Reads what became of a stream elsewhere; SluiceError for packed ids that are cut off."""
+    return Resume(
+        token_ids=unpack_u32(message.token_ids, "resume.token_ids"),
+        text_sent=message.text_sent,
+        reasoning_sent=message.reasoning_sent,
+        calls={call.index: call.arguments_sent for call in message.calls},
+        tokens_sent=message.tokens_sent,
     )
 
 
@@ -250,6 +290,13 @@ def to_event(slot: int, event: Event, calls: list[ToolCallDelta]) -> postprocess
     )
 
 
+def to_tokens(tokens: TokenTexts) -> postprocess_pb2.TokenTexts:
+    """The wire form of what tokens stand for."""
+    return postprocess_pb2.TokenTexts(
+        lengths=pack_u32(tokens.lengths), pieces=bytes(tokens.pieces), text_offsets=pack_u32(tokens.offsets)
+    )
+
+
 def to_finish(slot: int, finish: Finish) -> postprocess_pb2.StreamEvent:
     """The wire form of a stream's end."""
     return postprocess_pb2.StreamEvent(
@@ -272,9 +319,11 @@ def to_text_batch(batch: Batch | None) -> postprocess_pb2.TextBatch | None:
         text_lengths=pack_u32(batch.text_lengths),
         text=batch.text,
         events=[
+            *[postprocess_pb2.StreamEvent(slot=slot, tokens=to_tokens(tokens)) for slot, tokens in batch.tokens],
             *[to_event(slot, *part) for slot, events in batch.events for part in parts(events)],
             *[to_finish(slot, finish) for slot, finish in batch.finishes],
         ],
+        draining=batch.draining,
     )
 
 
@@ -308,6 +357,7 @@ async def serve(settings: PostprocessSettings, stop: Stop) -> None:
             await server.set_serving(True)
             await stop.wait()
             await server.set_serving(False)
+            service.leave()
             if service.sessions:
                 # Streams that are opened here before the news has spread are still welcome.
                 await asyncio.sleep(min(NEWS_SPREADS_S, settings.drain_s))

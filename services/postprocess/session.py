@@ -14,13 +14,18 @@ from opentelemetry.trace import Span
 from services.common import telemetry
 from services.common.errors import ErrorKind, SluiceError, invalid, overloaded, unavailable
 from services.common.tasks import TaskOwner
+from services.postprocess.answers import Answers, Batch
 from services.postprocess.library import VocabularyLibrary
 from services.postprocess.metrics import Metrics
-from services.postprocess.opening import NO_PARSERS, AnyParsed, Opener, waiting
-from services.postprocess.parsers.events import Degraded, Event, merge
+from services.postprocess.opening import AnyParsed, AnyStream, Opener, waiting
+from services.postprocess.parsers.events import Degraded
 from services.postprocess.parsers.remote import RemoteStream
+from services.postprocess.plan import Plan
+from services.postprocess.resuming import Remainder, Resume, mismatch
 from services.postprocess.stream import Finish, FinishReason, Limits, Stream, StreamOptions
-from services.postprocess.vocabulary import Vocabulary
+
+INLINE_TOKENS = 4_096
+"""Tokens that one stream is given at once; more of them would keep the others waiting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,25 +39,19 @@ class SessionLimits:
     max_backlog: int = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """What became ready together: row i is `text_lengths[i]` code points for `slots[i]`, then what parsers found, then
-    the ended streams."""
-
-    slots: array[int]
-    text_lengths: array[int]
-    text: str
-    finishes: list[tuple[int, Finish]]
-    events: list[tuple[int, list[Event]]] = field(default_factory=list)
-
-
 class _Waiting:
-    """A stream whose model is still loading, with what came for it meanwhile."""
+    """A stream that cannot begin yet, with what came for it meanwhile.
 
-    def __init__(self, options: StreamOptions, identity: str) -> None:
+    Attributes:
+        long: so many tokens of it came elsewhere that giving it those takes a while.
+    """
+
+    def __init__(self, options: StreamOptions, identity: str, resume: Resume | None) -> None:
         self.options = options
         self.identity = identity
+        self.resume = resume
         self.tokens: array[int] = array("I")
+        self.long = resume is not None and len(resume.token_ids) > INLINE_TOKENS
         self.end: tuple[FinishReason, int | None] | None = None
 
 
@@ -91,9 +90,9 @@ class PostSession:
         self._parsed_news = asyncio.Event()
         self._waiting: dict[int, _Waiting] = {}
         self._spans: dict[int, Span] = {}
-        self._texts: dict[int, str] = {}
-        self._events: dict[int, list[Event]] = {}
-        self._finishes: list[tuple[int, Finish]] = []
+        self._remainders: dict[int, Remainder] = {}  # of resumed streams with a parser
+        self._live: set[int] = set()
+        self._answers = Answers()
         self._backlog = 0
         self._draining = False
         self.drained = asyncio.Event()
@@ -101,41 +100,38 @@ class PostSession:
     def __len__(self) -> int:
         return len(self._streams) + len(self._parsed) + len(self._waiting)
 
-    def open(self, slot: int, request_id: str, options: StreamOptions, parent: Mapping[str, str]) -> None:
-        """Begins a stream; one that cannot be begun is answered with an error in its slot.
+    def open(
+        self,
+        slot: int,
+        request_id: str,
+        options: StreamOptions,
+        parent: Mapping[str, str],
+        resume: Resume | None = None,
+    ) -> None:
+        """Begins a stream, or goes on with one that began elsewhere; one that cannot be is answered with an error in
+        its slot.
 
         A slot in use ends both streams: the caller could not tell their texts apart.
         """
-        self._took(1)
+        self._took(1 + (len(resume.token_ids) if resume is not None else 0))
         try:
             self._admit(slot)
             vocabulary = self._library.ready(options.model)
-            identity = request_id or secrets.token_hex(12)
-            if vocabulary is None:
-                waiting = self._waiting[slot] = _Waiting(options, identity)
+            waiting = _Waiting(options, request_id or secrets.token_hex(12), resume)
+            plan = None if vocabulary is None else self._opener.plan(options, vocabulary, waiting.identity)
+            if vocabulary is None or plan is None or not self._opener.ready(plan) or waiting.long:
+                self._waiting[slot] = waiting
+                self._opened(slot, request_id, options, parent)
                 settling = self._tasks.spawn(self._settle(slot, waiting), f"postprocess stream {slot}")
                 self._settling.add(settling)
                 settling.add_done_callback(self._settling.discard)
             else:
-                self._begin(slot, options, vocabulary, identity)
+                stream = self._opener.begin(options, vocabulary, plan)
+                self._opened(slot, request_id, options, parent)
+                text = stream.feed(resume.token_ids) if resume is not None else None
+                self._join(slot, stream, plan, resume, text or "")
         except SluiceError as error:
             self.refuse(slot, error)
-            return
-        self._metrics.lives(+1)
-        span = telemetry.start_span("postprocess.stream", parent, request_id=request_id, model=options.model)
-        if span is not None:
-            self._spans[slot] = span
-
-    def _begin(self, slot: int, options: StreamOptions, vocabulary: Vocabulary, identity: str) -> None:
-        plan = self._opener.plan(options, vocabulary, identity)
-        if plan.names == NO_PARSERS:
-            self._streams[slot] = self._opener.plain(options, vocabulary)
-        else:
-            stream = self._parsed[slot] = self._opener.parsed(options, vocabulary, plan)
-            if isinstance(stream, RemoteStream):
-                stream.changed = partial(self._remote_changed, slot, stream)
-        if plan.degraded:
-            self._tell(slot, [Degraded(plan.degraded)])
 
     def _admit(self, slot: int) -> None:
         if slot in self._streams or slot in self._parsed or slot in self._waiting:
@@ -145,29 +141,75 @@ class PostSession:
         if len(self) >= self._limits.max_streams:
             raise overloaded(f"The session has {len(self)} streams, which is its limit.")
 
+    def _opened(self, slot: int, request_id: str, options: StreamOptions, parent: Mapping[str, str]) -> None:
+        self._metrics.lives(+1)
+        self._live.add(slot)
+        span = telemetry.start_span("postprocess.stream", parent, request_id=request_id, model=options.model)
+        if span is not None:
+            self._spans[slot] = span
+
+    def _join(self, slot: int, stream: AnyStream, plan: Plan, resume: Resume | None, text: str) -> None:
+        """A stream takes part; what a resumed one said so far goes out as far as its caller has not got it.
+
+        Args:
+            text: what a plain one said so far.
+        """
+        if stream.recorder is not None:
+            stream.recorder.known = resume.tokens_sent if resume is not None else 0
+            self._answers.watch(slot, stream.recorder)
+        if plan.degraded:
+            self._degraded(slot, plan.degraded)
+        remainder = None if resume is None else Remainder(resume)
+        if not isinstance(stream, Stream):
+            self._parsed[slot] = stream
+            if remainder is not None:
+                self._remainders[slot] = remainder
+            if isinstance(stream, RemoteStream):
+                stream.changed = partial(self._remote_changed, slot, stream)
+            self._parsed_changed(slot, stream)
+            return
+        self._streams[slot] = stream
+        if remainder is not None:
+            self._answers.say(slot, remainder.text(text))
+            if remainder.text_left:
+                raise mismatch()
+            if stream.finish is not None:
+                self._finished(slot, stream.finish)
+
     def refuse(self, slot: int, error: SluiceError) -> None:
         """Answers a stream with an error; a live one in the slot ends with it."""
         stream = self._streams.get(slot) or self._parsed.get(slot)
         self._finished(slot, Finish(FinishReason.ERROR, stream.tokens_seen if stream else 0, error=error))
 
     async def _settle(self, slot: int, waiting: _Waiting) -> None:
-        """Begins a stream when its model is there, with what came meanwhile."""
+        """Begins a stream when its model and its parser are there, with what came meanwhile."""
         try:
             vocabulary = await self._library.get(waiting.options.model)
+            plan = self._opener.plan(waiting.options, vocabulary, waiting.identity)
+            await self._opener.prepare(plan, vocabulary)
+            stream = self._opener.begin(waiting.options, vocabulary, plan)
+            text = await self._replayed(stream, waiting.resume)
             if self._waiting.get(slot) is not waiting:
+                stream.close()
                 return
-            self._begin(slot, waiting.options, vocabulary, waiting.identity)
             del self._waiting[slot]
-            if (parsed := self._parsed.get(slot)) is not None:
-                self._feed_parsed(slot, parsed, waiting.tokens)
-            else:
-                self._feed_stream(slot, self._streams[slot], waiting.tokens)
+            self._join(slot, stream, plan, waiting.resume, text)
+            self._feed_any(slot, waiting.tokens)
             if waiting.end is not None:
                 self.end(slot, *waiting.end)
         except SluiceError as error:
-            if self._waiting.get(slot) is waiting:
+            if self._waiting.get(slot) is waiting or slot in self._streams:
                 self.refuse(slot, error)
         self._wake()
+
+    async def _replayed(self, stream: AnyStream, resume: Resume | None) -> str:
+        """Gives a stream its tokens again, a part at a time, so that the others do not wait."""
+        parts = []
+        tokens = () if resume is None else resume.token_ids
+        for start in range(0, len(tokens), INLINE_TOKENS):
+            parts.append(stream.feed(tokens[start : start + INLINE_TOKENS]) or "")
+            await asyncio.sleep(0)
+        return "".join(parts)
 
     def feed(self, slots: array[int], counts: array[int], tokens: array[int]) -> None:
         """Applies token columns: row i is the next `counts[i]` tokens of `slots[i]`.
@@ -184,16 +226,13 @@ class PostSession:
             )
         self._took(len(tokens))
         self._metrics.took(len(tokens))
-        streams, texts = self._streams, self._texts
+        streams, texts = self._streams, self._answers.texts
         end = 0
         for slot, count in zip(slots, counts, strict=True):
             start, end = end, end + count
             stream = streams.get(slot)
             if stream is None:
-                if (parsed := self._parsed.get(slot)) is not None:
-                    self._feed_parsed(slot, parsed, tokens[start:end])
-                elif self._waiting:
-                    self._hold(slot, tokens[start:end])
+                self._feed_any(slot, tokens[start:end])
                 continue
             text = stream.feed_one(tokens[start]) if count == 1 else stream.feed(tokens[start:end])
             if text:
@@ -201,14 +240,16 @@ class PostSession:
             if stream.finish is not None:
                 self._finished(slot, stream.finish)
 
-    def _feed_stream(self, slot: int, stream: Stream, tokens: array[int]) -> None:
-        self._say(slot, stream.feed(tokens))
-        if stream.finish is not None:
-            self._finished(slot, stream.finish)
-
-    def _feed_parsed(self, slot: int, stream: AnyParsed, tokens: array[int]) -> None:
-        stream.feed(tokens)
-        self._parsed_changed(slot, stream)
+    def _feed_any(self, slot: int, tokens: array[int]) -> None:
+        if (parsed := self._parsed.get(slot)) is not None:
+            parsed.feed(tokens)
+            self._parsed_changed(slot, parsed)
+        elif (stream := self._streams.get(slot)) is not None:
+            self._answers.say(slot, stream.feed(tokens))
+            if stream.finish is not None:
+                self._finished(slot, stream.finish)
+        elif self._waiting:
+            self._hold(slot, tokens)
 
     def _remote_changed(self, slot: int, stream: RemoteStream) -> None:
         self._parsed_changed(slot, stream)
@@ -217,18 +258,20 @@ class PostSession:
 
     def _parsed_changed(self, slot: int, stream: AnyParsed) -> None:
         if stream.events:
-            self._tell(slot, stream.take_events())
+            events = stream.take_events()
+            if self._remainders and (remainder := self._remainders.get(slot)) is not None:
+                events = remainder.events(events)
+            for event in events:
+                if isinstance(event, Degraded):
+                    self._metrics.degraded(event.reason)
+            if events:
+                self._answers.tell(slot, events)
         if stream.finish is not None:
             self._finished(slot, stream.finish)
 
-    def _tell(self, slot: int, events: list[Event]) -> None:
-        for event in events:
-            if isinstance(event, Degraded):
-                self._metrics.degraded(event.reason)
-        if (waiting := self._events.get(slot)) is None:
-            self._events[slot] = events
-        else:
-            waiting += events
+    def _degraded(self, slot: int, reason: str) -> None:
+        self._metrics.degraded(reason)
+        self._answers.tell(slot, [Degraded(reason)])
 
     def _hold(self, slot: int, tokens: array[int]) -> None:
         waiting = self._waiting.get(slot)
@@ -249,7 +292,7 @@ class PostSession:
         stream = self._streams.get(slot)
         if stream is None:
             return
-        self._say(slot, stream.end(reason, stop_token_id))
+        self._answers.say(slot, stream.end(reason, stop_token_id))
         if stream.finish is not None:
             self._finished(slot, stream.finish)
 
@@ -258,27 +301,25 @@ class PostSession:
         gone = set(slots)
         for slot in gone:
             self._forget(slot)
-            self._texts.pop(slot, None)
-            self._events.pop(slot, None)
-        if gone and self._finishes:
-            self._finishes = [(slot, finish) for slot, finish in self._finishes if slot not in gone]
-
-    def _say(self, slot: int, text: str) -> None:
-        if text:
-            self._texts[slot] = self._texts.get(slot, "") + text
+        if gone:
+            self._answers.forget(gone)
 
     def _finished(self, slot: int, finish: Finish) -> None:
         if finish.error is not None and slot in self._spans:
             telemetry.fail_span(self._spans[slot], finish.error.message)
+        self._answers.release(slot)
         self._forget(slot)
-        self._finishes.append((slot, finish))
+        self._answers.finish(slot, finish)
         self._metrics.finished(finish)
 
     def _forget(self, slot: int) -> None:
         if (parsed := self._parsed.pop(slot, None)) is not None:
             parsed.close()
-        plain = self._streams.pop(slot, None) or self._waiting.pop(slot, None)
-        if parsed is not None or plain is not None:
+            self._remainders.pop(slot, None)
+        self._streams.pop(slot, None)
+        self._waiting.pop(slot, None)
+        if slot in self._live:
+            self._live.discard(slot)
             self._metrics.lives(-1)
         if span := self._spans.pop(slot, None):
             span.end()
@@ -291,15 +332,15 @@ class PostSession:
     def drain(self) -> Batch | None:
         """What is ready, None when nothing is; call it when everything before has been written."""
         self._backlog = 0
-        texts, finishes = self._texts, self._finishes
-        events = self._events
-        if not texts and not finishes and not events:
-            if self._draining and not len(self):
-                self.drained.set()
-            return None
-        self._texts, self._finishes, self._events = {}, [], {}
-        told = [(slot, merge(found)) for slot, found in events.items()]
-        return Batch(array("I", texts), array("I", map(len, texts.values())), "".join(texts.values()), finishes, told)
+        batch = self._answers.take()
+        if batch is None and self._draining and not len(self):
+            self.drained.set()
+        return batch
+
+    def leave(self) -> None:
+        """Says that this replica leaves; streams go on and still may be opened."""
+        self._answers.leave()
+        self._wake()
 
     def start_draining(self) -> None:
         """Takes no more streams; `drained` is set when the last one has been answered."""
@@ -317,4 +358,4 @@ class PostSession:
     async def aclose(self) -> None:
         """The caller is gone: forgets everything."""
         await self._tasks.close()
-        self.close([*self._streams, *self._parsed, *self._waiting])
+        self.close(self._live)

@@ -9,6 +9,7 @@ from enum import IntEnum
 from services.common.errors import SluiceError
 from services.postprocess.detokenizer import Detokenizer
 from services.postprocess.stops import StopScanner, compile_stops
+from services.postprocess.token_texts import TokenRecorder
 from services.postprocess.vocabulary import Vocabulary
 
 NO_MARKERS: frozenset[str] = frozenset()
@@ -45,6 +46,7 @@ class StreamOptions:
     tool_choice_json: bytes = b""
     single_tool_call: bool = False
     guided: bool = False
+    token_texts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +95,12 @@ class Stream:
 
     Raises:
         SluiceError: the options cannot be honoured.
+
+    Attributes:
+        recorder: what each token stands for, where the options ask for it.
     """
 
-    __slots__ = ("_detokenizer", "_ends", "_include", "_min_tokens", "_scanner", "finish", "tokens_seen")
+    __slots__ = ("_detokenizer", "_ends", "_include", "_min_tokens", "_scanner", "finish", "recorder", "tokens_seen")
 
     def __init__(
         self, options: StreamOptions, vocabulary: Vocabulary, limits: Limits, markers: frozenset[str] = NO_MARKERS
@@ -105,6 +110,9 @@ class Stream:
         self._detokenizer: Detokenizer = vocabulary.detokenizer(
             options.skip_special_tokens, options.prompt_tail, markers
         )
+        self.recorder = TokenRecorder(self._detokenizer, vocabulary) if options.token_texts else None
+        if self.recorder is not None:
+            self._detokenizer = self.recorder
         # The caller's stop ids contain the end-of-sequence ids too: ignore_eos takes them out again.
         ends = options.stop_token_ids | options.eos_token_ids
         self._ends = ends - options.eos_token_ids if options.ignore_eos else ends
@@ -112,6 +120,9 @@ class Stream:
         self._min_tokens = options.min_tokens
         self.tokens_seen = 0
         self.finish: Finish | None = None
+
+    def close(self) -> None:
+        """Nobody wants to hear of it any more."""
 
     def feed(self, tokens: Sequence[int]) -> str:
         """Text that became certain with these tokens; look at `finish` afterwards."""
@@ -149,6 +160,8 @@ class Stream:
     def _end_at(self, token: int) -> str:
         finish = Finish(FinishReason.STOP, self.tokens_seen, stop_token_id=token)
         if not self._include:
+            if self.recorder is not None:
+                self.recorder.note(token)
             return self._close("", finish)
         try:
             return self._close(self._detokenizer.step(token), finish)

@@ -13,6 +13,8 @@ from services.postprocess.detokenizer import (
     LibraryDetokenizer,
     MarkerDetokenizer,
     TableDetokenizer,
+    fallback_byte,
+    outside_vocabulary,
 )
 from services.postprocess.parsers.registry import ParserNames
 
@@ -43,6 +45,20 @@ class Vocabulary(ABC):
     ) -> Detokenizer:
         """A detokenizer for one stream whose prompt ended with `tail`; special tokens among `markers` stay."""
 
+    @abstractmethod
+    def piece(self, token: int) -> bytes | None:
+        """The bytes that an id stands for by itself, special ones spelled out; None outside the vocabulary."""
+
+    def pieces(self, tokens: Sequence[int]) -> list[bytes]:
+        """The same for several ids; SluiceError(INVALID_ARGUMENT) for one that is unknown."""
+        found = []
+        for token in tokens:
+            piece = self.piece(token)
+            if piece is None:
+                raise outside_vocabulary(token, self.size)
+            found.append(piece)
+        return found
+
     def text_of(self, tokens: Sequence[int]) -> str:
         """The text of a few tokens, special ones included."""
         detokenizer = self.detokenizer(False)
@@ -72,6 +88,10 @@ class TableVocabulary(Vocabulary):
     def special_tokens(self) -> frozenset[str]:
         """See Vocabulary."""
         return frozenset(self._specials.values())
+
+    def piece(self, token: int) -> bytes | None:
+        """See Vocabulary."""
+        return self._kept.pieces[token] if token < self.size else None
 
     def _without(self, markers: frozenset[str]) -> ByteTable:
         skipped = frozenset(token for token, text in self._specials.items() if text not in markers)
@@ -107,6 +127,13 @@ class LibraryVocabulary(Vocabulary):
     def special_tokens(self) -> frozenset[str]:
         """See Vocabulary."""
         return frozenset(self._specials.values())
+
+    def piece(self, token: int) -> bytes | None:
+        """See Vocabulary."""
+        if token >= self.size:
+            return None
+        name = self._tokenizer.id_to_token(token) or ""
+        return fallback_byte(name) or self._tokenizer.decode([token], skip_special_tokens=False).encode()
 
     def detokenizer(
         self, skip_special_tokens: bool, tail: Sequence[int] = (), markers: frozenset[str] = NO_MARKERS

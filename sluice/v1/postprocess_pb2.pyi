@@ -185,7 +185,7 @@ class StreamResume(_message.Message):
     """A stream that another replica (or another session) was working on. Its state is rebuilt from its tokens, and only
     what the caller has not got yet comes out: what follows equals what the lost replica would have sent. The other
     fields of OpenStream must be those it was opened with, request_id included (ids of tool calls are made of it).
-    `degraded` marks come again. Counts beyond what the tokens give are met as more tokens come.
+    `degraded` marks come again. The counts never exceed what these tokens gave.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

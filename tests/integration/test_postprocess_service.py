@@ -271,6 +271,7 @@ async def test_a_drained_service_lets_streams_finish_and_ends_idle_sessions(serv
     await busy.write(Request(opens=[opening(1)], tokens=columns([(1, byte_level().encode("one "))])))
     assert (await asyncio.wait_for(busy.read(), WAIT_S)).text == "one "
     service.stop.set()
+    assert await asyncio.wait_for(idle.read(), WAIT_S) == postprocess_pb2.TextBatch(draining=True)
     assert await asyncio.wait_for(idle.read(), WAIT_S) is grpc.aio.EOF
     assert await idle.code() is grpc.StatusCode.OK
     end = postprocess_pb2.EndStream(slot=1)

@@ -9,6 +9,7 @@ from services.postprocess.parsers.contract import ParserContext
 from services.postprocess.parsers.events import CallStart, Content, Degraded, Event
 from services.postprocess.parsers.registry import ParserNames
 from services.postprocess.stream import Finish, FinishReason, Stream
+from services.postprocess.token_texts import TokenRecorder
 
 REPLAYED_PIECES = 262_144
 """Pieces of one stream that are kept so that it survives the death of the process; a longer one becomes plain text."""
@@ -57,6 +58,11 @@ class RemoteStream:
         self._dropped = False  # answered pieces are not kept any more
         self._calls = False
         self._reasoning_tokens = 0
+
+    @property
+    def recorder(self) -> TokenRecorder | None:
+        """See Stream."""
+        return self._stream.recorder
 
     @property
     def tokens_seen(self) -> int:
