@@ -119,6 +119,7 @@ class Parsing:
     tools_json: bytes = b""
     tool_choice_json: bytes = b""
     single_tool_call: bool = False
+    drop_reasoning: bool = False  # the client does not want to hear it
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +150,7 @@ class GenerationRequest:
     lora: str = ""
     cache_salt: str = ""
     guided: Guided | None = None
+    guided_calls: bool = False  # what the constraint asks for is a tool call, not an answer
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     token_texts: bool = False  # the sinks hear what each token stands for
