@@ -141,6 +141,54 @@ def diff_command(
     )
 
 
+@app.command("conformance")
+def conformance_command(
+    address: Annotated[str, typer.Argument(help="host:port of the worker's gRPC server")] = "",
+    junit: Annotated[Path | None, typer.Option(metavar="FILE", help="also write the results as JUnit XML")] = None,
+    rule: Annotated[list[str] | None, typer.Option(metavar="NAME", help="only this rule; may be repeated")] = None,
+    list_rules: Annotated[bool, typer.Option("--list", help="print every rule and what it proves")] = False,
+    patience: Annotated[float, typer.Option(help="multiplies every deadline, for slow engines")] = 1.0,
+    router_listen: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="be a router here, for a worker started with it as --routers")
+    ] = "",
+    prefill_peer: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="a prefill worker of the same model, to try a decode worker with")
+    ] = "",
+    stop_command: Annotated[
+        str, typer.Option(metavar="COMMAND", help="stops the worker, such as 'kill PID'; then the drain is tried, last")
+    ] = "",
+    tls_ca: Annotated[
+        Path | None, typer.Option(help="authorities the kit trusts (PEM file); unset: plain text")
+    ] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="certificate the kit shows (PEM file)")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="private key of tls-cert (PEM file)")] = None,
+) -> None:
+    """Try every rule of the worker contract on a running worker; exit code 1 when one is broken."""
+    try:
+        from sluice.cli import conformance
+    except ImportError as error:
+        raise BadFlag(f"conformance needs the package {error.name}: install sluice[worker]") from error
+    console = Console(highlight=False)
+    if list_rules:
+        conformance.list_rules(console)
+        return
+    if not address:
+        raise BadFlag("conformance needs the ADDRESS of a worker, such as 127.0.0.1:50061")
+    options = conformance.Options(
+        address=address,
+        junit=junit,
+        rules=tuple(rule or ()),
+        patience=patience,
+        router_listen=router_listen,
+        prefill_peer=prefill_peer,
+        stop_command=stop_command,
+        tls_ca=tls_ca,
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+    )
+    raise typer.Exit(conformance.run(options, console))
+
+
 def main() -> NoReturn:
     """Entry point: a mistake on the command line is one sentence on standard error and exit code 2."""
     try:

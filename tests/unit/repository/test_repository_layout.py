@@ -23,6 +23,7 @@ KNOWS_GRPC = [
     "router/*messages.py",
     "router/preprocess.py",
     "worker/attach.py",
+    "worker/conformance/*",
     "worker/hosting.py",
     "worker/registration.py",
     "worker/wire.py",

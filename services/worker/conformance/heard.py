@@ -1,0 +1,90 @@
+"""Everything a worker said about one request, in order and uncorrected."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from sluice.v1 import common_pb2, worker_pb2
+
+REASONS = common_pb2.FinishReason
+
+
+def reason_name(reason: int) -> str:
+    """A finish reason in words."""
+    if reason in REASONS.values():
+        return REASONS.Name(REASONS.ValueType(reason)).removeprefix("FINISH_REASON_")
+    return f"number {reason}"
+
+
+@dataclass(slots=True)
+class Heard:
+    """One request and what came back for it.
+
+    Attributes:
+        token_ids: all of them, in order.
+        pieces: how many ids came at a time.
+        extras: everything else, the terminal included.
+        cached: each report of cached_tokens, and whether tokens had come in an earlier message.
+        terminals: extras with a finish reason.
+        after_terminal: messages about the request after its first terminal.
+    """
+
+    request: worker_pb2.GenerateRequest
+    slot: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    pieces: list[int] = field(default_factory=list)
+    extras: list[worker_pb2.TokenExtra] = field(default_factory=list)
+    cached: list[tuple[int, bool]] = field(default_factory=list)
+    terminals: list[worker_pb2.TokenExtra] = field(default_factory=list)
+    after_terminal: int = 0
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    began: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def take_tokens(self, token_ids: list[int]) -> None:
+        """A row of ids."""
+        if self.terminals:
+            self.after_terminal += 1
+        self.token_ids += token_ids
+        self.pieces.append(len(token_ids))
+        if token_ids:
+            self.began.set()
+
+    def take_extra(self, extra: worker_pb2.TokenExtra, late: bool) -> None:
+        """Anything else; `late`: tokens had come in an earlier message."""
+        if self.terminals:
+            self.after_terminal += 1
+        self.extras.append(extra)
+        if extra.HasField("cached_tokens"):
+            self.cached.append((extra.cached_tokens, late))
+        if extra.finish_reason:
+            self.terminals.append(extra)
+            self.began.set()
+            self.ended.set()
+
+    @property
+    def terminal(self) -> worker_pb2.TokenExtra:
+        """The first terminal delta; ask only after `ended`."""
+        return self.terminals[0]
+
+    @property
+    def reason(self) -> int:
+        """The finish reason."""
+        return self.terminal.finish_reason
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens said to come from the prefix cache; 0 when nothing was said."""
+        return self.cached[0][0] if self.cached else 0
+
+    @property
+    def logprobs(self) -> list[common_pb2.PositionLogprobs]:
+        """Of all generated tokens, in order."""
+        return [position for extra in self.extras for position in extra.logprobs]
+
+    def describe(self) -> str:
+        """How it ended, in a few words."""
+        if not self.terminals:
+            return f"{len(self.token_ids)} tokens and no end"
+        said = f"{reason_name(self.reason)} after {len(self.token_ids)} tokens"
+        return f"{said} ({self.terminal.error.message})" if self.reason == REASONS.FINISH_REASON_ERROR else said

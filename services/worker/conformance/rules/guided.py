@@ -1,0 +1,97 @@
+"""Constraints on the output: what comes out satisfies them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+
+from services.worker.capabilities import Capability
+from services.worker.conformance.heard import REASONS
+from services.worker.conformance.refusals import unclaimed
+from services.worker.conformance.rule import NotChecked, expect, rule
+from services.worker.conformance.subject import Subject
+from services.worker.conformance.texts import text_reader
+from sluice.v1 import common_pb2
+
+MOST_TOKENS = 200
+CHOICES = ("apple", "pear", "a cherry")
+COLOURS = ("red", "green", "blue")
+SCHEMA = {
+    "type": "object",
+    "properties": {"colour": {"enum": list(COLOURS)}, "ripe": {"type": "boolean"}},
+    "required": ["colour", "ripe"],
+    "additionalProperties": False,
+}
+REGEX = r"(red|green)-[0-9]{3}"
+GRAMMAR = 'root ::= ("yes" | "no") "!"'
+TAG = {
+    "type": "structural_tag",
+    "format": {"type": "const_string", "value": "sluice"},
+}
+
+
+async def _constrained(
+    subject: Subject,
+    capability: Capability,
+    guided: common_pb2.GuidedDecoding,
+    fits: Callable[[str], bool],
+) -> str:
+    request = subject.request(max_tokens=MOST_TOKENS)
+    request.guided.CopyFrom(guided)
+    if not subject.claims(capability):
+        await unclaimed(subject, request)
+    read = await text_reader(subject)
+    heard = await subject.ask(request)
+    text = read(heard.token_ids)
+    shown = text if len(text) < 80 else f"{text[:80]}…"
+    if heard.reason == REASONS.FINISH_REASON_LENGTH and not fits(text):
+        raise NotChecked(f"The output was not complete after {MOST_TOKENS} tokens: {shown!r}.")
+    expect(heard.reason in (REASONS.FINISH_REASON_STOP, REASONS.FINISH_REASON_LENGTH), f"Ended {heard.describe()}.")
+    expect(fits(text), f"{shown!r} came out, which is not what was asked for.")
+    return f"{shown!r} came out."
+
+
+@rule("guided-json", "With a JSON Schema the output is JSON that satisfies it.", "GuidedDecoding.json_schema")
+async def guided_json(subject: Subject) -> str:
+    wanted = common_pb2.GuidedDecoding(json_schema=json.dumps(SCHEMA))
+    return await _constrained(subject, Capability.GUIDED_JSON, wanted, _is_the_object)
+
+
+@rule("guided-regex", "With a regular expression the whole output matches it.", "GuidedDecoding.regex")
+async def guided_regex(subject: Subject) -> str:
+    wanted = common_pb2.GuidedDecoding(regex=REGEX)
+    return await _constrained(
+        subject, Capability.GUIDED_REGEX, wanted, lambda text: re.fullmatch(REGEX, text) is not None
+    )
+
+
+@rule("guided-choice", "With choices the output is one of them.", "GuidedDecoding.choice")
+async def guided_choice(subject: Subject) -> str:
+    wanted = common_pb2.GuidedDecoding(choice=common_pb2.GuidedDecoding.ChoiceList(choices=CHOICES))
+    return await _constrained(subject, Capability.GUIDED_CHOICE, wanted, lambda text: text in CHOICES)
+
+
+@rule("guided-grammar", "With a grammar the output is a sentence of it.", "GuidedDecoding.ebnf")
+async def guided_grammar(subject: Subject) -> str:
+    wanted = common_pb2.GuidedDecoding(ebnf=GRAMMAR)
+    return await _constrained(subject, Capability.GUIDED_GRAMMAR, wanted, lambda text: text in ("yes!", "no!"))
+
+
+@rule("structural-tag", "With a structural tag the output has its structure.", "GuidedDecoding.structural_tag")
+async def structural_tag(subject: Subject) -> str:
+    wanted = common_pb2.GuidedDecoding(structural_tag=json.dumps(TAG))
+    return await _constrained(subject, Capability.STRUCTURAL_TAG, wanted, lambda text: text == "sluice")
+
+
+def _is_the_object(text: str) -> bool:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return False
+    return (
+        isinstance(found, dict)
+        and set(found) == {"colour", "ripe"}
+        and found["colour"] in COLOURS
+        and isinstance(found["ripe"], bool)
+    )
