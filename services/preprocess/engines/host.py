@@ -19,9 +19,9 @@ from struct import Struct
 from time import monotonic
 from typing import Any, BinaryIO
 
+from services.common.absent import stand_in_for_absent
 from services.common.errors import ErrorKind, SluiceError
 from services.preprocess.engines import NOT_NEEDED, TESTED_VERSIONS
-from services.preprocess.engines.absent import stand_in_for_absent
 from services.preprocess.engines.tokenizer import EngineTokenizer, answer, error_form
 
 LENGTH = Struct("<I")

@@ -1,0 +1,83 @@
+"""Stand-ins for packages that an engine imports but that nobody here uses, where they are not installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import types
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+
+def stand_in_for_absent(*packages: str) -> None:
+    """Makes `import` of these packages, where they are absent, give modules whose every name exists and does nothing.
+
+    transformers decides what it offers by what is installed, so it looks first.
+    """
+    absent = frozenset(name for name in packages if importlib.util.find_spec(name) is None)
+    if not absent:
+        return
+    from transformers import utils
+
+    for name in ("is_torchvision_available", "is_torchaudio_available", "is_triton_available"):
+        if callable(found := getattr(utils, name, None)):
+            found()  # remembers its answer
+    sys.meta_path.append(_Finder(absent))
+
+
+class _AnyName(type):
+    """A class of which every attribute is another such class; decorating with it changes nothing."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        made = _any_name(name)
+        setattr(cls, name, made)
+        return made
+
+    def __getitem__(cls, item: Any) -> Any:
+        return cls
+
+    def __or__(cls, other: Any) -> Any:
+        return cls
+
+    def __ror__(cls, other: Any) -> Any:
+        return cls
+
+
+def _any_name(name: str) -> Any:
+    def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return args[0] if len(args) == 1 and callable(args[0]) and not kwargs else cls
+
+    return _AnyName(name, (), {"__new__": new})
+
+
+class _Module(types.ModuleType):
+    __path__: list[str] = []  # noqa: RUF012 - a package without files
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        made = _any_name(name)
+        setattr(self, name, made)
+        return made
+
+
+class _Finder(MetaPathFinder, Loader):
+    def __init__(self, packages: frozenset[str]) -> None:
+        self._packages = packages
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname.partition(".")[0] not in self._packages:
+            return None
+        return ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec: ModuleSpec) -> types.ModuleType:
+        return _Module(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        return None
