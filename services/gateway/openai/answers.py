@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import orjson
 
 from services.common.errors import SluiceError
 from services.gateway.generation import Finish, FinishReason
 from services.gateway.http.errors import error_body
+from services.gateway.openai.logprobs import Naming, ShownToken, chat_logprobs, completion_logprobs
 
 _FINISH_REASONS = {
     FinishReason.STOP: "stop",
@@ -52,6 +53,25 @@ class Answer:
     finish: Finish
     reasoning: str = ""
     calls: Sequence[ToolCall] = ()
+    logprobs: dict[str, Any] | None = None
+    more: dict[str, Any] = field(default_factory=dict)  # extensions that were asked for
+
+
+class Detail(NamedTuple):
+    """What a chunk says besides its delta, as JSON.
+
+    Attributes:
+        logprobs: of the choice.
+        of_choice: further fields of the choice, each after a comma.
+        of_chunk: further fields of the chunk, each after a comma; None: usage as always.
+    """
+
+    logprobs: bytes = b"null"
+    of_choice: bytes = b""
+    of_chunk: bytes | None = None
+
+
+PLAIN = Detail()
 
 
 def degraded(finish: Finish) -> dict[str, Any]:
@@ -74,50 +94,64 @@ class ChatFormat:
     """How a chat completion is written."""
 
     id_prefix = "chatcmpl-"
+    prompt_in_choice = False  # what is said of the prompt stands in the answer, not in each choice
 
     def __init__(self, answer_id: str, created: int, model: str, include_usage: bool) -> None:
         self._head = {"id": answer_id, "created": created, "model": model}
-        self._null_usage = b',"usage":null' if include_usage else b""
+        self.null_usage = b',"usage":null' if include_usage else b""
         head = orjson.dumps({"id": answer_id, "object": "chat.completion.chunk", "created": created, "model": model})
         self._chunk = b"data: " + head[:-1] + b',"choices":[{"index":'
 
-    def opening(self, index: int) -> bytes:
+    def logprobs(self, tokens: Sequence[ShownToken], naming: Naming) -> dict[str, Any]:
+        """The log-probabilities of a choice, or of a piece of it."""
+        return chat_logprobs(tokens, naming)
+
+    def opening(self, index: int, detail: Detail = PLAIN) -> bytes:
         """The chunk that announces the role."""
-        return self._event(index, b'{"role":"assistant","content":""}', b"null")
+        return self._event(index, b'{"role":"assistant","content":""}', b"null", b"", detail)
 
     def text_affixes(self, index: int) -> tuple[bytes, bytes]:
         """What stands before and after the JSON string of a text chunk."""
         return (
             b'%b%d,"delta":{"content":' % (self._chunk, index),
-            b'},"logprobs":null,"finish_reason":null}]%b}\n\n' % self._null_usage,
+            b'},"logprobs":null,"finish_reason":null}]%b}\n\n' % self.null_usage,
         )
 
-    def reasoning(self, index: int, text: str) -> bytes:
+    def text(self, index: int, text: str, detail: Detail) -> bytes:
+        """A chunk of text that says more than its text."""
+        return self._event(index, b'{"content":%b}' % orjson.dumps(text), b"null", b"", detail)
+
+    def reasoning(self, index: int, text: str, detail: Detail = PLAIN) -> bytes:
         """A chunk of the model's thinking, under both names that clients know."""
         piece = orjson.dumps(text)
-        return self._event(index, b'{"reasoning_content":%b,"reasoning":%b}' % (piece, piece), b"null")
+        return self._event(index, b'{"reasoning_content":%b,"reasoning":%b}' % (piece, piece), b"null", b"", detail)
 
-    def tool_call(self, index: int, call: int, call_id: str, name: str, arguments: str) -> bytes:
+    def tool_call(
+        self, index: int, call: int, call_id: str, name: str, arguments: str, detail: Detail = PLAIN
+    ) -> bytes:
         """A chunk of a tool call; the first one of a call has its id and name."""
         piece: dict[str, Any] = {"index": call}
         if name:
             piece |= {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
         else:
             piece["function"] = {"arguments": arguments}
-        return self._event(index, orjson.dumps({"tool_calls": [piece]}), b"null")
+        return self._event(index, orjson.dumps({"tool_calls": [piece]}), b"null", b"", detail)
 
-    def closing(self, index: int, finish: Finish) -> bytes:
+    def closing(self, index: int, finish: Finish, detail: Detail = PLAIN) -> bytes:
         """The chunk that says how the choice ended."""
         more = {"stop_reason": stop_reason(finish), **degraded(finish)}
-        return self._event(index, b"{}", orjson.dumps(finish_reason(finish)), b"," + orjson.dumps(more)[1:-1])
+        reason = orjson.dumps(finish_reason(finish))
+        return self._event(index, b"{}", reason, b"," + orjson.dumps(more)[1:-1], detail)
 
     def usage_event(self, counts: dict[str, Any]) -> bytes:
         """The last chunk, when usage was asked for."""
         body = {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": counts}
         return b"data: " + orjson.dumps(body) + b"\n\n"
 
-    def whole(self, choices: Sequence[Answer], counts: dict[str, Any]) -> dict[str, Any]:
-        """The answer that is not streamed."""
+    def whole(
+        self, choices: Sequence[Answer], counts: dict[str, Any], more: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The answer that is not streamed; `more` are extensions that were asked for."""
         return {
             **self._head,
             "object": "chat.completion",
@@ -125,24 +159,28 @@ class ChatFormat:
                 {
                     "index": index,
                     "message": _message(choice),
-                    "logprobs": None,
+                    "logprobs": choice.logprobs,
                     "finish_reason": finish_reason(choice.finish),
                     "stop_reason": stop_reason(choice.finish),
                     **degraded(choice.finish),
+                    **choice.more,
                 }
                 for index, choice in enumerate(choices)
             ],
             "usage": counts,
+            **(more or {}),
         }
 
-    def _event(self, index: int, delta: bytes, reason: bytes, more: bytes = b"") -> bytes:
-        return b'%b%d,"delta":%b,"logprobs":null,"finish_reason":%b%b}]%b}\n\n' % (
+    def _event(self, index: int, delta: bytes, reason: bytes, more: bytes, detail: Detail) -> bytes:
+        return b'%b%d,"delta":%b,"logprobs":%b,"finish_reason":%b%b%b}]%b}\n\n' % (
             self._chunk,
             index,
             delta,
+            detail.logprobs,
             reason,
             more,
-            self._null_usage,
+            detail.of_choice,
+            self.null_usage if detail.of_chunk is None else detail.of_chunk,
         )
 
 
@@ -159,13 +197,18 @@ class CompletionFormat:
     """How a completion is written."""
 
     id_prefix = "cmpl-"
+    prompt_in_choice = True
 
     def __init__(self, answer_id: str, created: int, model: str, include_usage: bool) -> None:
         self._head = {"id": answer_id, "object": "text_completion", "created": created, "model": model}
-        self._null_usage = b',"usage":null' if include_usage else b""
+        self.null_usage = b',"usage":null' if include_usage else b""
         self._chunk = b"data: " + orjson.dumps(self._head)[:-1] + b',"choices":[{"index":'
 
-    def opening(self, index: int) -> bytes:
+    def logprobs(self, tokens: Sequence[ShownToken], naming: Naming) -> dict[str, Any]:
+        """The log-probabilities of a choice, or of a piece of it."""
+        return completion_logprobs(tokens, naming)
+
+    def opening(self, index: int, detail: Detail = PLAIN) -> bytes:
         """Completions announce nothing."""
         return b""
 
@@ -173,49 +216,65 @@ class CompletionFormat:
         """What stands before and after the JSON string of a text chunk."""
         return (
             b'%b%d,"text":' % (self._chunk, index),
-            b',"logprobs":null,"finish_reason":null}]%b}\n\n' % self._null_usage,
+            b',"logprobs":null,"finish_reason":null}]%b}\n\n' % self.null_usage,
         )
 
-    def reasoning(self, index: int, text: str) -> bytes:
+    def text(self, index: int, text: str, detail: Detail) -> bytes:
+        """A chunk of text that says more than its text."""
+        return self._event(index, text, b"null", b"", detail)
+
+    def reasoning(self, index: int, text: str, detail: Detail = PLAIN) -> bytes:
         """Completions are not parsed: all of the text is text."""
-        before, after = self.text_affixes(index)
-        return before + orjson.dumps(text) + after
+        return self.text(index, text, detail)
 
-    def tool_call(self, index: int, call: int, call_id: str, name: str, arguments: str) -> bytes:
+    def tool_call(
+        self, index: int, call: int, call_id: str, name: str, arguments: str, detail: Detail = PLAIN
+    ) -> bytes:
         """See `reasoning`."""
-        return self.reasoning(index, arguments)
+        return self.text(index, arguments, detail)
 
-    def closing(self, index: int, finish: Finish) -> bytes:
+    def closing(self, index: int, finish: Finish, detail: Detail = PLAIN) -> bytes:
         """The chunk that says how the choice ended."""
-        return b'%b%d,"text":"","logprobs":null,"finish_reason":%b,"stop_reason":%b}]%b}\n\n' % (
-            self._chunk,
-            index,
-            orjson.dumps(finish_reason(finish)),
-            orjson.dumps(stop_reason(finish)),
-            self._null_usage,
-        )
+        stopped = b',"stop_reason":%b' % orjson.dumps(stop_reason(finish))
+        return self._event(index, "", orjson.dumps(finish_reason(finish)), stopped, detail)
 
     def usage_event(self, counts: dict[str, Any]) -> bytes:
         """The last chunk, when usage was asked for."""
         return b"data: " + orjson.dumps({**self._head, "choices": [], "usage": counts}) + b"\n\n"
 
-    def whole(self, choices: Sequence[Answer], counts: dict[str, Any]) -> dict[str, Any]:
-        """The answer that is not streamed."""
+    def whole(
+        self, choices: Sequence[Answer], counts: dict[str, Any], more: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The answer that is not streamed; `more` are extensions that were asked for."""
         return {
             **self._head,
             "choices": [
                 {
                     "index": index,
                     "text": choice.text,
-                    "logprobs": None,
+                    "logprobs": choice.logprobs,
                     "finish_reason": finish_reason(choice.finish),
                     "stop_reason": stop_reason(choice.finish),
                     **degraded(choice.finish),
+                    **choice.more,
                 }
                 for index, choice in enumerate(choices)
             ],
             "usage": counts,
+            **(more or {}),
         }
+
+    def _event(self, index: int, text: str, reason: bytes, more: bytes, detail: Detail) -> bytes:
+        return b'%b%d,"text":%b,"logprobs":%b,"finish_reason":%b%b%b}]%b}\n\n' % (
+            self._chunk,
+            index,
+            orjson.dumps(text),
+            detail.logprobs,
+            reason,
+            more,
+            detail.of_choice,
+            self.null_usage if detail.of_chunk is None else detail.of_chunk,
+        )
 
 
 Format = ChatFormat | CompletionFormat

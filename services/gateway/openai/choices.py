@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import orjson
 
 from services.common.errors import SluiceError
 from services.gateway.generation import Finish
 from services.gateway.http.event_stream import EventStream
-from services.gateway.openai.answers import DONE, Answer, Format, ToolCall, error_event, usage
+from services.gateway.openai.answers import DONE, PLAIN, Answer, Detail, Format, ToolCall, error_event, usage
 from services.gateway.pipeline import Generation
 
 
@@ -19,12 +19,14 @@ class Usage:
 
     def __init__(self) -> None:
         self.generations: list[Generation] = []
+        self.only_prompt = False  # what was generated is not the client's
 
     def counts(self) -> dict[str, object]:
         """The usage object over all of them."""
+        generated = 0 if self.only_prompt else sum(generation.completion_tokens for generation in self.generations)
         return usage(
             sum(generation.prompt_tokens for generation in self.generations),
-            sum(generation.completion_tokens for generation in self.generations),
+            generated,
             sum(generation.cached_tokens for generation in self.generations),
             sum(generation.reasoning_tokens for generation in self.generations),
         )
@@ -44,7 +46,7 @@ class StreamedChoice:
 
     __slots__ = ("_after", "_before", "_call", "_events", "_head", "_opened", "_ready", "ended", "index", "waiting")
 
-    def __init__(self, index: int, events: StreamedChoices, before: bytes, after: bytes) -> None:
+    def __init__(self, index: int, events: StreamedChoices) -> None:
         self.index = index
         self.waiting = ""  # of the kind that `_call` says
         self.ended: Finish | None = None
@@ -52,8 +54,7 @@ class StreamedChoice:
         self._head = ("", "")  # id and name of the call that waits, if its first piece does
         self._ready = b""  # events of what came before
         self._events = events
-        self._before = before
-        self._after = after
+        self._before, self._after = events.form.text_affixes(index)
         self._opened = False
 
     def text(self, piece: str) -> None:
@@ -67,6 +68,8 @@ class StreamedChoice:
 
     def reasoning(self, piece: str) -> None:
         """The next text of the model's thinking."""
+        if self._events.drop_reasoning:
+            return
         if self._call != _REASONING:
             self._switch(_REASONING)
         self._add(piece)
@@ -94,12 +97,23 @@ class StreamedChoice:
             return b""
         text, self.waiting = self.waiting, ""
         if self._call == _TEXT:
-            return self._before + orjson.dumps(text) + self._after
+            return self._text_event(text)
         form = self._events.form
         if self._call == _REASONING:
-            return form.reasoning(self.index, text)
+            return form.reasoning(self.index, text, self._detail())
         head, self._head = self._head, ("", "")
-        return form.tool_call(self.index, self._call, *head, text)
+        return form.tool_call(self.index, self._call, *head, text, self._detail())
+
+    def _text_event(self, text: str) -> bytes:
+        return self._before + orjson.dumps(text) + self._after
+
+    def _opening_detail(self) -> Detail:
+        """What the first chunk says besides the role."""
+        return PLAIN
+
+    def _detail(self) -> Detail:
+        """What the next chunk says besides its delta."""
+        return PLAIN
 
     def finish(self, finish: Finish) -> None:
         """No more text."""
@@ -115,28 +129,40 @@ class StreamedChoice:
         events = b""
         if not self._opened and (self.waiting or self._ready or self._head[1] or self.ended):
             self._opened = True
-            events = form.opening(self.index)
+            events = form.opening(self.index, self._opening_detail())
         if self._ready:
             events += self._ready
             self._ready = b""
         if self.waiting or self._head[1]:
             events += self._written()
         if self.ended is not None:
-            events += form.closing(self.index, self.ended)
+            events += form.closing(self.index, self.ended, self._detail())
             self.ended = None
         return events
 
 
 class StreamedChoices:
-    """The event source of a streamed answer."""
+    """The event source of a streamed answer.
 
-    def __init__(self, form: Format, number: int, include_usage: bool) -> None:
+    Args:
+        make: makes a choice that shows more than its text; None for plain ones.
+    """
+
+    def __init__(
+        self,
+        form: Format,
+        number: int,
+        include_usage: bool,
+        drop_reasoning: bool = False,
+        make: Callable[[int, StreamedChoices], StreamedChoice] | None = None,
+    ) -> None:
         self.stream: EventStream
         self.usage = Usage()
-        self.sinks = [StreamedChoice(index, self, *form.text_affixes(index)) for index in range(number)]
+        self.form = form
+        self.sinks = [(make or StreamedChoice)(index, self) for index in range(number)]
         self.unsent = 0
         self.over = False
-        self.form = form
+        self.drop_reasoning = drop_reasoning
         self._include_usage = include_usage
         self._open = number
         self._error: SluiceError | None = None
@@ -197,7 +223,8 @@ class CollectedChoice:
 
     def reasoning(self, piece: str) -> None:
         """The next text of the model's thinking."""
-        self.thoughts.append(piece)
+        if not self._choices.drop_reasoning:
+            self.thoughts.append(piece)
 
     def tool_call(self, call: int, call_id: str, name: str, arguments: str) -> None:
         """The next piece of a call."""
@@ -219,11 +246,17 @@ class CollectedChoice:
 
 
 class CollectedChoices:
-    """Gathers an answer that is not streamed."""
+    """Gathers an answer that is not streamed; `make` makes choices that show more than their text."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(
+        self,
+        number: int,
+        drop_reasoning: bool = False,
+        make: Callable[[CollectedChoices], CollectedChoice] | None = None,
+    ) -> None:
         self.usage = Usage()
-        self.sinks = [CollectedChoice(self) for _ in range(number)]
+        self.drop_reasoning = drop_reasoning
+        self.sinks = [(make or CollectedChoice)(self) for _ in range(number)]
         self.done = asyncio.Event()
         self.error: SluiceError | None = None
         self._open = number

@@ -11,13 +11,27 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from services.common import logs, telemetry
+from services.common.packing import unpack_u32
+from services.common.tasks import TaskOwner
+from services.gateway.clients.pieces import TokenPieces
 from services.gateway.generation import GenerationRequest
 from services.gateway.http.body import read_json
 from services.gateway.http.event_stream import EventStream, run_unless_gone
 from services.gateway.http.pacing import Pacer
+from services.gateway.openai.annotating import Annotator, TokenSink
 from services.gateway.openai.answers import ChatFormat, CompletionFormat, Format
-from services.gateway.openai.choices import CollectedChoices, StreamedChoices, Usage
-from services.gateway.openai.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields, check
+from services.gateway.openai.checking import check
+from services.gateway.openai.choices import (
+    CollectedChoice,
+    CollectedChoices,
+    StreamedChoice,
+    StreamedChoices,
+    Usage,
+)
+from services.gateway.openai.detailed import DetailedCollectedChoice, DetailedStreamedChoice, Wishes
+from services.gateway.openai.logprobs import Naming
+from services.gateway.openai.resolving import resolve
+from services.gateway.openai.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields
 from services.gateway.openai.translate import chat_request, completion_requests
 from services.gateway.parity import Parity
 from services.gateway.pipeline import Pipeline
@@ -27,31 +41,45 @@ CLIENT_CLOSED_REQUEST = 499
 
 
 class OpenAIEndpoints:
-    """Chat completions, completions and models."""
+    """Chat completions, completions and models.
 
-    def __init__(self, pipeline: Pipeline, settings: GatewaySettings, pacer: Pacer, parity: Parity) -> None:
+    Args:
+        pieces: what single tokens stand for.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        settings: GatewaySettings,
+        pacer: Pacer,
+        parity: Parity,
+        pieces: TokenPieces,
+    ) -> None:
         self._pipeline = pipeline
         self._settings = settings
         self._pacer = pacer
         self._parity = parity
+        self._pieces = pieces
+        self._tasks = TaskOwner()  # questions beside requests; one that fails ends no service
 
     async def chat_completions(self, request: Request) -> Response:
-        """POST /v1/chat/completions."""
+        """Create a chat completion."""
         body = await self._body(request)
         fields = check(ChatCompletionRequest, body)
         answer_id = ChatFormat.id_prefix + secrets.token_hex(12)
-        generation = chat_request(body, fields, answer_id, self._settings.max_choices)
+        forces = any("guided_json" in entry.capabilities for entry in self._pipeline.catalogue.of_model(fields.model))
+        generation = chat_request(body, fields, answer_id, self._settings.max_choices, forces)
         form = ChatFormat(answer_id, int(time.time()), fields.model, fields.include_usage)
-        return await self._answer(request, [generation], form, fields, echo=False)
+        return await self._answer(request, [generation], form, fields)
 
     async def completions(self, request: Request) -> Response:
-        """POST /v1/completions."""
+        """Create a completion."""
         body = await self._body(request)
         fields = check(CompletionRequest, body)
         answer_id = CompletionFormat.id_prefix + secrets.token_hex(12)
         generations = completion_requests(fields, answer_id, self._settings.max_choices)
         form = CompletionFormat(answer_id, int(time.time()), fields.model, fields.include_usage)
-        return await self._answer(request, generations, form, fields, echo=bool(fields.echo))
+        return await self._answer(request, generations, form, fields)
 
     async def models(self) -> dict[str, Any]:
         """GET /v1/models."""
@@ -76,51 +104,112 @@ class OpenAIEndpoints:
         return await read_json(request, limit, self._settings.body_timeout_s)
 
     async def _answer(
-        self, request: Request, generations: list[GenerationRequest], form: Format, fields: GenerationFields, echo: bool
+        self, request: Request, generations: list[GenerationRequest], form: Format, fields: GenerationFields
     ) -> Response:
         logs.request_id.set(generations[0].request_id)
         answer = self._stream if fields.stream else self._collect
-        with telemetry.stage("gateway.request", parent=dict(request.headers), model=fields.model):
-            return await answer(request, generations, form, fields, echo)
+        label = fields.request_id or fields.rid
+        with telemetry.stage("gateway.request", dict(request.headers), model=fields.model, client_request_id=label):
+            if fields.bad_words or fields.truncate_prompt_tokens is not None:
+                entry = self._pipeline.catalogue.model(fields.model)
+                generations = [await resolve(one, fields, entry, self._pipeline.preprocess) for one in generations]
+            return await answer(request, generations, form, fields)
 
     async def _stream(
-        self, request: Request, generations: list[GenerationRequest], form: Format, fields: GenerationFields, echo: bool
+        self, request: Request, generations: list[GenerationRequest], form: Format, fields: GenerationFields
     ) -> Response:
-        choices = StreamedChoices(form, sum(one.choices for one in generations), fields.include_usage)
+        asked = wishes(fields)
+        make = None
+        if asked.any:
+            naming = self._naming(fields)
+
+            def make(index: int, events: StreamedChoices) -> StreamedChoice:
+                return DetailedStreamedChoice(index, events, asked, naming)
+
+        number = sum(one.choices for one in generations)
+        choices = StreamedChoices(form, number, fields.include_usage, _drops_reasoning(generations), make)
         stream = choices.stream = EventStream(choices, self._pacer, self._settings.max_unsent_kb << 10, {})
-        await self._start(generations, choices.sinks, choices.usage, echo)
+        await self._start(generations, choices.sinks, choices.usage, asked)
         _mark_degraded(stream, choices.usage)
         return stream
 
     async def _collect(
-        self, request: Request, generations: list[GenerationRequest], form: Format, fields: GenerationFields, echo: bool
+        self, request: Request, generations: list[GenerationRequest], form: Format, fields: GenerationFields
     ) -> Response:
-        choices = CollectedChoices(sum(one.choices for one in generations))
-        await self._start(generations, choices.sinks, choices.usage, echo)
+        asked = wishes(fields)
+        make = None
+        if asked.any:
+            naming = self._naming(fields)
+
+            def make(choices: CollectedChoices) -> CollectedChoice:
+                return DetailedCollectedChoice(choices, form, asked, naming)
+
+        choices = CollectedChoices(sum(one.choices for one in generations), _drops_reasoning(generations), make)
+        await self._start(generations, choices.sinks, choices.usage, asked)
         try:
             if not await run_unless_gone(request.receive, choices.done, choices.usage.cancel):
                 return Response(status_code=CLIENT_CLOSED_REQUEST)
-            answer = form.whole(choices.answers(), choices.usage.counts())
+            answer = form.whole(choices.answers(), choices.usage.counts(), _of_prompt(form, choices))
         finally:
             choices.cancel()
         response = Response(orjson.dumps(answer), media_type="application/json")
         _mark_degraded(response, choices.usage)
         return response
 
-    async def _start(self, generations: list[GenerationRequest], sinks: Any, usage: Usage, echo: bool) -> None:
+    async def _start(self, generations: list[GenerationRequest], choices: Any, usage: Usage, asked: Wishes) -> None:
+        usage.only_prompt = asked.only_prompt
         first = 0
         try:
             for one in generations:
-                mine = sinks[first : first + one.choices]
+                sinks = choices[first : first + one.choices]
                 first += one.choices
-                if echo:
+                if asked.any:
+                    sinks = [self._annotator(sink, one, asked) for sink in sinks]
+                if asked.echo:
                     text = await self._pipeline.prompt_text(one)
-                    for sink in mine:
-                        sink.text(text)
-                usage.generations.append(await self._pipeline.start(one, mine))
+                    for sink in sinks:
+                        sink.echo(text) if isinstance(sink, Annotator) else sink.text(text)
+                generation = await self._pipeline.start(one, sinks)
+                usage.generations.append(generation)
+                if asked.any:
+                    prompt_ids = unpack_u32(generation.prompt.token_ids)
+                    for sink, stream in zip(sinks, generation.streams, strict=True):
+                        sink.begin(stream.tokens, prompt_ids)
         except BaseException:
             usage.cancel()
             raise
+
+    def _annotator(self, sink: TokenSink, request: GenerationRequest, asked: Wishes) -> Annotator:
+        of_prompt = request.prompt_logprobs is not None
+        return Annotator(sink, self._pieces, request.model, self._tasks, of_prompt, asked.only_prompt)
+
+    def _naming(self, fields: GenerationFields) -> Naming:
+        return Naming(self._pieces.of(fields.model), bool(fields.return_tokens_as_token_ids))
+
+
+def wishes(fields: GenerationFields) -> Wishes:
+    """What a request wants to hear besides text."""
+    echo = isinstance(fields, CompletionRequest) and bool(fields.echo)
+    asked = isinstance(fields, CompletionRequest | ChatCompletionRequest) and fields.logprobs not in (None, False)
+    return Wishes(
+        logprobs=asked,
+        prompt_logprobs=fields.prompt_logprobs is not None,
+        token_ids=bool(fields.return_token_ids),
+        continuous_usage=fields.continuous_usage,
+        only_prompt=echo and fields.max_tokens == 0,
+        echo=echo,
+        echo_logprobs=echo and asked,
+    )
+
+
+def _drops_reasoning(generations: list[GenerationRequest]) -> bool:
+    return any(one.parsing is not None and one.parsing.drop_reasoning for one in generations)
+
+
+def _of_prompt(form: Format, choices: CollectedChoices) -> dict[str, Any]:
+    """What a chat's answer says of its prompt."""
+    first = choices.sinks[0] if choices.sinks else None
+    return first.of_prompt() if isinstance(first, DetailedCollectedChoice) and not form.prompt_in_choice else {}
 
 
 def _mark_degraded(response: Response, usage: Usage) -> None:

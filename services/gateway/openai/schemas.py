@@ -1,63 +1,106 @@
-"""OpenAI requests, checked field by field.
+"""OpenAI's generation requests, checked field by field.
 
-Types are strict, as in OpenAI's own API: "0.5" is no number. Fields nobody knows are refused, and so are fields that
-cannot be honoured here: nothing is dropped in silence.
+Fields nobody knows are refused, and so are fields that cannot be honoured here: nothing is dropped in silence.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
-from services.common.errors import SluiceError, invalid
+from services.gateway.openai.fields import (
+    MAX_BAD_WORDS,
+    MAX_LOGPROBS,
+    MAX_TOKEN_ID,
+    MAX_TOKEN_IDS,
+    JsonObject,
+    LogitBias,
+    PromptInput,
+    StopStrings,
+    Strict,
+    TokenId,
+    one_by_one,
+)
+from services.gateway.openai.guided_schemas import GuidedFields
+from services.gateway.openai.refusals import refuse, refused
 
-M = TypeVar("M", bound=BaseModel)
-
-MAX_STOP_STRINGS = 1000
-MAX_TOKEN_ID = 2**32 - 1
-
-
-def _stop_strings(value: Any) -> Any:
-    if value is None:
-        return ()
-    strings = [value] if isinstance(value, str) else value
-    if not isinstance(strings, list) or not all(isinstance(string, str) and string for string in strings):
-        raise ValueError("must be a non-empty string or a list of non-empty strings")
-    if len(strings) > MAX_STOP_STRINGS:
-        raise ValueError(f"has {len(strings)} strings, more than {MAX_STOP_STRINGS}")
-    return tuple(strings)
-
-
-def _token_biases(value: Any) -> Any:
-    if value is None:
-        return {}
-    if not isinstance(value, dict) or not all(isinstance(key, str) and key.isdigit() for key in value):
-        raise ValueError("must be an object from token ids to numbers")
-    return {int(key): bias for key, bias in value.items()}
-
-
-TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
-StopStrings = Annotated[tuple[str, ...], BeforeValidator(_stop_strings)]
-LogitBias = Annotated[
-    dict[TokenId, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_token_biases), Field(max_length=4096)
-]
-
-
-class Strict(BaseModel):
-    """Types are as said, and fields nobody knows are refused."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, hide_input_in_errors=True)
+Label = Annotated[str, Field(max_length=512)]
 
 
 class StreamOptions(Strict):
     """What a stream carries besides text."""
 
-    include_usage: bool = False
-    include_obfuscation: bool = False
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
 
 
-class GenerationFields(Strict):
+class EngineFields(GuidedFields):
+    """What vLLM and SGLang added to OpenAI's fields, under their names."""
+
+    top_k: int | None = Field(None, ge=-1, lt=2**31)
+    min_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
+    repetition_penalty: float | None = Field(None, gt=0, le=2**31, allow_inf_nan=False)
+    min_tokens: int | None = Field(None, ge=0, le=MAX_TOKEN_ID)
+    ignore_eos: bool | None = None
+    stop_token_ids: list[TokenId] | None = Field(None, max_length=1024)
+    allowed_token_ids: list[TokenId] | None = Field(None, min_length=1, max_length=MAX_TOKEN_IDS)
+    bad_words: list[Annotated[str, Field(min_length=1)]] | None = Field(None, max_length=MAX_BAD_WORDS)
+    thinking_token_budget: int | None = Field(None, ge=0, le=MAX_TOKEN_ID)
+    include_stop_str_in_output: bool | None = None
+    no_stop_trim: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=MAX_TOKEN_ID)
+    truncation_side: Literal["left", "right"] | None = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
+    cache_salt: str | None = Field(None, min_length=1, max_length=1024)
+    extra_key: str | None = Field(None, min_length=1, max_length=1024)
+    lora_path: str | None = Field(None, min_length=1, max_length=1024)
+    vllm_xargs: JsonObject = None
+    custom_params: JsonObject = None
+    request_id: Label | None = None
+    rid: Label | None = None
+
+    use_beam_search: Any = refused("engines sample", False)
+    length_penalty: Any = refused("it belongs to beam search", 1, 1.0)
+    logprob_token_ids: Any = refused("ask for top_logprobs")
+    watermarking: Any = refused("no engine here marks its text", False)
+    watermark: Any = refused("no engine here marks its text")
+    repetition_detection: Any = refused("use a repetition_penalty")
+    stream_interval: Any = refused("text is sent as it comes", 1)
+    stop_regex: Any = refused("use stop")
+    logits_processors: Any = refused("code of clients does not run in engines")
+    custom_logit_processor: Any = refused("code of clients does not run in engines")
+    kv_transfer_params: Any = refused("the gateway arranges transfers itself")
+    ec_transfer_params: Any = refused("the gateway arranges transfers itself")
+    bootstrap_host: Any = refused("the gateway arranges transfers itself")
+    bootstrap_port: Any = refused("the gateway arranges transfers itself")
+    bootstrap_room: Any = refused("the gateway arranges transfers itself")
+    data_parallel_rank: Any = refused("the router chooses it")
+    session_id: Any = refused("send the whole conversation; its prefix is cached")
+    session_params: Any = refused("send the whole conversation; its prefix is cached")
+    custom_labels: Any = refused("metrics have no labels of clients")
+    mm_processor_kwargs: Any = refused("models here read text")
+    media_io_kwargs: Any = refused("models here read text")
+    mm_payload: Any = refused("models here read text")
+    images_config: Any = refused("models here read text")
+    return_mm_kwargs: Any = refused("models here read text", False)
+    return_hidden_states: Any = refused("workers answer tokens, not states", False)
+    return_routed_experts: Any = refused("workers answer tokens, not states", False)
+    routed_experts_start_len: Any = refused("workers answer tokens, not states", 0)
+    routed_experts_prompt_start: Any = refused("workers answer tokens, not states", 0)
+    return_weight_versions: Any = refused("weights do not change while they are served", False)
+    return_token_offsets: Any = refused("completions have text_offset in their logprobs", False)
+    return_cached_tokens_details: Any = refused("usage has cached_tokens", False)
+    return_spec_tokens_details: Any = refused("workers do not tell", False)
+
+
+class GenerationFields(EngineFields):
     """What chat completions and completions have in common."""
 
     model: str = Field(min_length=1)
@@ -65,7 +108,7 @@ class GenerationFields(Strict):
     stream_options: StreamOptions | None = None
     n: int | None = Field(None, ge=1)
     stop: StopStrings = ()
-    max_tokens: int | None = Field(None, ge=1, le=MAX_TOKEN_ID)
+    max_tokens: int | None = Field(None, ge=0, le=MAX_TOKEN_ID)
     temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
     top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
     frequency_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
@@ -74,27 +117,29 @@ class GenerationFields(Strict):
     logit_bias: LogitBias = Field(default_factory=dict)
     user: str | None = None
 
-    # Customary extensions of the engines.
-    top_k: int | None = Field(None, ge=-1, lt=2**31)
-    min_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
-    repetition_penalty: float | None = Field(None, gt=0, allow_inf_nan=False)
-    min_tokens: int | None = Field(None, ge=0, le=MAX_TOKEN_ID)
-    ignore_eos: bool | None = None
-    stop_token_ids: list[TokenId] | None = Field(None, max_length=1024)
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
-    cache_salt: str | None = Field(None, min_length=1, max_length=1024)
-
     @property
     def include_usage(self) -> bool:
         """Whether a stream ends with a usage chunk."""
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every chunk of a stream says what was used so far."""
+        options = self.stream_options
+        return options is not None and bool(options.include_usage) and bool(options.continuous_usage_stats)
 
     @model_validator(mode="after")
     def _fits_together(self) -> GenerationFields:
+        if self.model_fields_set:
+            refuse(self)
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options needs stream to be true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs are not told in a stream; set stream to false")
+        if self.truncate_prompt_tokens == 0:
+            raise ValueError("truncate_prompt_tokens must be at least 1, or -1 for what fits into the context")
+        if self.truncation_side is not None and self.truncate_prompt_tokens is None:
+            raise ValueError("truncation_side needs truncate_prompt_tokens")
         return self
 
 
@@ -107,85 +152,150 @@ class Tool(BaseModel):
     function: dict[str, Any]
 
 
+def _tool_choice(value: Any) -> Any:
+    if value is None or value in ("none", "auto", "required"):
+        return value
+    function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise ValueError("must be none, auto, required or an object that names one function")
+    return value
+
+
+def _messages(value: Any) -> Any:
+    if not isinstance(value, list) or not value:
+        raise ValueError("must be a list of at least one message")
+    return value
+
+
+ToolChoice = Annotated[
+    Any,
+    BeforeValidator(_tool_choice),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"enum": ["none", "auto", "required", None]},
+                {
+                    "type": "object",
+                    "properties": {
+                        "type": {"const": "function"},
+                        "function": {
+                            "type": "object",
+                            "properties": {"name": {"type": "string", "minLength": 1}},
+                            "required": ["name"],
+                        },
+                    },
+                    "required": ["type", "function"],
+                },
+            ],
+            "default": None,
+        }
+    ),
+]
+Messages = Annotated[
+    list[Any],
+    BeforeValidator(_messages),
+    WithJsonSchema(
+        {
+            "type": "array",
+            "minItems": 1,
+            "items": {
+                "type": "object",
+                "properties": {"role": {"enum": ["system", "developer", "user", "assistant", "tool"]}},
+                "required": ["role"],
+            },
+        }
+    ),
+]
+
+
 class ChatCompletionRequest(GenerationFields):
     """POST /v1/chat/completions."""
 
-    messages: list[Any] = Field(min_length=1)
+    messages: Messages
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKEN_ID)
+    max_tokens: int | None = Field(None, ge=1, le=MAX_TOKEN_ID)
     tools: list[Tool] | None = Field(None, max_length=1024)
-    tool_choice: Any = None
+    tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
-    response_format: dict[str, Any] | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=20)
-    modalities: list[str] | None = None
-    reasoning_effort: str | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    modalities: list[str] | None = Field(None, max_length=8)
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
 
     # Bookkeeping of OpenAI's own platform, without effect on the answer.
-    metadata: dict[str, str] | None = None
+    metadata: dict[Annotated[str, Field(max_length=64)], Label] | None = Field(None, max_length=16)
     store: bool | None = None
-    service_tier: str | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: Literal["in-memory", "in_memory", "24h"] | None = None
 
     # Customary extensions of the engines.
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: JsonObject = None
     documents: list[Any] | None = None
+    include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None
+
+    functions: Any = refused("it is OpenAI's old form; use tools")
+    function_call: Any = refused("it is OpenAI's old form; use tool_choice")
+    audio: Any = refused("models here write text")
+    prediction: Any = refused("outputs cannot be predicted here")
+    web_search_options: Any = refused("there is no search here; give the model a tool")
+    verbosity: Any = refused("say in the prompt how long the answer may be", "medium")
+    best_of: Any = refused("use n", 1)
+    echo: Any = refused("messages are not echoed; completions are", False)
+    add_special_tokens: Any = refused("the chat template adds what is needed", False)
+    return_prompt_text: Any = refused("/v1/chat/completions/render answers it", False)
+    return_prompt_token_ids: Any = refused("return_token_ids answers them, too", False)
+    return_meta_info: Any = refused("usage and logprobs say what it would", False)
+    return_input_ids_in_sglext: Any = refused("use return_token_ids", False)
+    return_output_ids_in_sglext: Any = refused("use return_token_ids", False)
+    return_sampling_mask: Any = refused("workers do not tell", False)
+    sampling_logprobs_mode: Any = refused("workers tell the model's own log-probabilities")
+    return_flat_raw_output_top_logprobs: Any = refused("use top_logprobs", False)
+    stream_reasoning: Any = refused("reasoning is streamed as it comes", True)
+    thinking: Any = refused("use chat_template_kwargs or reasoning_effort, as the model's template wants")
+    task: Any = refused("templates know no tasks; use chat_template_kwargs")
+    input_ids: Any = refused("/v1/completions takes token ids")
+    max_dynamic_patch: Any = refused("models here read text")
+    min_dynamic_patch: Any = refused("models here read text")
+    use_audio_in_video: Any = refused("models here read text", False)
+    video_config: Any = refused("models here read text")
+
+    @model_validator(mode="after")
+    def _chat_fits_together(self) -> ChatCompletionRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs to be true")
+        if self.modalities is not None and self.modalities != ["text"]:
+            raise ValueError("modalities can only be ['text']")
+        return self
 
 
 class CompletionRequest(GenerationFields):
     """POST /v1/completions."""
 
-    prompt: str | list[Any]
+    prompt: PromptInput = None
+    prompt_embeds: str | None = Field(None, min_length=1, description="base64 of a .npy file, float32 [tokens, width]")
     echo: bool | None = None
     best_of: int | None = Field(None, ge=1)
-    logprobs: int | None = Field(None, ge=0, le=20)
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     suffix: str | None = None
     add_special_tokens: bool | None = None
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """The prompts one by one; SluiceError(INVALID_ARGUMENT) when they are of no known form."""
-        prompt = self.prompt
-        if isinstance(prompt, str):
-            return [prompt]
-        if prompt and all(isinstance(part, str) for part in prompt):
-            return list(prompt)
-        if prompt and all(_is_token_id(part) for part in prompt):
-            return [list(prompt)]
-        if prompt and all(isinstance(part, list) and part and all(map(_is_token_id, part)) for part in prompt):
-            return list(prompt)
-        raise invalid(
-            "prompt must be a string, a list of strings, a list of token ids or a list of such lists.", param="prompt"
-        )
+        """The prompts one by one; none when embeddings take their place."""
+        return [] if self.prompt is None else one_by_one(self.prompt)
 
-
-def _is_token_id(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_TOKEN_ID
-
-
-def check(kind: type[M], body: dict[str, Any]) -> M:
-    """The body as a request of this kind; SluiceError(INVALID_ARGUMENT) names the first field that is wrong."""
-    try:
-        return kind.model_validate(body)
-    except ValidationError as error:
-        raise explain(error) from None
-
-
-def explain(error: ValidationError) -> SluiceError:
-    """The first thing wrong, naming its field as `messages[0].role`."""
-    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    field = ""
-    for part in first["loc"]:
-        field += f"[{part}]" if isinstance(part, int) else f".{part}" if field else str(part)
-    if first["type"] == "extra_forbidden":
-        return invalid(f"Unrecognized request argument supplied: {field}.", param=field, code="unknown_parameter")
-    if first["type"] == "missing":
-        return invalid(f"Missing required parameter: {field}.", param=field, code="missing_required_parameter")
-    said = first["msg"].removeprefix("Value error, ")
-    param = field or said.split(" ", 1)[0]
-    sentence = f"Invalid value for {field}: {said[0].lower()}{said[1:]}." if field else f"{said}."
-    return invalid(sentence, param=param, code="invalid_value")
+    @model_validator(mode="after")
+    def _completion_fits_together(self) -> CompletionRequest:
+        if (self.prompt is None) == (self.prompt_embeds is None):
+            raise ValueError("prompt or prompt_embeds must be given, and not both")
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens can be 0 only with echo, to hear the prompt's logprobs")
+        if self.prompt_embeds is not None and (self.echo or self.prompt_logprobs is not None):
+            raise ValueError(f"{'echo' if self.echo else 'prompt_logprobs'} needs a prompt of text or token ids")
+        return self

@@ -6,7 +6,8 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from services.gateway.openai.schemas import Strict, TokenId, Tool
+from services.gateway.openai.fields import Strict, TokenId
+from services.gateway.openai.schemas import Tool
 
 
 class TokenizeRequest(Strict):

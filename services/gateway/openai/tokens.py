@@ -17,7 +17,8 @@ from services.gateway.clients.catalogue import WorkerEntry
 from services.gateway.generation import ChatPrompt, GenerationRequest, Prompt, TextPrompt, Tokenized
 from services.gateway.http.body import read_json
 from services.gateway.openai.answers import ChatFormat
-from services.gateway.openai.schemas import ChatCompletionRequest, check
+from services.gateway.openai.checking import check
+from services.gateway.openai.schemas import ChatCompletionRequest
 from services.gateway.openai.token_schemas import DetokenizeRequest, TokenizeRequest
 from services.gateway.openai.translate import chat_request
 from services.gateway.pipeline import Pipeline
@@ -129,7 +130,7 @@ def _sampling(generation: GenerationRequest, prompt: Tokenized) -> dict[str, Any
         "n": generation.choices,
     }
     ends = dict.fromkeys((*stop.token_ids, *unpack_u32(prompt.stop_token_ids), *unpack_u32(prompt.eos_token_ids)))
-    kept = {key: value for key, value in given.items() if value not in (None, [], {})}
+    kept = {key: value for key, value in given.items() if value not in (None, [], {}, ())}
     return {**kept, "stop_token_ids": list(ends)}
 
 

@@ -10,7 +10,8 @@ from pydantic import ValidationError
 
 from services.common.errors import ErrorKind, SluiceError
 from services.gateway.generation import ChatPrompt, GenerationRequest, TextPrompt, TokenPrompt
-from services.gateway.openai.schemas import ChatCompletionRequest, CompletionRequest, explain
+from services.gateway.openai.checking import explain
+from services.gateway.openai.schemas import ChatCompletionRequest, CompletionRequest
 from services.gateway.openai.translate import chat_request, completion_requests
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -76,8 +77,8 @@ def complete(**fields: Any) -> list[GenerationRequest]:
         ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tools": [TOOL, {"type": "other", "function": {}}]}, "tools[1].type"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"logprobs": True}, "logprobs"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"logprobs": 1}, "logprobs"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"modalities": ["audio"]}, "modalities"),
         ({"temprature": 1}, "temprature"),
@@ -103,7 +104,8 @@ def test_chat_mistakes_name_their_field(fields: dict[str, Any], param: str) -> N
         ({"prompt": [True]}, "prompt"),
         ({"prompt": ["a"] * 5, "n": 2}, "prompt"),
         ({"suffix": "end"}, "suffix"),
-        ({"logprobs": 1}, "logprobs"),
+        ({"logprobs": True}, "logprobs"),
+        ({"logprobs": 21}, "logprobs"),
         ({"best_of": 3, "n": 2}, "best_of"),
     ],
 )

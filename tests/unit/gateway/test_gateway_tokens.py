@@ -68,7 +68,7 @@ class Gateway:
         self.catalogue.workers["w"] = entry("w", "m")
         settings = GatewaySettings(max_body_mb=0.01)
         pipeline = cast(Pipeline, SimpleNamespace(preprocess=self.preprocess, catalogue=self.catalogue))
-        openai = OpenAIEndpoints(pipeline, settings, cast(Any, None), cast(Any, None))
+        openai = OpenAIEndpoints(pipeline, settings, cast(Any, None), cast(Any, None), cast(Any, None))
         tokens = TokenEndpoints(pipeline, settings)
         app = create_app(openai, tokens, cast(Readiness, None), GatewayMetrics())
         self.client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway")
@@ -160,7 +160,7 @@ async def test_without_a_model_the_only_one_is_meant(gateway: Gateway) -> None:
         ("/detokenize", {"model": "nope", "tokens": [1]}, 404, "model"),
         ("/v1/chat/completions/render", {"model": "m"}, 400, "messages"),
         ("/v1/chat/completions/render", {"model": "nope", "messages": MESSAGES}, 404, "model"),
-        ("/v1/chat/completions/render", {"model": "m", "messages": MESSAGES, "logprobs": True}, 400, "logprobs"),
+        ("/v1/chat/completions/render", {"model": "m", "messages": MESSAGES, "logprobs": 1}, 400, "logprobs"),
     ],
 )
 async def test_mistakes_are_openai_errors(
