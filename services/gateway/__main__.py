@@ -13,6 +13,7 @@ from services.common.tasks import TaskOwner
 from services.common.tls import channel_credentials
 from services.gateway.app import create_app
 from services.gateway.clients.catalogue import Catalogue
+from services.gateway.clients.pieces import TokenPieces
 from services.gateway.clients.preprocess import PreprocessClient
 from services.gateway.clients.router import RouterClient
 from services.gateway.fleet import Fleet
@@ -53,7 +54,7 @@ async def serve(settings: GatewaySettings, stop: Stop) -> None:
     pipeline = Pipeline(preprocess, router, catalogue, fleet, switchboard, metrics)
 
     parity = Parity(preprocess.tokenizers, catalogue.of_model, lambda: list(catalogue.models))
-    openai = OpenAIEndpoints(pipeline, settings, Pacer(), parity)
+    openai = OpenAIEndpoints(pipeline, settings, Pacer(), parity, TokenPieces(fleet.postprocess))
     app = create_app(
         openai, TokenEndpoints(pipeline, settings), Readiness(preprocess, router, catalogue, fleet), metrics
     )
