@@ -9,7 +9,12 @@ from services.common.errors import SluiceError, invalid
 from services.worker.engine import LLMEngine
 
 ENTRY_POINT_GROUP = "sluice.engines"
-BUILT_IN = {"mock": "services.worker.engines.mock:MockEngine"}
+BUILT_IN = {
+    "mock": "services.worker.engines.mock:MockEngine",
+    "vllm": "services.worker.engines.vllm:VllmEngine",
+    "vllm-grpc": "services.worker.engines.vllm_grpc:VllmGrpcEngine",
+    "transformers": "services.worker.engines.transformers.engine:TransformersEngine",
+}
 
 
 def engine_names() -> list[str]:

@@ -1,0 +1,277 @@
+"""The only module that touches the library's continuous batching, and the parts of it that are used.
+
+`ContinuousBatchingManager` schedules, pages and steps in a thread of its own. It is given three things it lacks: every
+request's own sampling, tokens handed over once a step instead of once a request, and block hashes others understand.
+Works with transformers 5.20; `tests/engines` holds the surface used here against the installed version.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.generation.continuous_batching import ContinuousBatchingManager
+from transformers.generation.continuous_batching.cache_allocators import cache_allocator
+from transformers.generation.continuous_batching.requests import RequestStatus
+
+from services.worker.engines.transformers.ledger import BlockNames, forget_names, watched
+from services.worker.engines.transformers.lora import Adapters
+from services.worker.engines.transformers.sampler import Chooser, choose
+from services.worker.engines.transformers.sizing import Plan
+from services.worker.engines.transformers.step import CacheNews, Gauges, Listener, Row, Step
+from services.worker.generation import PositionLogprobs
+
+SMOOTHING = 0.1
+
+
+class Seat:
+    """One request as the step thread knows it.
+
+    Args:
+        chooser: picks its tokens.
+        seed: of its block hashes.
+        adapter: name of its LoRA adapter; empty: none.
+    """
+
+    def __init__(self, chooser: Chooser, seed: int, adapter: str) -> None:
+        self.chooser = chooser
+        self.seed = seed
+        self.adapter = adapter
+        self.cached = 0
+        self.began = False
+        self.token_id = 0
+        self.logprobs: PositionLogprobs | None = None
+
+
+class _Failures:
+    """Stands for the library's output router: tokens go another way, failures come from here."""
+
+    def __init__(self) -> None:
+        self.failed: list[tuple[str, str]] = []
+
+    def deliver(self, output: Any) -> None:
+        if output.error:
+            self.failed.append((output.request_id, str(output.error)))
+
+    def deliver_batch(self, outputs: Sequence[Any]) -> None:
+        for output in outputs:
+            self.deliver(output)
+
+    def fail_and_deliver(self, state: Any, error: Exception) -> None:
+        self.failed.append((state.request_id, str(error)))
+
+
+class Batcher(ContinuousBatchingManager):  # type: ignore[misc]
+    """Steps requests in a thread.
+
+    Args:
+        model: loaded, on its device.
+        plan: sizes.
+        adapters: LoRA adapters of the model.
+        prefix_cache: whether blocks are shared and kept.
+        listener: hears of every step that has something to say, and of the thread's end.
+
+    Attributes:
+        gauges: of the last step.
+    """
+
+    def __init__(self, model: Any, plan: Plan, adapters: Adapters, prefix_cache: bool, listener: Listener) -> None:
+        # Everything that would move work away from the step, or guess sizes from free memory, is off.
+        config = ContinuousBatchingConfig(
+            page_size=plan.block_size,
+            num_blocks=plan.total_blocks,
+            max_batch_tokens=plan.max_batched_tokens,
+            max_requests_per_batch=min(plan.max_sequences, plan.max_batched_tokens),
+            max_blocks_per_request=0,
+            max_memory_percent=0.9,
+            allow_block_sharing=prefix_cache,
+            use_async_batching=False,
+            use_cuda_graph=False,
+            auto_switch_to_flash=False,
+        )
+        super().__init__(model, GenerationConfig(do_sample=False, eos_token_id=-1), config)
+        self.gauges = Gauges()
+        self.seats: dict[str, Seat] = {}
+        self._plan = plan
+        self._adapters = adapters
+        self._listener = listener
+        self._news = CacheNews()
+        self._names = BlockNames()
+        self._failures = _Failures()
+        self._step_began = 0.0
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """The model's cache can be reused between requests; known after `prepare`."""
+        return bool(self.batch_processor.cache.use_prefix_sharing)
+
+    @property
+    def tokens_of_cache(self) -> int:
+        """The longest sequence that fits into the cache by itself."""
+        return int(self.batch_processor.cache.num_blocks) * self._plan.block_size
+
+    def prepare(self) -> None:
+        """Allocates the cache; slow. Raises MemoryError or RuntimeError when there is too little memory."""
+        self.output_router = self._failures
+        self.warmup()
+        self._take_over(self.batch_processor)
+
+    def start(self) -> None:
+        """Starts the thread; it never keeps the process alive."""
+        self.background_thread_status.clear()
+        self._generation_thread = threading.Thread(target=self._run, name="transformers-steps", daemon=True)
+        self._generation_thread.start()
+
+    def add(self, key: str, seat: Seat, token_ids: list[int], limit: int) -> bool:
+        """Queues a request; False when the thread takes none any more."""
+        self.seats[key] = seat
+        stop_ids = list(seat.chooser.plan.stop_ids) or [-1]
+        taken = self.add_request(token_ids, request_id=key, max_new_tokens=limit, eos_token_id=stop_ids)
+        if taken is None:
+            del self.seats[key]
+        return taken is not None
+
+    def drop(self, key: str) -> None:
+        """Ends a request; its blocks are free when the next step begins."""
+        self.seats.pop(key, None)
+        self.cancel_request(key)
+
+    def forget_prefixes(self) -> None:
+        """Empties the prefix cache between two steps; blocks in use lose nothing but their name."""
+        with self.pause():
+            self.batch_processor.cache.evict_cached_blocks()
+            for allocator in self.batch_processor.cache.cache_allocators.values():
+                forget_names(allocator.ledger, self._news)
+            self._measure(stepped=False)
+            self._publish()
+
+    @property
+    def alive(self) -> bool:
+        """The thread runs."""
+        return bool(self.is_running())
+
+    def _create_batch_processor(self) -> Any:
+        # The library makes a new one, or resets the old one, when its loop starts; ours is ready by then.
+        return self.batch_processor if self.batch_processor is not None else super()._create_batch_processor()
+
+    def _run(self) -> None:
+        cache_allocator.compute_block_hash = self._names
+        try:
+            self._run_generation_loop()
+            self._publish()
+        finally:
+            self._listener.on_end()
+
+    def _take_over(self, processor: Any) -> None:
+        cache = processor.cache
+        processor.model_runner._sample = self._sample
+        prepare, update = processor.prepare_next_batch, processor.update_batch
+        search, mark = cache.search_prefix_match, cache.mark_complete_blocks
+
+        def prepare_next_batch() -> bool:
+            self._step_began = time.perf_counter()
+            ready: bool = prepare()
+            if ready:
+                self._adapters.select(
+                    [
+                        (self._adapter_of(one.state.request_id), one.query_length)
+                        for one in processor.inputs_and_outputs.requests_in_batch
+                    ]
+                )
+            else:
+                self._measure(stepped=False)
+                self._publish()
+            return ready
+
+        def update_batch() -> None:
+            scheduled = list(processor.inputs_and_outputs.requests_in_batch)
+            update()
+            rows = [row for one in scheduled if one.has_new_token and (row := self._row(one.state)) is not None]
+            self._measure(stepped=True)
+            self._publish(rows)
+
+        def search_prefix_match(request_id: str, prompt_ids: list[int]) -> int:
+            seat = self.seats.get(request_id)
+            if seat is None:
+                return 0
+            self._names.seed = seat.seed
+            found: int = search(request_id, prompt_ids)
+            if not seat.began:
+                seat.cached = found
+            return found
+
+        def mark_complete_blocks(state: Any, complete_blocks: dict[str, int]) -> None:
+            # Without a seat the request is about to be dropped, and the seed of its blocks is no longer known.
+            if (seat := self.seats.get(state.request_id)) is not None:
+                self._names.seed = seat.seed
+                mark(state, complete_blocks)
+
+        processor.prepare_next_batch, processor.update_batch = prepare_next_batch, update_batch
+        cache.search_prefix_match, cache.mark_complete_blocks = search_prefix_match, mark_complete_blocks
+        for allocator in cache.cache_allocators.values():
+            watched(allocator.ledger, self._news)
+
+    def _adapter_of(self, key: str) -> str:
+        seat = self.seats.get(key)
+        return seat.adapter if seat is not None else ""
+
+    def _sample(self, scores: torch.Tensor, output_ids: torch.Tensor) -> None:
+        """In place of the library's: each request by its own options. scores [1, requests, vocabulary]."""
+        batch = self.batch_processor.inputs_and_outputs.requests_in_batch
+        # An aborted request may still be in the batch: its token is chosen by nobody and read by nobody.
+        rows = [(place, self.seats.get(one.state.request_id)) for place, one in enumerate(_with_token(batch))]
+        seated = [(place, seat) for place, seat in rows if seat is not None]
+        if not seated:
+            return
+        places = [place for place, _ in seated]
+        tokens, ids, logprobs = choose(scores[0, places], [seat.chooser for _, seat in seated])
+        output_ids[0, places] = tokens.to(output_ids.dtype)
+        for index, (_, seat) in enumerate(seated):
+            seat.token_id = ids[index]
+            seat.logprobs = None if logprobs is None else logprobs[index]
+
+    def _row(self, state: Any) -> Row | None:
+        """What a request got in the step; None when nobody waits for it."""
+        key = state.request_id
+        seat = self.seats.get(key)
+        if seat is None:
+            self.cancel_request(key)  # its first cancellation may have overtaken the request itself
+            return None
+        cached = None if seat.began else seat.cached
+        seat.began = True
+        ended = state.status >= RequestStatus.FINISHED
+        constraint = seat.chooser.constraint
+        return Row(key, seat.token_id, cached, seat.logprobs, ended, constraint.error if constraint is not None else "")
+
+    def _publish(self, rows: Sequence[Row] = ()) -> None:
+        failed, self._failures.failed = self._failures.failed, []
+        step = Step(list(rows), self._news.take(), failed)
+        if step:
+            self._listener.on_step(step)
+
+    def _measure(self, stepped: bool) -> None:
+        scheduler, cache = self.batch_processor.scheduler, self.batch_processor.cache
+        free = cached = named = 0
+        for allocator in cache.cache_allocators.values():
+            free += cache.pool.count_free_blocks(allocator.index)
+            cached += len(allocator.ledger.cached_blocks)
+            named += len(allocator.ledger.block_to_hash)
+        free += cache.num_blocks * len(cache.pool.free_sectors) // cache.num_sectors
+        active, waiting = scheduler.active_requests.values(), scheduler.waiting_requests.values()
+        took_ms = (time.perf_counter() - self._step_began) * 1e3
+        smooth = self.gauges.step_ms
+        self.gauges = Gauges(
+            running=len(active),
+            used_blocks=max(0, cache.num_blocks - free - cached),
+            cached_blocks=named,
+            prefill_tokens=sum(len(one.remaining_prefill_tokens) for states in (active, waiting) for one in states),
+            step_ms=smooth + SMOOTHING * (took_ms - smooth) if stepped and smooth else took_ms if stepped else smooth,
+        )
+
+
+def _with_token(batch: Sequence[Any]) -> list[Any]:
+    return [one for one in batch if one.has_new_token]

@@ -1,0 +1,131 @@
+"""How many cache blocks and batch tokens fit into the memory that is free; plain arithmetic."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from services.common.errors import ErrorKind, SluiceError
+
+OUTPUT_ROW_BYTES = 4  # float32 logits
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a model needs per token.
+
+    Attributes:
+        cache_bytes: keys and values of one token over all layers.
+        read_bytes: of one cached token while one layer's attention reads it, repeated for every head.
+        mask_bytes: of one cell of an attention mask; 0 when the attention needs none.
+        vocab_size: width of a row of logits.
+    """
+
+    cache_bytes: int
+    read_bytes: int
+    mask_bytes: int
+    vocab_size: int
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], itemsize: int, masks: bool) -> Shape:
+        """From a text model's config.json and the size of its numbers."""
+        heads = int(config["num_attention_heads"])
+        kv_heads = int(config.get("num_key_value_heads") or heads)
+        head_dim = int(config.get("head_dim") or int(config["hidden_size"]) // heads)
+        layers = int(config["num_hidden_layers"])
+        return cls(
+            cache_bytes=2 * layers * kv_heads * head_dim * itemsize,
+            read_bytes=2 * (heads + kv_heads) * head_dim * itemsize,
+            mask_bytes=itemsize if masks else 0,
+            vocab_size=int(config["vocab_size"]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What the cache and a batch may hold."""
+
+    block_size: int
+    total_blocks: int
+    max_batched_tokens: int
+    max_sequences: int
+
+    def bytes(self, shape: Shape) -> int:
+        """Memory the plan takes beside the weights."""
+        tokens = self.block_size * self.total_blocks
+        mask = shape.mask_bytes * self.max_batched_tokens * (tokens + self.max_batched_tokens)
+        logits = 3 * OUTPUT_ROW_BYTES * shape.vocab_size * self.max_sequences
+        return tokens * (shape.cache_bytes + shape.read_bytes + 16) + mask + logits
+
+
+def fit(wanted: Plan, fixed: frozenset[str], shape: Shape, room: int) -> Plan:
+    """The plan that fits into `room` bytes: what was asked for by flag stays, defaults shrink.
+
+    Args:
+        wanted: settings.
+        fixed: names of the settings that somebody asked for.
+        shape: of the model.
+        room: bytes.
+
+    Raises:
+        SluiceError: FAILED_PRECONDITION when even the smallest plan with what was asked for is too big.
+    """
+    plan = wanted
+    while plan.bytes(shape) > room:
+        smaller = _smaller(plan, fixed)
+        if smaller is None:
+            raise SluiceError(
+                ErrorKind.FAILED_PRECONDITION,
+                f"Not enough memory: {plan.total_blocks} blocks of {plan.block_size} tokens and batches of "
+                f"{plan.max_batched_tokens} tokens take {_mib(plan.bytes(shape))} MiB, the engine may take "
+                f"{_mib(max(room, 0))}; lower --total-blocks or --max-batched-tokens, or raise memory_share.",
+                code="not_enough_memory",
+            )
+        plan = smaller
+    return plan
+
+
+def _smaller(plan: Plan, fixed: frozenset[str]) -> Plan | None:
+    """Halves the default that costs most; None when nothing can shrink."""
+    candidates = {
+        "max_batched_tokens": (plan.max_batched_tokens, 256),
+        "total_blocks": (plan.total_blocks, 64),
+        "max_sequences": (plan.max_sequences, 8),
+    }
+    for name, (value, least) in candidates.items():
+        if name not in fixed and value > least:
+            halved = max(least, value // 2)
+            return Plan(
+                plan.block_size,
+                halved if name == "total_blocks" else plan.total_blocks,
+                halved if name == "max_batched_tokens" else plan.max_batched_tokens,
+                halved if name == "max_sequences" else plan.max_sequences,
+            )
+    return None
+
+
+def free_memory() -> int:
+    """Bytes of main memory this process may still take: the machine's, or its container's limit if lower."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for line in _read("/proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            free = int(line.split()[1]) * 1024
+    limit, used = _read("/sys/fs/cgroup/memory.max").strip(), _read("/sys/fs/cgroup/memory.current").strip()
+    if limit.isdigit() and used.isdigit():
+        free = min(free, int(limit) - int(used))
+    return free
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text("utf-8")
+    except OSError:
+        return ""
+
+
+def _mib(size: int) -> int:
+    return -(-size // MIB)

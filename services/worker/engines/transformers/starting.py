@@ -1,0 +1,206 @@
+"""From settings to an engine that can step; runs off the event loop, and is the first to import torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from services.common import models
+from services.common.errors import ErrorKind, SluiceError, invalid
+from services.worker.capabilities import Capability
+from services.worker.engine import EngineConfig
+from services.worker.engines.transformers import guidance
+from services.worker.engines.transformers.folder import DTYPE_BYTES, ModelFolder, read_folder
+from services.worker.engines.transformers.options import Options
+from services.worker.engines.transformers.sampling import History, SamplingPlan
+from services.worker.engines.transformers.sizing import Plan, Shape, fit
+from services.worker.engines.transformers.step import Listener
+from services.worker.generation import GenerateRequest, Role
+from services.worker.settings import WorkerSettings
+
+if TYPE_CHECKING:
+    from services.worker.engines.transformers.batching import Batcher
+    from services.worker.engines.transformers.guidance import Constraint, Grammars
+    from services.worker.engines.transformers.lora import Adapters
+
+DEFAULT_BLOCKS = 2_048
+DEFAULT_BATCH = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """Everything a running engine holds."""
+
+    config: EngineConfig
+    folder: ModelFolder
+    model: Any
+    batcher: Batcher
+    adapters: Adapters
+    grammars: Grammars | None
+    pooling: str
+
+    def add(
+        self,
+        key: str,
+        request: GenerateRequest,
+        plan: SamplingPlan,
+        constraint: Constraint | None,
+        seed: int,
+        limit: int,
+    ) -> bool:
+        """Queues a request under a key; False when the engine has stopped."""
+        from services.worker.engines.transformers.batching import Seat
+        from services.worker.engines.transformers.sampler import Chooser
+
+        token_ids = request.token_ids.tolist()
+        chooser = Chooser(plan, History(token_ids, request.resumed_tokens), constraint, self.model.device)
+        return self.batcher.add(key, Seat(chooser, seed, request.lora), token_ids, limit)
+
+    def constraint(self, request: GenerateRequest) -> Constraint:
+        """Compiles a request's grammar; slow. SluiceError(INVALID_ARGUMENT) when it cannot be used."""
+        if self.grammars is None or request.guided is None:
+            raise SluiceError(ErrorKind.FAILED_PRECONDITION, "llguidance is not installed in this worker.")
+        resumed = request.token_ids[len(request.token_ids) - request.resumed_tokens :]
+        return self.grammars.constraint(request.guided, resumed.tolist())
+
+    def load_adapter(self, name: str, path: str) -> None:
+        """Loads an adapter between two steps; slow. SluiceError(INVALID_ARGUMENT) when it does not fit."""
+        with self.batcher.pause():
+            self.adapters.load(name, Path(path))
+
+
+def start_engine(settings: WorkerSettings, options: Options, listener: Listener) -> Started:
+    """Loads the model and allocates its cache.
+
+    Args:
+        settings: of the worker.
+        options: of the engine.
+        listener: told what is being done, and later what the engine's thread does.
+
+    Raises:
+        SluiceError: one sentence that says what is missing or does not fit.
+    """
+    listener.on_phase("reading the model's files")
+    folder = read_folder(settings.spec.source)
+    adapter_folders = _adapter_folders(settings)
+    listener.on_phase("importing torch and transformers")
+    _require_library()
+    from services.worker.engines.transformers import batching, loading
+    from services.worker.engines.transformers.lora import Adapters
+
+    device = loading.device_of(options)
+    listener.on_phase("loading weights")
+    model = loading.load_model(folder, options, device)
+    adapters = Adapters(model)
+    for name, path in adapter_folders.items():
+        listener.on_phase(f"loading adapter {name}")
+        adapters.load(name, path)
+    listener.on_phase("allocating the cache")
+    shape = Shape.of(folder.config, DTYPE_BYTES[loading.dtype_of(folder, options)], not _flash(options))
+    plan = _plan(settings, shape, int(loading.room_on(device) * options.memory_share))
+    batcher = batching.Batcher(model, plan, adapters, options.prefix_cache, listener)
+    try:
+        batcher.prepare()
+    except (MemoryError, RuntimeError) as error:
+        raise SluiceError(
+            ErrorKind.FAILED_PRECONDITION,
+            f"Not enough memory for a cache of {plan.total_blocks} blocks; lower --total-blocks.",
+            code="not_enough_memory",
+        ) from error
+    grammars = _grammars(folder)
+    pooling = options.pooling or folder.pooling
+    config = _config(settings, folder, plan, batcher, grammars is not None, bool(pooling), loading.VERSION)
+    return Started(config, folder, model, batcher, adapters, grammars, pooling)
+
+
+def _config(
+    settings: WorkerSettings,
+    folder: ModelFolder,
+    plan: Plan,
+    batcher: Batcher,
+    guides: bool,
+    embeds: bool,
+    version: str,
+) -> EngineConfig:
+    from services.worker.engines.transformers.engine import TransformersEngine
+
+    capabilities = set(TransformersEngine.CAPABILITIES)
+    if not guides:
+        capabilities -= guidance.KINDS
+    if not embeds:
+        capabilities.discard(Capability.EMBEDDINGS)
+    if not batcher.shares_prefixes:
+        capabilities -= {Capability.KV_EVENTS, Capability.CLEAR_CACHE}
+    declared = settings.context_length or folder.context_length
+    return EngineConfig(
+        model=settings.spec.name,
+        source=settings.spec.source,
+        processor=settings.spec.processor or models.detect_processor(folder.path),
+        fingerprint=models.fingerprint(folder.path),
+        # A sequence that fills the whole cache is the longest one that can ever finish.
+        context_length=min(declared, batcher.tokens_of_cache),
+        vocab_size=folder.vocab_size,
+        block_size=plan.block_size if batcher.shares_prefixes else 0,
+        total_blocks=plan.total_blocks,
+        max_sequences=plan.max_sequences,
+        max_batched_tokens=plan.max_batched_tokens,
+        eos_token_ids=folder.eos_token_ids,
+        capabilities=frozenset(str(one) for one in capabilities),
+        adapters=tuple(_adapter_folders(settings)),
+        role=Role.AGGREGATED,
+        engine="transformers",
+        engine_version=version,
+        chat_template=settings.spec.chat_template,
+    )
+
+
+def _plan(settings: WorkerSettings, shape: Shape, room: int) -> Plan:
+    """The sizes of the settings; those nobody asked for start lower than the mock's."""
+    fixed = frozenset(settings.model_fields_set)
+
+    def size(name: str, default: int) -> int:
+        value: int = getattr(settings, name)
+        return value if name in fixed else min(value, default)
+
+    wanted = Plan(
+        block_size=settings.block_size,
+        total_blocks=size("total_blocks", DEFAULT_BLOCKS),
+        max_batched_tokens=size("max_batched_tokens", DEFAULT_BATCH),
+        max_sequences=settings.max_sequences,
+    )
+    if wanted.block_size < 4:
+        raise invalid("The transformers engine needs a --block-size of at least 4.", param="block_size")
+    return fit(wanted, fixed, shape, room)
+
+
+def _adapter_folders(settings: WorkerSettings) -> dict[str, Path]:
+    folders: dict[str, Path] = {}
+    for given in settings.adapters:
+        name, found, path = given.partition("=")
+        if not found or not name or not path:
+            raise invalid(f"Adapter {given!r} needs its folder; write NAME=FOLDER.", param="adapters")
+        folders[name] = Path(path).expanduser()
+    return folders
+
+
+def _grammars(folder: ModelFolder) -> Grammars | None:
+    file = folder.path / "tokenizer.json"
+    if not guidance.available() or not file.is_file() or not folder.eos_token_ids:
+        return None
+    return guidance.Grammars(file.read_text("utf-8"), folder.vocab_size, folder.eos_token_ids)
+
+
+def _flash(options: Options) -> bool:
+    return options.attention.startswith("flash")
+
+
+def _require_library() -> None:
+    try:
+        import torch  # noqa: F401
+        import transformers  # noqa: F401
+    except ImportError as error:
+        raise SluiceError(
+            ErrorKind.FAILED_PRECONDITION,
+            f"The transformers engine needs {error.name}; install the extra: pip install 'sluice[transformers]'.",
+        ) from error

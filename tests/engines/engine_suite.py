@@ -1,0 +1,507 @@
+"""What every real engine is held to, as functions over a description of the engine.
+
+An engine's test module describes it once (`EngineUnderTest`), starts `python -m services.worker` in the engine's own
+environment with `running`, and calls the cases below; each talks gRPC and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import time
+from array import array
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+import pytest
+
+from services.common.channels import open_channel
+from services.common.errors import ErrorKind, SluiceError
+from services.common.grpc_errors import from_rpc_error
+from services.common.packing import pack_u32, unpack_u32
+from sluice.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+from tests.support.workers import Caller
+
+ROOT = Path(__file__).resolve().parents[2]
+CALL_S = 120
+
+
+@dataclass(frozen=True)
+class EngineUnderTest:
+    """An engine and where it runs.
+
+    Attributes:
+        name: as `--engine` takes it.
+        python: interpreter of its environment.
+        model: folder it serves, under the name "tiny".
+        flags: of the worker, beside engine, model and listen.
+        env: of the worker, beside this process's.
+        offline: command (after `python`) that answers one JSON document with what the engine's own library makes of it:
+            in {"model", "prompts", "max_tokens", "logprobs"?, "embed"?}, out {"outputs": [{"token_ids", "logprobs"?}],
+            "embeddings"?}; logprobs is a list per token of {id: logprob}.
+        start_s: seconds a start may take.
+        quiet_s: seconds within which the load must be back at zero.
+    """
+
+    name: str
+    python: str
+    model: Path
+    flags: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    offline: tuple[str, ...] = ()
+    start_s: float = 180
+    quiet_s: float = 30
+
+
+@dataclass
+class RunningWorker:
+    """A worker's process and a stub to it."""
+
+    process: asyncio.subprocess.Process
+    address: str
+    stub: worker_pb2_grpc.WorkerAsyncStub
+    log: list[str]
+
+    async def info(self) -> worker_pb2.GetInfoResponse:
+        """GetInfo, answered."""
+        return await self.stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=CALL_S)
+
+    async def claims(self) -> frozenset[str]:
+        """Capabilities on the card."""
+        return frozenset((await self.info()).card.capabilities)
+
+    async def idle(self, within_s: float) -> worker_pb2.GetInfoResponse:
+        """Waits until no request runs or waits and no block is held; AssertionError with the load when that lasts."""
+        deadline = time.monotonic() + within_s
+        while True:
+            info = await self.info()
+            load = info.load
+            if not (load.running_requests or load.waiting_requests or load.used_blocks or load.prefill_tokens):
+                return info
+            assert time.monotonic() < deadline, f"still busy: {load}"
+            await asyncio.sleep(0.05)
+
+
+class PatientCaller(Caller):
+    """A session with an engine that may take its time."""
+
+    async def _until(self, condition: Any) -> None:
+        async with asyncio.timeout(CALL_S):
+            while not condition():
+                if self._reading.done():
+                    self._reading.result()
+                self._changed.clear()
+                await self._changed.wait()
+
+
+def interpreter(environment: str) -> str:
+    """The interpreter of an engine's environment; as in `servers.python`, with dashes in names read as underscores."""
+    variable = f"SLUICE_TEST_{environment.upper().replace('-', '_')}_PYTHON"
+    found = Path(os.environ.get(variable) or ROOT / ".venv-engines" / environment / "bin" / "python")
+    assert found.exists(), f"{found} is missing; `make test-engines` makes it"
+    return str(found)
+
+
+@asynccontextmanager
+async def running(engine: EngineUnderTest, *flags: str) -> AsyncIterator[RunningWorker]:
+    """The worker as a process, ready to serve; killed with its children at the end if it still lives."""
+    process = await asyncio.create_subprocess_exec(
+        *(engine.python, "-m", "services.worker", "--engine", engine.name),
+        *("--model", f"tiny={engine.model}", "--listen", "127.0.0.1:0", *engine.flags, *flags),
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+        cwd=engine.model,
+        env={**os.environ, **engine.env, "PYTHONPATH": _python_path(engine), "SLUICE_WORKER_LOG_FORMAT": "text"},
+        limit=1 << 20,
+    )
+    log: list[str] = []
+    ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    reading = asyncio.create_task(_read_log(process, log, ready))
+    try:
+        try:
+            async with asyncio.timeout(engine.start_s):
+                address = await ready
+        except TimeoutError:
+            raise AssertionError("the worker does not start:\n" + "\n".join(log[-40:])) from None
+        channel = open_channel(address)
+        try:
+            yield RunningWorker(process, address, worker_pb2_grpc.WorkerStub(channel), log)
+        except BaseException as error:
+            error.add_note("the worker said:\n" + "\n".join(log[-40:]))
+            raise
+        finally:
+            await channel.close()
+    finally:
+        await _end(process)
+        await reading
+
+
+async def offline(engine: EngineUnderTest, question: Mapping[str, Any]) -> dict[str, Any]:
+    """What the engine's own library answers, in a process of its own."""
+
+    def ask() -> dict[str, Any]:
+        done = subprocess.run(
+            [engine.python, *engine.offline],
+            input=json.dumps({"model": str(engine.model), **question}),
+            capture_output=True,
+            text=True,
+            timeout=engine.start_s,
+            cwd=engine.model,
+            env={**os.environ, **engine.env, "PYTHONPATH": _python_path(engine)},
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return answer
+
+    return await asyncio.to_thread(ask)
+
+
+def request(
+    request_id: str, prompt: Sequence[int], max_tokens: int = 16, *, ignore_eos: bool = True, **fields: Any
+) -> worker_pb2.GenerateRequest:
+    """A greedy request that runs to its length; keywords are fields of GenerateRequest."""
+    defaults = {"sampling": common_pb2.SamplingOptions(temperature=0.0)}
+    return worker_pb2.GenerateRequest(
+        request_id=request_id,
+        model="tiny",
+        tokens=worker_pb2.TokenPrompt(token_ids=pack_u32(prompt)),
+        stop=common_pb2.StopOptions(max_tokens=max_tokens, ignore_eos=ignore_eos),
+        **{**defaults, **fields},
+    )
+
+
+@dataclass
+class Answer:
+    """All deltas of one generation."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[common_pb2.PositionLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[common_pb2.PositionLogprobs] = field(default_factory=list)
+    cached_tokens: int | None = None
+    terminal: worker_pb2.TokenExtra | None = None
+
+
+async def generate(worker: RunningWorker, message: worker_pb2.GenerateRequest) -> Answer:
+    """One generation by the server-streaming twin; SluiceError when it is refused."""
+    answer = Answer()
+    try:
+        async for delta in worker.stub.Generate(message, timeout=CALL_S):
+            assert answer.terminal is None, "something after the terminal delta"
+            answer.token_ids += unpack_u32(delta.token_ids)
+            answer.logprobs += delta.extra.logprobs
+            answer.prompt_logprobs += delta.extra.prompt_logprobs
+            if delta.extra.HasField("cached_tokens"):
+                assert answer.cached_tokens is None, "cached_tokens twice"
+                answer.cached_tokens = delta.extra.cached_tokens
+            if delta.extra.finish_reason:
+                answer.terminal = delta.extra
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error, "worker") from error
+    assert answer.terminal is not None, "no terminal delta"
+    return answer
+
+
+def prompts(count: int, least: int = 5, most: int = 60, seed: int = 7, vocab_size: int = 500) -> list[list[int]]:
+    """Random prompts of plain ids; the same for equal arguments."""
+    source = random.Random(seed)
+    return [[source.randrange(10, vocab_size) for _ in range(source.randint(least, most))] for _ in range(count)]
+
+
+async def greedy_equals_offline(engine: EngineUnderTest, worker: RunningWorker, count: int = 8) -> None:
+    """Together and one by one, each prompt gives the tokens that the engine's own library gives."""
+    asked = prompts(count)
+    expected = [one["token_ids"] for one in (await offline(engine, {"prompts": asked, "max_tokens": 24}))["outputs"]]
+    together = await asyncio.gather(
+        *(generate(worker, request(f"together-{index}", prompt, 24)) for index, prompt in enumerate(asked))
+    )
+    assert [answer.token_ids for answer in together] == expected
+    for index, prompt in enumerate(asked[:2]):
+        answer = await generate(worker, request(f"alone-{index}", prompt, 24))
+        assert answer.token_ids == expected[index]
+        assert answer.terminal is not None
+        assert answer.terminal.finish_reason == common_pb2.FINISH_REASON_LENGTH
+        assert answer.terminal.usage.prompt_tokens == len(prompt)
+        assert answer.terminal.usage.completion_tokens == 24
+
+
+async def stop_ids_end_a_request(worker: RunningWorker) -> None:
+    """A stop id that greedy decoding reaches ends the request there, unless min_tokens forbids it."""
+    prompt = prompts(1, 20, 20, seed=11)[0]
+    tokens = (await generate(worker, request("free", prompt, 24))).token_ids
+    place = next(index for index in range(3, 24) if tokens[index] not in tokens[:index])
+    stop = common_pb2.StopOptions(max_tokens=24, stop_token_ids=pack_u32([tokens[place]]), ignore_eos=True)
+    message = request("stopped", prompt)
+    message.stop.CopyFrom(stop)
+    answer = await generate(worker, message)
+    assert answer.token_ids == tokens[: place + 1]
+    assert answer.terminal is not None
+    assert answer.terminal.finish_reason == common_pb2.FINISH_REASON_STOP
+    assert answer.terminal.stop_token_id == tokens[place]
+    if "min_tokens" in await worker.claims():
+        message.request_id = "held"
+        message.stop.min_tokens = place + 3
+        assert len((await generate(worker, message)).token_ids) >= place + 3
+
+
+async def second_request_reports_cached_tokens(worker: RunningWorker) -> None:
+    """The second of two equal prompts finds full blocks in the cache and gets the same tokens."""
+    size = max(1, (await worker.info()).card.block_size)
+    prompt = prompts(1, 3 * size + 5, 3 * size + 5, seed=random.randrange(1 << 30))[0]
+    first = await generate(worker, request(f"first-{prompt[0]}", prompt, 8))
+    second = await generate(worker, request(f"second-{prompt[0]}", prompt, 8))
+    assert first.cached_tokens == 0
+    assert second.cached_tokens is not None
+    assert second.cached_tokens >= 2 * size
+    assert second.terminal is not None
+    assert second.terminal.usage.cached_tokens == second.cached_tokens
+    assert second.token_ids == first.token_ids
+
+
+async def abort_frees_blocks(engine: EngineUnderTest, worker: RunningWorker) -> None:
+    """Aborted requests give their blocks back; the ones beside them go on."""
+    caller = PatientCaller(worker.stub)
+    try:
+        long = prompts(4, 100, 100, seed=3)
+        await caller.send({slot: request(f"long-{slot}", prompt, 400) for slot, prompt in enumerate(long)})
+        await caller.began(0, 1, 2, 3)
+        info = await worker.info()
+        assert info.load.running_requests + info.load.waiting_requests > 0
+        await caller.send(cancels=[0, 1])
+        await caller.ended(0, 1)
+        assert (await worker.stub.Abort(worker_pb2.AbortRequest(request_id="long-2"), timeout=CALL_S)).found
+        await caller.ended(2)
+        for slot in (0, 1, 2):
+            assert caller.terminals[slot].finish_reason == common_pb2.FINISH_REASON_CANCELLED
+        assert not (await worker.stub.Abort(worker_pb2.AbortRequest(request_id="long-2"), timeout=CALL_S)).found
+        await caller.ended(3)
+        assert caller.terminals[3].finish_reason == common_pb2.FINISH_REASON_LENGTH
+        assert len(caller.token_ids[3]) == 400
+    finally:
+        await caller.close()
+    await worker.idle(engine.quiet_s)
+
+
+async def random_cancels_leak_nothing(engine: EngineUnderTest, worker: RunningWorker, count: int = 500) -> None:
+    """Requests cancelled at random moments (some before they began, some after they ended) leave nothing behind."""
+    source = random.Random(count)
+    caller = PatientCaller(worker.stub)
+    live: asyncio.Semaphore = asyncio.Semaphore(24)
+
+    async def one(slot: int, prompt: list[int]) -> None:
+        async with live:
+            await caller.send({slot: request(f"cancel-{slot}", prompt, source.randint(1, 60))})
+            await asyncio.sleep(source.choice((0, 0.001, 0.02, 0.1, 0.3)))
+            await caller.send(cancels=[slot])
+            await caller.ended(slot)
+
+    try:
+        await asyncio.gather(*(one(slot, prompt) for slot, prompt in enumerate(prompts(count, 1, 120, seed=5))))
+        reasons = {terminal.finish_reason for terminal in caller.terminals.values()}
+        assert len(caller.terminals) == count
+        assert reasons <= {common_pb2.FINISH_REASON_CANCELLED, common_pb2.FINISH_REASON_LENGTH}
+        assert common_pb2.FINISH_REASON_CANCELLED in reasons
+    finally:
+        await caller.close()
+    await worker.idle(engine.quiet_s)
+    assert len((await generate(worker, request("after", [20, 21, 22], 4))).token_ids) == 4
+
+
+async def callers_that_vanish_leak_nothing(engine: EngineUnderTest, worker: RunningWorker) -> None:
+    """A session that is dropped without a word frees what ran in it."""
+    caller = PatientCaller(worker.stub)
+    await caller.send({slot: request(f"gone-{slot}", prompt, 1000) for slot, prompt in enumerate(prompts(6, seed=9))})
+    await caller.began(*range(6))
+    await caller.close()
+    await worker.idle(engine.quiet_s)
+
+
+async def logprobs_equal_offline(engine: EngineUnderTest, worker: RunningWorker, tolerance: float = 1e-3) -> None:
+    """Chosen tokens and alternatives have the log-probabilities the engine's own library reports."""
+    asked = prompts(3, seed=21)
+    expected = await offline(engine, {"prompts": asked, "max_tokens": 8, "logprobs": 5})
+    for index, (prompt, reference) in enumerate(zip(asked, expected["outputs"], strict=True)):
+        message = request(f"logprobs-{index}", prompt, 8, output=common_pb2.OutputOptions(logprobs=3))
+        answer = await generate(worker, message)
+        assert answer.token_ids == reference["token_ids"]
+        assert len(answer.logprobs) == 8
+        for position, theirs in zip(answer.logprobs, reference["logprobs"], strict=True):
+            assert position.chosen.rank == 1
+            assert len(position.top) >= 3
+            values = [one.logprob for one in position.top]
+            assert values == sorted(values, reverse=True)
+            for one in (position.chosen, *position.top):
+                if (known := theirs.get(str(one.token_id))) is not None:
+                    assert abs(one.logprob - known) < tolerance
+            assert str(position.chosen.token_id) in theirs
+
+
+async def embeddings_equal_offline(engine: EngineUnderTest, worker: RunningWorker, tolerance: float = 1e-3) -> None:
+    """Vectors are the library's own, of length one where the model says so, and cut on request."""
+    asked = prompts(4, seed=31)
+    expected = (await offline(engine, {"prompts": asked, "max_tokens": 1, "embed": True}))["embeddings"]
+    inputs = [worker_pb2.TokenPrompt(token_ids=pack_u32(prompt)) for prompt in asked]
+    reply = await worker.stub.Embed(
+        worker_pb2.EmbedRequest(request_id="embed", model="tiny", inputs=inputs), timeout=CALL_S
+    )
+    for vector, theirs in zip(reply.embeddings, expected, strict=True):
+        ours = array("f")
+        ours.frombytes(vector.values)
+        assert len(ours) == len(theirs)
+        assert max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) < tolerance
+        assert abs(sum(value * value for value in ours) - 1) < 1e-3
+    assert reply.usage.prompt_tokens == sum(map(len, asked))
+
+
+async def guided_json_follows_its_schema(worker: RunningWorker, decode: Callable[[Sequence[int]], str]) -> None:
+    """However random the model, what it says is a document of the schema."""
+    schema = {
+        "type": "object",
+        "properties": {"city": {"enum": ["Paris", "Rome"]}, "warm": {"type": "boolean"}},
+        "required": ["city", "warm"],
+        "additionalProperties": False,
+    }
+    for seed in range(3):
+        message = request(
+            f"guided-{seed}",
+            prompts(1, seed=seed)[0],
+            60,
+            ignore_eos=False,
+            guided=common_pb2.GuidedDecoding(json_schema=json.dumps(schema)),
+            sampling=common_pb2.SamplingOptions(temperature=0.0),
+        )
+        answer = await generate(worker, message)
+        assert answer.terminal is not None
+        assert answer.terminal.finish_reason == common_pb2.FINISH_REASON_STOP
+        document = json.loads(decode(answer.token_ids))
+        assert document["city"] in ("Paris", "Rome")
+        assert document["warm"] in (True, False)
+
+
+async def bad_input_is_refused_and_serving_goes_on(worker: RunningWorker) -> None:
+    """Ids outside the vocabulary, a prompt over the context, an unknown adapter: typed errors, then a request works."""
+    card = (await worker.info()).card
+    for name, message in (
+        ("ids", request("bad-ids", [card.vocab_size + 3])),
+        ("long", request("bad-long", [20] * card.context_length)),
+        ("lora", request("bad-lora", [20, 21], lora="nobody")),
+    ):
+        with pytest.raises(SluiceError) as caught:
+            await generate(worker, message)
+        kinds = (ErrorKind.INVALID_ARGUMENT, ErrorKind.NOT_FOUND, ErrorKind.FAILED_PRECONDITION)
+        assert caught.value.kind in kinds, name
+        assert "Traceback" not in caught.value.message
+    assert len((await generate(worker, request("good", [20, 21], 3))).token_ids) == 3
+
+
+async def sigterm_lets_running_requests_finish(engine: EngineUnderTest, live: int = 16) -> None:
+    """With a grace period and a drain, every request that runs at SIGTERM ends as it would have, and the exit is 0."""
+    async with running(engine, "--grace-s", "1", "--drain-s", "60") as worker:
+        caller = PatientCaller(worker.stub)
+        try:
+            asked = prompts(live, seed=41)
+            await caller.send({slot: request(f"term-{slot}", prompt, 200) for slot, prompt in enumerate(asked)})
+            await caller.began(*range(live))
+            worker.process.send_signal(signal.SIGTERM)
+            await caller.ended(*range(live))
+            reasons = [caller.terminals[slot].finish_reason for slot in range(live)]
+            assert reasons == [common_pb2.FINISH_REASON_LENGTH] * live
+            assert all(len(caller.token_ids[slot]) == 200 for slot in range(live))
+        finally:
+            await caller.close()
+        async with asyncio.timeout(engine.start_s):
+            assert await worker.process.wait() == 0, "\n".join(worker.log[-40:])
+
+
+async def killed_helper_is_noticed(
+    engine: EngineUnderTest, helper: Callable[[psutil.Process], bool], within_s: float = 2.0
+) -> None:
+    """After kill -9 of the engine's own process, running requests hear a retryable error and the worker ends.
+
+    Args:
+        engine: one that computes in child processes.
+        helper: tells the child to kill.
+        within_s: seconds until every request must have ended; given generously by tests on busy machines.
+    """
+    async with running(engine) as worker:
+        children = psutil.Process(worker.process.pid).children(recursive=True)
+        victim = next(child for child in children if helper(child))
+        caller = PatientCaller(worker.stub)
+        try:
+            asked = prompts(4, seed=51)
+            await caller.send({slot: request(f"kill-{slot}", prompt, 2000) for slot, prompt in enumerate(asked)})
+            await caller.began(0, 1, 2, 3)
+            victim.kill()
+            async with asyncio.timeout(within_s):
+                await caller.ended(0, 1, 2, 3)
+            for slot in range(4):
+                assert caller.terminals[slot].finish_reason == common_pb2.FINISH_REASON_ERROR
+                assert caller.terminals[slot].error.retryable
+        finally:
+            await caller.close()
+        async with asyncio.timeout(60):
+            assert await worker.process.wait() != 0
+
+
+async def refused_start(engine: EngineUnderTest, *flags: str, model: Path | None = None) -> str:
+    """Starts a worker that must not start; its last words, which are one sentence, after a non-zero exit."""
+    process = await asyncio.create_subprocess_exec(
+        *(engine.python, "-m", "services.worker", "--engine", engine.name),
+        *("--model", f"tiny={model or engine.model}", "--listen", "127.0.0.1:0", *engine.flags, *flags),
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, **engine.env, "PYTHONPATH": _python_path(engine), "SLUICE_WORKER_LOG_FORMAT": "text"},
+    )
+    try:
+        async with asyncio.timeout(engine.start_s):
+            _, errors = await process.communicate()
+    finally:
+        await _end(process)
+    text = errors.decode()
+    assert process.returncode not in (0, None), text
+    assert "Traceback" not in text, text
+    return text.strip().splitlines()[-1]
+
+
+def _python_path(engine: EngineUnderTest) -> str:
+    """The repository first: `services` and `sluice` are not installed in an engine's environment."""
+    return os.pathsep.join(filter(None, (str(ROOT), engine.env.get("PYTHONPATH"))))
+
+
+async def _read_log(process: asyncio.subprocess.Process, log: list[str], ready: asyncio.Future[str]) -> None:
+    assert process.stderr is not None
+    address = ""
+    while line := (await process.stderr.readline()).decode(errors="replace").rstrip():
+        log.append(line)
+        del log[:-500]
+        if "gRPC server listens" in line:
+            address = line.split("address=")[1].split()[0]
+        if "engine is ready" in line and not ready.done():
+            ready.set_result(address)
+    if not ready.done():
+        ready.set_exception(AssertionError("the worker ended:\n" + "\n".join(log[-40:])))
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Ends a worker and what it started, by pid."""
+    if process.returncode is not None:
+        return
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.terminate()
+    try:
+        async with asyncio.timeout(20):
+            await process.wait()
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+    for child in children:
+        if child.is_running():
+            child.kill()
