@@ -10,7 +10,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from services.common.errors import ErrorKind, SluiceError, internal, invalid, not_found
 from services.common.models import PROCESSORS, ModelSpec, detect_processor, resolve
 from services.postprocess import hf, mistral
-from services.postprocess.parsers.hints import names_of
+from services.postprocess.parsers.engines import engine_of
+from services.postprocess.parsers.hints import names_of, native_names, template_of
 from services.postprocess.parsers.registry import NONE, ParserNames
 from services.postprocess.vocabulary import Vocabulary
 
@@ -31,6 +32,7 @@ def load(spec: ModelSpec) -> Vocabulary:
     try:
         vocabulary = mistral.load(path) if processor == "mistral" else hf.load(path)
         vocabulary.parsers = names_of(path, vocabulary.special_tokens)
+        vocabulary.source, vocabulary.template = str(path.absolute()), template_of(path)
         return vocabulary
     except SluiceError:
         raise
@@ -42,6 +44,20 @@ def load(spec: ModelSpec) -> Vocabulary:
         ) from error
 
 
+def chosen(given: ParserNames, vocabulary: Vocabulary, native: Sequence[str]) -> ParserNames:
+    """What `auto` means: what the operator says, else the engine's own where there is one, else what is built in.
+
+    An engine's parser does not go together with another's, so the operator's choice of one decides about both.
+    """
+    found = vocabulary.parsers
+    engines = [engine_of(given.tool or given.reasoning)] if given.tool or given.reasoning else native
+    for engine in engines:
+        if engine:
+            found = native_names(engine, found, vocabulary.template)
+            break
+    return ParserNames(given.tool or found.tool, given.reasoning or found.reasoning)
+
+
 class VocabularyLibrary:
     """Vocabularies by served name.
 
@@ -50,6 +66,7 @@ class VocabularyLibrary:
         load_timeout_s: how long anybody waits for one to load.
         loader: makes a vocabulary in a thread.
         parsers: what `auto` means for a model, where the operator knows better than its template.
+        native: engines whose own parsers `auto` prefers, the first that has one.
 
     Attributes:
         learn: waits, at most so many seconds, for a model that may become known by `add`; False when it will not.
@@ -63,11 +80,13 @@ class VocabularyLibrary:
         load_timeout_s: float,
         loader: Callable[[ModelSpec], Vocabulary] = load,
         parsers: Mapping[str, ParserNames] = NO_OVERRIDES,
+        native: Sequence[str] = (),
     ) -> None:
         self._specs = {spec.name: spec for spec in specs}
         self._timeout_s = load_timeout_s
         self._loader = loader
         self._parsers = parsers
+        self._native = native
         self._loaded: dict[str, Vocabulary] = {}
         self._loading: dict[str, asyncio.Task[Vocabulary]] = {}
 
@@ -129,10 +148,7 @@ class VocabularyLibrary:
         except Exception as error:
             log.exception("loading the tokenizer failed", extra={"model": model})
             raise internal(f"The tokenizer of {model} cannot be loaded.") from error
-        given = self._parsers.get(model, ParserNames())
-        vocabulary.parsers = ParserNames(
-            given.tool or vocabulary.parsers.tool, given.reasoning or vocabulary.parsers.reasoning
-        )
+        vocabulary.parsers = chosen(self._parsers.get(model, ParserNames()), vocabulary, self._native)
         log.info(
             "tokenizer is loaded",
             extra={
@@ -151,10 +167,9 @@ class VocabularyLibrary:
         if not loading.cancelled():
             loading.exception()  # seen here, in case all who waited for it have gone
 
-    async def load_all(self) -> None:
+    async def load_all(self) -> list[Vocabulary]:
         """Loads every model; SluiceError for the first that fails."""
-        for model in self._specs:
-            await self.get(model)
+        return [await self.get(model) for model in self._specs]
 
     async def close(self) -> None:
         """Stops waiting for loads under way."""

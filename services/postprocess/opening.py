@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from services.postprocess.parsed import ParsedStream
+from services.postprocess.parsers.contract import ParserContext
+from services.postprocess.parsers.engine_host import EngineHost, pair_of
+from services.postprocess.parsers.engines import engine_of
 from services.postprocess.parsers.events import Content, Degraded, Event, merge
 from services.postprocess.parsers.host import ParserHost
 from services.postprocess.parsers.registry import ParserNames, Registry, build, markers_of
@@ -29,11 +32,13 @@ class OwnParsers:
         names: `module:Class` each.
         time_s: for one stream's share of a batch.
         memory_mb: by which each process may grow.
+        engines: whose own parsers run here, with the interpreter of each; empty for this one.
     """
 
     names: Sequence[str] = ()
     time_s: float = 2.0
     memory_mb: int = 512
+    engines: Mapping[str, str] = field(default_factory=dict)
 
 
 class Opener:
@@ -53,16 +58,20 @@ class Opener:
     ) -> None:
         own = own or OwnParsers()
         self._limits = limits
-        self._registry = Registry(own.names)
+        self._registry = Registry(own.names, own.engines)
+        self._engines = {
+            engine: EngineHost(engine, python, own.time_s, own.memory_mb, on_death)
+            for engine, python in own.engines.items()
+        }
         self._hosts = {name: ParserHost(name, own.time_s, own.memory_mb, on_death) for name in own.names}
 
     async def start(self) -> None:
         """Starts the processes; SluiceError when one of the user's parsers cannot be imported."""
-        await asyncio.gather(*(host.start() for host in self._hosts.values()))
+        await asyncio.gather(*(host.start() for host in (*self._hosts.values(), *self._engines.values())))
 
     async def close(self) -> None:
         """Ends the processes."""
-        await asyncio.gather(*(host.close() for host in self._hosts.values()))
+        await asyncio.gather(*(host.close() for host in (*self._hosts.values(), *self._engines.values())))
 
     def plan(self, options: StreamOptions, vocabulary: Vocabulary, identity: str) -> Plan:
         """See plan_of."""
@@ -70,10 +79,23 @@ class Opener:
 
     def ready(self, plan: Plan) -> bool:
         """Whether `begin` can be called now; `prepare` makes it so."""
-        return True
+        engine = self._engine(plan.names)
+        return engine is None or engine.facts(pair_of(plan.context.source, plan.names)) is not None
 
-    async def prepare(self, plan: Plan, vocabulary: Vocabulary) -> None:
-        """Makes what the plan's parsers need."""
+    async def prepare(self, plan: Plan) -> None:
+        """Loads what an engine's parsers need; SluiceError when it cannot be, or not in time."""
+        engine = self._engine(plan.names)
+        if engine is not None:
+            await engine.prepare(pair_of(plan.context.source, plan.names))
+
+    async def prepare_for(self, vocabulary: Vocabulary) -> None:
+        """Loads what `auto` means for a model, with tools and without."""
+        names = vocabulary.parsers
+        for pair in {names, replace(names, tool="")} - {NO_PARSERS}:
+            await self.prepare(Plan(pair, ParserContext(source=vocabulary.source)))
+
+    def _engine(self, names: ParserNames) -> EngineHost | None:
+        return self._engines.get(engine_of(names.tool) or engine_of(names.reasoning))
 
     def begin(self, options: StreamOptions, vocabulary: Vocabulary, plan: Plan) -> AnyStream:
         """A stream, with a parser where the plan has one."""
@@ -83,6 +105,13 @@ class Opener:
 
     def parsed(self, options: StreamOptions, vocabulary: Vocabulary, plan: Plan) -> AnyParsed:
         """A stream with a parser, wherever that one runs."""
+        engine = self._engine(plan.names)
+        if engine is not None:
+            facts = engine.facts(pair_of(plan.context.source, plan.names))
+            assert facts is not None, "prepare comes first"
+            if facts.keeps_special if plan.context.tools else facts.keeps_special_always:
+                options = replace(options, skip_special_tokens=False)
+            return engine.open(Stream(options, vocabulary, self._limits), plan.names, plan.context)
         host = self._host(plan.names)
         if host is None:
             stream = Stream(options, vocabulary, self._limits, markers_of(plan.names))
@@ -95,8 +124,8 @@ class Opener:
         return host.open(Stream(options, vocabulary, self._limits, markers), plan.names, plan.context)
 
     def host(self, name: str) -> ParserHost | None:
-        """Where an own parser runs; None for a name that is none."""
-        return self._hosts.get(name)
+        """Where an own parser or an engine's runs; None for a name that is none of these."""
+        return self._hosts.get(name) or self._engines.get(engine_of(name))
 
     def _host(self, names: ParserNames) -> ParserHost | None:
         return self._hosts.get(names.tool) or self._hosts.get(names.reasoning)
@@ -116,6 +145,7 @@ class Opener:
             inline: on the event loop; a long sequence belongs into a thread.
         """
         plan = self.plan(options, vocabulary, identity)
+        await self.prepare(plan)
         degraded: list[Event] = [Degraded(plan.degraded)] if plan.degraded else []
         if plan.names == NO_PARSERS:
             arguments = (tokens, options, vocabulary, self._limits, reason)

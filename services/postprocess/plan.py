@@ -10,6 +10,7 @@ from services.common.errors import SluiceError, invalid
 from services.postprocess.detokenizer import TAIL_AT_MOST
 from services.postprocess.parsers.calls import NOT_CHOSEN
 from services.postprocess.parsers.contract import ParserContext
+from services.postprocess.parsers.engines import engine_of
 from services.postprocess.parsers.registry import AUTO, NONE, ParserNames, Registry
 from services.postprocess.stream import Limits, StreamOptions
 from services.postprocess.vocabulary import Vocabulary
@@ -63,6 +64,9 @@ def plan_of(options: StreamOptions, vocabulary: Vocabulary, registry: Registry, 
         guided=options.guided,
         prompt_tail=_tail(options, vocabulary) if names.reasoning or names.tool else "",
         identity=identity,
+        prompt_ids=options.prompt_tail,
+        template_kwargs=_kwargs(options.template_kwargs_json),
+        source=vocabulary.source,
     )
     wanted = calls and bool(options.tool_parser) and bool(tools) and options.tool_parser != NONE
     degraded = NO_PARSER if wanted and not names.tool else ""
@@ -76,6 +80,8 @@ def _resolve(names: ParserNames, tools: bool, vocabulary: Vocabulary) -> ParserN
         tool = vocabulary.parsers.tool if tools else ""
     if reasoning == AUTO:
         reasoning = vocabulary.parsers.reasoning
+        if tool and engine_of(tool) != engine_of(reasoning):
+            reasoning = ""
     return ParserNames(tool, reasoning)
 
 
@@ -106,6 +112,13 @@ def _choice(choice_json: bytes) -> str:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
         raise invalid("tool_choice must be none, auto, required or one function.", param="tool_choice")
     return _NAMED + str(function["name"])
+
+
+def _kwargs(text: bytes) -> dict[str, Any]:
+    kwargs = _load(text, "chat_template_kwargs") if text else {}
+    if not isinstance(kwargs, dict):
+        raise invalid("chat_template_kwargs must be an object.", param="chat_template_kwargs")
+    return kwargs
 
 
 def _load(text: bytes, field: str) -> Any:

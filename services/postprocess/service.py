@@ -217,6 +217,7 @@ def to_options(message: postprocess_pb2.StreamOptions) -> StreamOptions:
         single_tool_call=message.single_tool_call,
         guided=message.guided,
         token_texts=message.token_texts,
+        template_kwargs_json=message.chat_template_kwargs_json,
     )
 
 
@@ -340,9 +341,11 @@ def limits_of(settings: PostprocessSettings) -> SessionLimits:
 
 async def serve(settings: PostprocessSettings, stop: Stop) -> None:
     """Serves until `stop`: healthy once the models are loaded, drained within `drain_s` at the end."""
-    library = VocabularyLibrary(settings.specs, settings.load_timeout_s, parsers=settings.parsers)
+    library = VocabularyLibrary(
+        settings.specs, settings.load_timeout_s, parsers=settings.parsers, native=settings.native_parsers
+    )
     limits = limits_of(settings)
-    own = OwnParsers(settings.own_parsers, settings.parser_time_s, settings.parser_memory_mb)
+    own = OwnParsers(settings.own_parsers, settings.parser_time_s, settings.parser_memory_mb, settings.engines)
     opener = Opener(limits.stream, own, stop.fail)
     service = PostprocessService(library, limits, opener, stop.fail)
     server = GrpcServer(settings, postprocess_pb2.DESCRIPTOR)
@@ -353,7 +356,7 @@ async def serve(settings: PostprocessSettings, stop: Stop) -> None:
         if learning is not None:
             await learning.start()
         await opener.start()
-        if not settings.preload or await _before(stop, library.load_all()):
+        if not settings.preload or await _before(stop, _loaded(library, opener)):
             await server.set_serving(True)
             await stop.wait()
             await server.set_serving(False)
@@ -375,6 +378,11 @@ def _learning(settings: PostprocessSettings, library: VocabularyLibrary, stop: S
         await library.add(model.spec)
 
     return Learning("postprocess", settings, {spec.name for spec in settings.specs}, library, learned, stop)
+
+
+async def _loaded(library: VocabularyLibrary, opener: Opener) -> None:
+    """All models, and the engines' parsers that `auto` means for them."""
+    await asyncio.gather(*(opener.prepare_for(vocabulary) for vocabulary in await library.load_all()))
 
 
 async def _before(stop: Stop, loading: Coroutine[Any, Any, None]) -> bool:

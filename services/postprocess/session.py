@@ -186,7 +186,7 @@ class PostSession:
         try:
             vocabulary = await self._library.get(waiting.options.model)
             plan = self._opener.plan(waiting.options, vocabulary, waiting.identity)
-            await self._opener.prepare(plan, vocabulary)
+            await self._opener.prepare(plan)
             stream = self._opener.begin(waiting.options, vocabulary, plan)
             text = await self._replayed(stream, waiting.resume)
             if self._waiting.get(slot) is not waiting:

@@ -11,6 +11,7 @@ from services.common.errors import SluiceError
 from services.common.learning import LearningSettings
 from services.common.models import DEFAULT_NAME, DEFAULT_SOURCE, ModelSpec
 from services.common.settings import CommaList, GrpcServiceSettings, settings_config
+from services.postprocess.parsers.engines import ENGINES, engine_of
 from services.postprocess.parsers.registry import ParserNames, Registry
 
 
@@ -40,10 +41,17 @@ class PostprocessSettings(LearningSettings, GrpcServiceSettings):
         [],
         description="parsers of your own that streams may name, module:Class; each runs in a process of its own",
     )
-    parser_time_s: float = Field(2.0, gt=0, description="seconds an own parser may take for one message's text")
-    parser_memory_mb: int = Field(
-        512, ge=16, description="memory an own parser's process may take beyond its start, MiB"
+    native_parsers: CommaList = Field(
+        [],
+        description="engines whose own parsers streams may name (vllm:hermes, sglang:qwen25) and 'auto' prefers: vllm, "
+        "sglang; each runs in a process of its own",
     )
+    vllm_python: str = Field("", description="interpreter that has vllm, if not this one; of any environment")
+    sglang_python: str = Field("", description="interpreter that has sglang, if not this one; of any environment")
+    parser_time_s: float = Field(
+        2.0, gt=0, description="seconds a parser of your own or an engine's may take for one message's text"
+    )
+    parser_memory_mb: int = Field(512, ge=16, description="memory a parser's process may take beyond its start, MiB")
     max_tools_kb: int = Field(1024, ge=1, description="tool descriptions of one stream, KiB")
     max_message_tokens: int = Field(1 << 20, ge=1, description="tokens in one message")
     max_waiting_tokens: int = Field(
@@ -71,11 +79,19 @@ class PostprocessSettings(LearningSettings, GrpcServiceSettings):
                 raise ValueError(f"{name!r} is not module:Class")
         return names
 
+    @field_validator("native_parsers")
+    @classmethod
+    def _engines_are_known(cls, names: list[str]) -> list[str]:
+        for name in names:
+            if name not in ENGINES:
+                raise ValueError(f"{name!r} is no engine with parsers; there is {', '.join(ENGINES)}")
+        return names
+
     @model_validator(mode="after")
     def _parsers_are_there(self) -> Self:
         for names in self.parsers.values():
             try:
-                Registry(self.own_parsers).check(names)
+                Registry(self.own_parsers, self.engines).check(names)
             except SluiceError as error:
                 raise ValueError(error.message) from None
         return self
@@ -85,6 +101,13 @@ class PostprocessSettings(LearningSettings, GrpcServiceSettings):
         """What `auto` means, for the models where it is given."""
         tool, reasoning = _by_model(self.tool_parsers), _by_model(self.reasoning_parsers)
         return {model: ParserNames(tool.get(model, ""), reasoning.get(model, "")) for model in {**tool, **reasoning}}
+
+    @property
+    def engines(self) -> dict[str, str]:
+        """The engines whose parsers run here, with the interpreter of each; empty for this one."""
+        named = (engine_of(name) for names in self.parsers.values() for name in (names.tool, names.reasoning))
+        pythons = {"vllm": self.vllm_python, "sglang": self.sglang_python}
+        return {engine: pythons[engine] for engine in sorted({*self.native_parsers, *filter(None, named)})}
 
     @property
     def specs(self) -> list[ModelSpec]:

@@ -47,6 +47,7 @@ class StreamOptions:
     single_tool_call: bool = False
     guided: bool = False
     token_texts: bool = False
+    template_kwargs_json: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,11 +28,15 @@ class Vocabulary(ABC):
         size: ids are below this.
         exact: detokenizing is a table look-up, proven equal to the library's decoding.
         parsers: what the parser name `auto` means for this model.
+        source: where its files are.
+        template: its chat template; empty for none.
     """
 
     size: int
     exact: bool
     parsers: ParserNames = ParserNames()
+    source: str = ""
+    template: str = ""
 
     @property
     @abstractmethod

@@ -10,10 +10,12 @@ import mmap
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from services.postprocess.parsers.contract import Parser, ParserContext
+from services.postprocess.parsers.engines.adapter import EngineParser
 from services.postprocess.parsers.events import Content, Degraded, Event, merge
 from services.postprocess.parsers.registry import ParserNames, build, own_class
 from services.postprocess.parsers.wire import HEADER, PROGRESS, checked, frame, pack_events, unframe
@@ -21,12 +23,21 @@ from services.postprocess.parsers.wire import HEADER, PROGRESS, checked, frame, 
 FAILED = "parser_failed"
 
 
-class Streams:
-    """The parsers of the streams that live."""
+Build = Callable[[ParserNames, ParserContext], Parser]
 
-    def __init__(self, progress: mmap.mmap) -> None:
+
+class Streams:
+    """The parsers of the streams that live.
+
+    Args:
+        progress: where the other side sees what is being done.
+        build: makes a stream's parser.
+    """
+
+    def __init__(self, progress: mmap.mmap, build: Build = build) -> None:
         self._parsers: dict[int, Parser] = {}
         self._progress = progress
+        self._build = build
         self._begun = 0
 
     def run(self, operations: list[list[Any]]) -> list[list[Any]]:
@@ -40,44 +51,76 @@ class Streams:
             elif kind == "open":
                 self._open(stream, *rest)
             elif stream in self._parsers:
-                answers.append(self._feed(stream, rest[0], kind == "end"))
+                answers.append(self._feed(stream, rest[0], rest[1], kind == "end"))
         PROGRESS.pack_into(self._progress, 0, self._begun + 1, 0)
         return answers
 
-    def _open(self, stream: int, names: list[str], context: dict[str, Any], replayed: list[str]) -> None:
+    def _open(
+        self, stream: int, names: list[str], context: dict[str, Any], replayed: list[str], tokens: list[int] | None
+    ) -> None:
         """A stream, with what it has answered already in a process before this one."""
         try:
-            parser = build(ParserNames(*names), ParserContext(**context))
-            for piece in filter(None, replayed):
-                parser.feed(piece)
+            parser = self._build(ParserNames(*names), ParserContext(**context))
+            _parse(parser, replayed, tokens)
         except Exception:
             traceback.print_exc()
             parser = _Raises(ParserContext())
         self._parsers[stream] = parser
 
-    def _feed(self, stream: int, pieces: list[str], ends: bool) -> list[Any]:
+    def _feed(self, stream: int, pieces: list[str], tokens: list[int] | None, ends: bool) -> list[Any]:
         """[stream, pieces taken, events, held, tokens of reasoning, whether the parser failed]."""
         parser = self._parsers[stream]
         events: list[Event] = []
-        reasoning, taken, held = 0, 0, ""
+        progress = _Progress()
         try:
-            for piece in pieces:
-                held = parser.held
-                events += checked(parser.feed(piece)) if piece else ()
-                taken += 1
-                reasoning += parser.reasoning and not ends
-            held = parser.held
+            _parse(parser, pieces[:-1] if ends else pieces, tokens, events, progress)
             if ends:
-                events += checked(parser.finish())
+                events += checked(_ended(parser, pieces[-1], tokens[-1] if tokens else -1, progress))
         except Exception:
             traceback.print_exc()
             del self._parsers[stream]
-            rest = held + "".join(pieces[taken:])
+            rest = progress.held + "".join(pieces[progress.taken :])
             packed = pack_events(merge([*events, Degraded(FAILED), *([Content(rest)] if rest else [])]))
-            return [stream, len(pieces), packed, "", reasoning, True]
+            return [stream, len(pieces), packed, "", progress.reasoning, True]
         if ends:
             del self._parsers[stream]
-        return [stream, len(pieces), pack_events(merge(events)), held, reasoning, False]
+        reasoning = progress.reasoning + (parser.reasoning_tokens if ends else 0)
+        return [stream, len(pieces), pack_events(merge(events)), parser.held, reasoning, False]
+
+
+class _Progress:
+    """How far a parser came: pieces taken, what it held before the one under way, tokens of reasoning."""
+
+    def __init__(self) -> None:
+        self.taken, self.held, self.reasoning = 0, "", 0
+
+
+def _parse(
+    parser: Parser,
+    pieces: list[str],
+    tokens: list[int] | None,
+    events: list[Event] | None = None,
+    progress: _Progress | None = None,
+) -> None:
+    """Feeds pieces, with the token of each where the parser wants them."""
+    events, progress = [] if events is None else events, progress or _Progress()
+    for place, piece in enumerate(pieces):
+        progress.held = parser.held
+        if isinstance(parser, EngineParser):
+            events += checked(parser.feed_token(piece, tokens[place] if tokens else None))
+        elif piece:
+            events += checked(parser.feed(piece))
+        progress.taken += 1
+        progress.reasoning += parser.reasoning
+
+
+def _ended(parser: Parser, piece: str, token: int, progress: _Progress) -> list[Event]:
+    progress.held = parser.held
+    if isinstance(parser, EngineParser):
+        return parser.finish_with(piece, None if token < 0 else token)
+    events = parser.feed(piece) if piece else []
+    progress.taken, progress.held = progress.taken + 1, parser.held
+    return [*events, *parser.finish()]
 
 
 class _Raises(Parser):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, ClassVar
@@ -25,6 +25,9 @@ class ParserContext:
         guided: a grammar constrains the output.
         prompt_tail: the end of the prompt as text, special tokens included.
         identity: of the stream; call ids are made of it, so that a stream that is parsed again gives the same ids.
+        prompt_ids: the end of the prompt as ids.
+        template_kwargs: what the caller gave the chat template.
+        source: where the model's files are; for parsers that bring their own tokenizer.
     """
 
     tools: Sequence[dict[str, Any]] = ()
@@ -34,6 +37,9 @@ class ParserContext:
     guided: bool = False
     prompt_tail: str = ""
     identity: str = ""
+    prompt_ids: Sequence[int] = ()
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    source: str = ""
     names: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -47,6 +53,11 @@ class ParserContext:
             number, digit = divmod(number, len(_ALPHABET))
             letters.append(_ALPHABET[digit])
         return "".join(letters)
+
+    def hex(self, index: int, length: int) -> str:
+        """The same in hexadecimal digits."""
+        size = (length + 1) // 2
+        return blake2b(f"{self.identity}\0{index}".encode(), digest_size=min(size, 64)).hexdigest()[:length]
 
 
 class Parser(ABC):
@@ -62,10 +73,12 @@ class Parser(ABC):
     Attributes:
         markers: special tokens that the parser must see. Other special tokens are left out as the caller wishes.
         reasoning: whether what came last belongs to the model's thinking.
+        reasoning_tokens: tokens of thinking that `reasoning` does not count; known at the end.
     """
 
     markers: ClassVar[frozenset[str]] = frozenset()
     reasoning: bool = False
+    reasoning_tokens: int = 0
 
     def __init__(self, context: ParserContext) -> None:
         self.context = context

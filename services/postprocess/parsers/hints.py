@@ -16,8 +16,63 @@ def names_of(path: Path, is_special: frozenset[str]) -> ParserNames:
         path: of the tokenizer, a folder or a file.
         is_special: texts of its special tokens.
     """
-    template = _template(path)
+    template = template_of(path)
     return ParserNames(_tool(template, is_special), _reasoning(template, is_special))
+
+
+_VLLM = (
+    {
+        "hermes": "hermes",
+        "llama3_json": "llama3_json",
+        "pythonic": "pythonic",
+        "mistral": "mistral",
+        "deepseek_v3": "deepseek_v3",
+        "harmony": "openai",
+        "qwen3_coder": "qwen3_coder",
+        "glm45": "glm45",
+        "kimi_k2": "kimi_k2",
+        "minimax_m2": "minimax_m2",
+        "granite": "granite",
+    },
+    {"think": "qwen3", "deepseek_r1": "deepseek_r1", "mistral": "mistral", "harmony": "openai_gptoss"},
+)
+_SGLANG = (
+    {
+        "hermes": "hermes",
+        "llama3_json": "llama3",
+        "pythonic": "pythonic",
+        "mistral": "mistral",
+        "deepseek_v3": "deepseekv3",
+        "harmony": "gpt-oss",
+        "qwen3_coder": "qwen3_coder",
+        "glm45": "glm45",
+        "kimi_k2": "kimi_k2",
+        "minimax_m2": "minimax-m2",
+    },
+    {"think": "qwen3", "deepseek_r1": "deepseek-r1", "mistral": "mistral", "harmony": "gpt-oss"},
+)
+_NATIVE = {"vllm": _VLLM, "sglang": _SGLANG}
+
+# Families whose thinking has a parser of its own, by a mark in the template: vLLM's name and SGLang's.
+_THINKERS = (
+    ("<arg_key>", {"vllm": "glm45", "sglang": "glm45"}),
+    ("<|tool_calls_section_begin|>", {"vllm": "kimi_k2", "sglang": "kimi_k2"}),
+    ("<minimax:tool_call>", {"vllm": "minimax_m2", "sglang": "minimax"}),
+)
+
+
+def native_names(engine: str, found: ParserNames, template: str) -> ParserNames:
+    """The engine's own parsers for a model whose built-in ones are `found`; empty where it has none."""
+    tools, reasonings = _NATIVE[engine]
+    tool, reasoning = tools.get(found.tool, ""), reasonings.get(found.reasoning, "")
+    if found.tool == "deepseek_v3" and "```json" not in template:
+        tool = "deepseek_v31" if engine == "vllm" else "deepseekv31"
+    if found.tool == "pythonic" and "<|python_start|>" in template:
+        tool = "llama4_pythonic" if engine == "vllm" else "pythonic"
+    for mark, names in _THINKERS if reasoning else ():
+        if mark in template:
+            reasoning = names[engine]
+    return ParserNames(f"{engine}:{tool}" if tool else "", f"{engine}:{reasoning}" if reasoning else "")
 
 
 def _tool(template: str, special: frozenset[str]) -> str:
@@ -47,7 +102,8 @@ def _reasoning(template: str, special: frozenset[str]) -> str:
     return "deepseek_r1" if "<｜Assistant｜>" in template and "<think>" not in template else "think"
 
 
-def _template(path: Path) -> str:
+def template_of(path: Path) -> str:
+    """The chat template of the model at `path`; empty for none."""
     folder = path if path.is_dir() else path.parent
     file = folder / "chat_template.jinja"
     if path.is_dir() and file.is_file():

@@ -68,6 +68,8 @@ class ParserHost:
         self._closed: list[int] = []
         self._news = asyncio.Event()
         self._process: asyncio.subprocess.Process | None = None
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the host
         self._file.truncate(PROGRESS.size)
         self._progress = mmap.mmap(self._file.fileno(), PROGRESS.size)
@@ -123,6 +125,7 @@ class ParserHost:
             pass_fds=(self._file.fileno(),),
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
         )
+        self._reader, self._writer = self._process.stdout, self._process.stdin
         try:
             hello = await asyncio.wait_for(self._read(), START_TIMEOUT_S)
         except (TimeoutError, EOFError, ValueError):
@@ -130,8 +133,12 @@ class ParserHost:
             raise invalid(f"The parser {self.name} does not start; the log above says why.") from None
         self.markers = frozenset(hello[self.name])
 
+    async def _clear(self) -> None:
+        """Before a new process begins."""
+        await self._kill()
+
     async def _kill(self) -> None:
-        process, self._process = self._process, None
+        process, self._process, self._reader, self._writer = self._process, None, None, None
         if process is None:
             return
         if process.returncode is None:
@@ -139,14 +146,13 @@ class ParserHost:
         await process.wait()
 
     async def _read(self) -> Any:
-        assert self._process is not None
-        assert self._process.stdout is not None
+        assert self._reader is not None
         try:
-            head = await self._process.stdout.readexactly(HEADER.size)
+            head = await self._reader.readexactly(HEADER.size)
             size = HEADER.unpack(head)[0]
             if size > FRAME_AT_MOST:
                 raise ValueError(f"a frame of {size} bytes")
-            return unframe(await self._process.stdout.readexactly(size))
+            return unframe(await self._reader.readexactly(size))
         except asyncio.IncompleteReadError:
             raise EOFError("the process ended") from None
 
@@ -156,9 +162,7 @@ class ParserHost:
             await self._news.wait()
             self._news.clear()
             operations, asked = self._batch()
-            if not operations:
-                continue
-            reason = await self._exchange(operations, asked)
+            reason = await self._exchange(operations, asked) if operations else ""
             if reason:
                 await self._begin_again(reason)
             else:
@@ -172,13 +176,13 @@ class ParserHost:
             if not stream.opened:
                 stream.opened = True
                 names = [stream.names.tool, stream.names.reasoning]
-                replayed = stream.pieces[: stream.told]
-                operations.append(["open", number, names, pack_context(stream.context), replayed])
+                replayed = [stream.pieces[: stream.told], stream.tokens_of(0, stream.told)]
+                operations.append(["open", number, names, pack_context(stream.context), *replayed])
             last = stream.ending is not None
             if pieces := stream.pieces[stream.sent : len(stream.pieces) - last]:
-                operations.append(["feed", number, pieces])
+                operations.append(["feed", number, pieces, stream.tokens_of(stream.sent, stream.sent + len(pieces))])
             if last and not stream.end_sent:
-                operations.append(["end", number, stream.pieces[-1:]])
+                operations.append(["end", number, stream.pieces[-1:], stream.tokens_of(len(stream.pieces) - 1)])
                 stream.end_sent = True
             stream.sent = len(stream.pieces)
         return operations, asked
@@ -197,18 +201,17 @@ class ParserHost:
             return DIED
         return ""
 
-    async def _ask(self, operations: list[list[Any]]) -> Any:
+    async def _ask(self, operations: list[list[Any]], time_s: float = 0.0) -> Any:
         """TimeoutError when one operation takes longer than it may."""
-        if self._process is None:
+        if self._writer is None:
             await self._try_again()
-        assert self._process is not None
-        assert self._process.stdin is not None
-        self._process.stdin.write(frame(operations))
+        assert self._writer is not None
+        self._writer.write(frame(operations))
         answering = asyncio.ensure_future(self._read())
         try:
             seen = self._begun
             while True:
-                await asyncio.wait({answering}, timeout=self._time_s)
+                await asyncio.wait({answering}, timeout=time_s or self._time_s)
                 if answering.done():
                     return answering.result()
                 if self._begun == seen:
@@ -236,7 +239,7 @@ class ParserHost:
         """A new process: the stream that was being parsed is to blame, the others are replayed."""
         blamed: int = PROGRESS.unpack_from(self._progress, 0)[1]
         log.warning("the process of a parser is begun again", extra={"parser": self.name, "reason": reason})
-        await self._kill()
+        await self._clear()
         PROGRESS.pack_into(self._progress, 0, 0, 0)
         self._deaths = 0 if blamed in self._streams else self._deaths + 1
         hopeless = self._deaths >= DEATHS_AT_MOST

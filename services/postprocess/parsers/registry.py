@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from services.common.errors import invalid
 from services.postprocess.parsers.contract import Chain, Parser, ParserContext
 from services.postprocess.parsers.deepseek import DeepSeekParser
+from services.postprocess.parsers.engines import ENGINES, bare, engine_of, nearest
 from services.postprocess.parsers.harmony import HarmonyParser
 from services.postprocess.parsers.hermes import HermesParser
 from services.postprocess.parsers.llama import LlamaJsonParser
@@ -69,24 +70,50 @@ class Registry:
 
     Args:
         own: names `module:Class` that streams may use besides the built-in ones.
+        engines: whose own parsers run here, and may be named as `engine:name`.
     """
 
-    def __init__(self, own: Iterable[str] = ()) -> None:
+    def __init__(self, own: Iterable[str] = (), engines: Iterable[str] = ()) -> None:
         self.own = frozenset(own)
+        self.engines = frozenset(engines)
 
     def check(self, names: ParserNames) -> None:
-        """SluiceError(INVALID_ARGUMENT) for a name that is not there, with those that are."""
-        self._check("tool_parser", names.tool, TOOL_PARSERS)
-        self._check("reasoning_parser", names.reasoning, REASONING_PARSERS)
-
-    def _check(self, field: str, name: str, known: Iterable[str]) -> None:
-        if name and name not in (AUTO, NONE) and name not in known and name not in self.own:
-            there = ", ".join(sorted({*known, *self.own, AUTO}))
+        """SluiceError(INVALID_ARGUMENT) for a name that is not there, with the nearest or with those that are, and for
+        a pair of which only one is an engine's."""
+        self._check("tool_parser", names.tool, frozenset(TOOL_PARSERS))
+        self._check("reasoning_parser", names.reasoning, frozenset(REASONING_PARSERS))
+        pair = [name for name in (names.tool, names.reasoning) if name and name not in (AUTO, NONE)]
+        if len({engine_of(name) for name in pair}) > 1:
             raise invalid(
-                f"The {field.replace('_', ' ')} {name!r} is not available; there is {there}.",
-                param=field,
-                code="no_such_parser",
+                f"The parsers {' and '.join(pair)} do not go together: an engine's parser reads tokens, not what "
+                "another parser has left. Choose both of one engine, or none of them.",
+                param="reasoning_parser",
+                code="parsers_do_not_fit",
             )
+
+    def _check(self, field: str, name: str, known: frozenset[str]) -> None:
+        if not name or name in (AUTO, NONE) or name in known or name in self.own:
+            return
+        said = f"The {field.replace('_', ' ')} {name!r} is not available"
+        if engine := engine_of(name):
+            shipped = ENGINES[engine].of(field.removesuffix("_parser"))
+            if bare(name) not in shipped:
+                near = ", ".join(f"{engine}:{found}" for found in nearest(bare(name), shipped)) or "none"
+                raise invalid(
+                    f"{said}: {engine} {ENGINES[engine].version} has no such one; nearest: {near}.",
+                    param=field,
+                    code="no_such_parser",
+                )
+            if engine in self.engines:
+                return
+            raise invalid(
+                f"{said}: start the service with --native-parsers {engine}.", param=field, code="no_such_parser"
+            )
+        near = ", ".join(nearest(name, known))
+        there = ", ".join(sorted({*known, *self.own, AUTO}))
+        raise invalid(
+            f"{said}; {f'nearest: {near}; ' if near else ''}there is {there}.", param=field, code="no_such_parser"
+        )
 
     def is_own(self, names: ParserNames) -> bool:
         """Whether one of them is the user's own, which runs in a process of its own."""

@@ -34,15 +34,19 @@ class RemoteStream:
         number: on the pipe.
         pieces: the text of each token; the first `told` of them are answered.
         sent: how many of them the process was given.
+        tokens: the token of each piece, -1 for none; None where the parser does not want them.
         opened: the process knows this stream.
         ending: what the engine said at the end, None before; the last piece then is the text that came with it.
     """
 
-    def __init__(self, number: int, stream: Stream, names: ParserNames, context: ParserContext, host: Host) -> None:
+    def __init__(
+        self, number: int, stream: Stream, names: ParserNames, context: ParserContext, host: Host, tokens: bool = False
+    ) -> None:
         self.number = number
         self.names = names
         self.context = context
         self.pieces: list[str] = []
+        self.tokens: list[int] | None = [] if tokens else None
         self.told = 0
         self.sent = 0
         self.opened = False
@@ -79,22 +83,31 @@ class RemoteStream:
         stream = self._stream
         if self.ending is not None:
             return
+        ids = self.tokens
         for token in tokens:
             text = stream.feed_one(token)
             if stream.finish is not None:
-                self._last(text, stream.finish)
+                self._last(text, token, stream.finish)
                 return
             self.pieces.append(text)
+            if ids is not None:
+                ids.append(token)
         self._ask()
+
+    def tokens_of(self, start: int, end: int | None = None) -> list[int] | None:
+        """The tokens of some pieces; None where the parser does not want them."""
+        return None if self.tokens is None else self.tokens[start:end]
 
     def end(self, reason: FinishReason, stop_token_id: int | None = None) -> None:
         """The engine has ended the stream; see Stream.end."""
         text = self._stream.end(reason, stop_token_id)
         if self.ending is None and self._stream.finish is not None:
-            self._last(text, self._stream.finish)
+            self._last(text, -1, self._stream.finish)
 
-    def _last(self, text: str, finish: Finish) -> None:
+    def _last(self, text: str, token: int, finish: Finish) -> None:
         self.pieces.append(text)
+        if self.tokens is not None:
+            self.tokens.append(token)
         self.ending = finish
         self._ask()
 
@@ -119,6 +132,8 @@ class RemoteStream:
         if len(self.pieces) > REPLAYED_PIECES:
             self._dropped = True
             del self.pieces[: self.told]
+            if self.tokens is not None:
+                del self.tokens[: self.told]
             self.sent -= self.told
             self.told = 0
         self.changed()
@@ -149,6 +164,8 @@ class RemoteStream:
         if text:
             self.events.append(Content(text))
         self.pieces.clear()
+        if self.tokens is not None:
+            self.tokens.clear()
         self.told = self.sent = 0
         if self.ending is not None:
             self._finish()

@@ -62,4 +62,7 @@ def pack_context(context: ParserContext) -> dict[str, Any]:
         "guided": context.guided,
         "prompt_tail": context.prompt_tail,
         "identity": context.identity,
+        "prompt_ids": list(context.prompt_ids),
+        "template_kwargs": dict(context.template_kwargs),
+        "source": context.source,
     }

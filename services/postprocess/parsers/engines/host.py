@@ -1,0 +1,136 @@
+"""The processes of an engine's parsers: one that has the engine's package loaded, and a copy of it that parses.
+
+`main` runs in the engine's interpreter. It imports the engine, loads tokenizers, and then makes a copy of itself for
+each request on its control socket. The copy parses; whenever it dies, the next one is there at once, with everything
+loaded. Ends when the control socket ends, and the copy with it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import mmap
+import os
+import signal
+import socket
+import sys
+import traceback
+from dataclasses import asdict
+from typing import Any, NoReturn
+
+from services.common.absent import stand_in_for_absent
+from services.postprocess.parsers.child import Streams, limit_memory, read
+from services.postprocess.parsers.contract import ParserContext
+from services.postprocess.parsers.engines import ENGINES, NOT_NEEDED, bare
+from services.postprocess.parsers.engines.adapter import Engine, EngineParser
+from services.postprocess.parsers.registry import ParserNames
+from services.postprocess.parsers.wire import PROGRESS, frame
+
+REQUEST_AT_MOST = 1 << 20
+
+
+def main(arguments: list[str]) -> None:
+    """Runs the process.
+
+    Args:
+        arguments: the engine; descriptors of the control socket and of the shared progress; MiB a copy may grow.
+    """
+    engine_name, control_fd, progress_fd, memory_mb = arguments[0], *map(int, arguments[1:4])
+    control = socket.socket(fileno=control_fd)
+    progress = mmap.mmap(progress_fd, PROGRESS.size)
+    os.dup2(2, 1)
+    try:
+        engine, error = _engine(engine_name), ""
+    except Exception as failure:
+        traceback.print_exc()
+        engine, error = None, _missing(engine_name, failure)
+    copy = 0
+    while True:
+        request, descriptors, _, _ = socket.recv_fds(control, REQUEST_AT_MOST, 1)
+        if copy:
+            _end(copy)
+        if not request or not descriptors:
+            return
+        with socket.socket(fileno=descriptors[0]) as answers:
+            hello = {"error": error} if engine is None else _prepared(engine, json.loads(request))
+            copy = os.fork() if engine is not None else 0
+            if engine is not None and not copy:
+                control.close()
+                _serve(engine, answers, progress, memory_mb, hello)
+            if engine is None:
+                answers.sendall(frame(hello))
+
+
+def _engine(name: str) -> Engine:
+    stand_in_for_absent(*NOT_NEEDED.get(name, ()))
+    module = importlib.import_module(f"services.postprocess.parsers.engines.{name}")
+    engine: Engine = module.Engine()
+    return engine
+
+
+def _missing(name: str, error: Exception) -> str:
+    if isinstance(error, ImportError):
+        missing = (error.name or str(error)).split(".")[0]
+        return (
+            f"The parsers of {name} need the package {missing}: install sluice[{name}] "
+            f"({name}=={ENGINES[name].version}), or name an interpreter that has it with --{name}-python."
+        )
+    return f"The parsers of {name} cannot be loaded ({type(error).__name__}: {_first_line(error)})."
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n", 1)[0][:300]
+
+
+def _prepared(engine: Engine, pairs: list[list[str]]) -> dict[str, Any]:
+    """What the copy says first: the engine's names, and of each pair of parsers what is to be known."""
+    return {
+        "version": engine.version,
+        "tool": list(engine.tool),
+        "reasoning": list(engine.reasoning),
+        "facts": [load(engine, *pair) for pair in pairs],
+    }
+
+
+def load(engine: Engine, source: str, tool: str, reasoning: str) -> dict[str, Any]:
+    """Facts of a pair of parsers, or an error."""
+    try:
+        return asdict(engine.load(source, tool, reasoning))
+    except Exception as error:
+        if not isinstance(error, ValueError):
+            traceback.print_exc()
+        return {"error": _first_line(error) or type(error).__name__}
+
+
+def _serve(engine: Engine, answers: socket.socket, progress: mmap.mmap, memory_mb: int, hello: Any) -> NoReturn:
+    """The copy: answers batches until its socket ends. Never returns into the other's code."""
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        limit_memory(memory_mb)
+        hello["pid"] = os.getpid()
+        answers.sendall(frame(hello))
+        streams = Streams(progress, lambda names, context: _build(engine, names, context))
+        with answers.makefile("rb") as source:
+            while (operations := read(source)) is not None:
+                if operations and operations[0][0] == "load":
+                    answers.sendall(frame([load(engine, *pair) for _, *pair in operations]))
+                else:
+                    answers.sendall(frame(streams.run(operations)))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(0)
+
+
+def _build(engine: Engine, names: ParserNames, context: ParserContext) -> EngineParser:
+    return engine.open(bare(names.tool), bare(names.reasoning), context)
+
+
+def _end(pid: int) -> None:
+    """The copy before is of no use any more; until it is waited for, its number belongs to nobody else."""
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
