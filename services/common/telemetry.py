@@ -108,14 +108,23 @@ def _stage(
 
 
 def start_span(
-    name: str, parent: Mapping[str, str] | None = None, kind: SpanKind = SpanKind.INTERNAL, **attributes: Any
+    name: str,
+    parent: Mapping[str, str] | None = None,
+    kind: SpanKind = SpanKind.INTERNAL,
+    links: Sequence[str] = (),
+    **attributes: Any,
 ) -> Span | None:
-    """A span its caller ends, for work that is not one block of code; None while tracing is off."""
+    """A span its caller ends, for work that is not one block of code; None while tracing is off.
+
+    `links` are traceparents of spans it continues without being their child.
+    """
     if _tracer is None:
         return None
     context = propagate.extract(parent) if parent is not None else None
     kept = {key: value for key, value in attributes.items() if value is not None}
-    return _tracer.start_span(name, context=context, kind=kind, attributes=kept)
+    found = [trace.get_current_span(propagate.extract({"traceparent": link})).get_span_context() for link in links]
+    linked = [trace.Link(span_context) for span_context in found if span_context.is_valid]
+    return _tracer.start_span(name, context=context, kind=kind, attributes=kept, links=linked)
 
 
 def fail_span(span: Span, message: str) -> None:

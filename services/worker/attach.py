@@ -62,6 +62,15 @@ class Attachment:
         self._leaving = reason
         self._wake.set()
 
+    def resync(self) -> None:
+        """Tells the router every rank's whole cache again."""
+        self._resync.update(self._logs)
+        self._wake.set()
+
+    def drop(self) -> None:
+        """Ends the stream without a word; `run` then raises."""
+        self._call.cancel()
+
     async def run(self) -> None:
         """Carries the stream; returns after `leave`.
 

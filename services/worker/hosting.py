@@ -13,6 +13,9 @@ from services.common.server import GrpcServer
 from services.common.tasks import TaskOwner
 from services.common.tls import channel_credentials
 from services.worker.address import advertised_address, default_worker_id
+from services.worker.canary import Canary
+from services.worker.control import Controls
+from services.worker.engine_metrics import EngineMetrics
 from services.worker.engines import find_engine
 from services.worker.registration import Registration
 from services.worker.service import WorkerService
@@ -40,9 +43,14 @@ class WorkerHost:
         self._tasks = TaskOwner(stop.fail)
         self.server = GrpcServer(settings, worker_pb2.DESCRIPTOR)
         self.engine = find_engine(settings.engine).from_args(settings)
-        self.worker = Worker(self.engine, settings.worker_id, stop.fail)
-        self.service = WorkerService(self.worker)
+        self.worker = Worker(
+            self.engine, settings.worker_id, stop.fail, max_live=settings.max_live, strict=settings.strict_streams
+        )
+        self.worker.on_serving = self._serving_changed
+        self.worker.on_card = self._card_changed
+        self.service = WorkerService(self.worker, Controls(self.worker, self._resync))
         self.registration: Registration | None = None
+        self._engine_metrics = EngineMetrics(self.engine.metrics_text)
         self._routers: ReplicaSet[router_pb2_grpc.RouterAsyncStub] | None = None
         worker_pb2_grpc.add_WorkerServicer_to_server(self.service, self.server.server)
 
@@ -53,12 +61,16 @@ class WorkerHost:
         self.worker.worker_id = settings.worker_id or default_worker_id(self.server.port)
         template = settings.chat_template
         await self.worker.start("" if template is None else await asyncio.to_thread(template.read_text, "utf-8"))
+        self._engine_metrics.register()
         # A vocabulary lives as long as the process: keep the collector from walking it again and again.
         gc.collect()
         gc.freeze()
         await self.server.set_serving(True)
         if settings.routers:
             await self._register()
+        if settings.canary_s:
+            canary = Canary(self.worker, settings.canary_s, settings.canary_timeout_s, settings.canary_failures)
+            self._tasks.spawn(canary.run(), "canary")
 
     async def _register(self) -> None:
         settings = self._settings
@@ -72,9 +84,33 @@ class WorkerHost:
             channel_credentials(settings),
             token=shown_token(settings),
         )
-        self.registration = Registration(self.worker, address, self._routers)
+        self.registration = Registration(self.worker, address, self._routers, self._superseded)
         await self._routers.start()
         self._tasks.spawn(self.registration.run(), "registration")
+
+    def _superseded(self, worker_id: str) -> None:
+        """Two processes cannot share an id: the one that started later has it."""
+        log.error("another process has registered as worker %s since; give each its own --worker-id", worker_id)
+        self._stop.failed = True
+        self._stop.set()
+
+    def _serving_changed(self, why: str) -> None:
+        """The worker stops serving for a while, or serves again."""
+        if self.worker.draining:
+            return
+        self._tasks.spawn(self.server.set_serving(not why), "health")
+        if self.registration is not None:
+            if why:
+                self.registration.pause(why)
+            else:
+                self.registration.resume()
+
+    def _card_changed(self) -> None:
+        if self.registration is not None:
+            self._tasks.spawn(self.registration.refresh(), "refresh-card")
+
+    def _resync(self) -> bool:
+        return self.registration is not None and self.registration.resync()
 
     async def shut_down(self) -> None:
         """Leaves discovery, waits the grace period, drains, cleans up, stops the server; every part has a deadline."""
@@ -87,8 +123,10 @@ class WorkerHost:
             await asyncio.sleep(self._settings.grace_s)
         await self.worker.drain(self._settings.drain_s)
         await wait_flushed(tuple(self.service.sessions), FLUSH_S)
+        await self.service.end_sessions()
         await self.worker.cleanup()
         await self._tasks.close()
         if self._routers is not None:
             await self._routers.close()
         await self.server.stop(STOP_SERVER_S)
+        self._engine_metrics.close()

@@ -34,6 +34,16 @@ class WorkerMetrics:
         self._duration = instruments.create_histogram(
             "sluice_worker_request_duration_seconds", unit="s", description="from acceptance to the terminal delta"
         )
+        self._broken = instruments.create_counter(
+            "sluice_worker_broken_contracts", description="times the engine broke its contract, by rule"
+        )
+        self._canaries = instruments.create_counter(
+            "sluice_worker_canaries", description="tiny generations that watch the engine, by outcome"
+        )
+        self._embedded = instruments.create_counter("sluice_worker_embedded_inputs", description="inputs embedded")
+        self._embedding = instruments.create_histogram(
+            "sluice_worker_embedding_duration_seconds", unit="s", description="of one call"
+        )
         for name, description in (
             ("running_requests", "requests in the running batch"),
             ("waiting_requests", "requests admitted and not in the batch yet"),
@@ -57,6 +67,20 @@ class WorkerMetrics:
     def record_refusal(self, kind: str) -> None:
         """One request was refused before an engine saw it."""
         self._refused.add(1, {"error": kind})
+
+    def record_broken_contract(self, rule: str) -> None:
+        """The engine did what its contract forbids."""
+        self._broken.add(1, {"rule": rule})
+
+    def record_canary(self, ok: bool) -> None:
+        """The canary has tried."""
+        self._canaries.add(1, {"outcome": "ok" if ok else "failed"})
+
+    def record_embedding(self, inputs: int, prompt_tokens: int, duration_s: float) -> None:
+        """One call has been answered."""
+        self._embedded.add(inputs)
+        self._prompt.add(prompt_tokens)
+        self._embedding.record(duration_s)
 
     def _observer(self, name: str) -> Callable[[CallbackOptions], Iterable[Observation]]:
         def observe(_: CallbackOptions) -> Iterable[Observation]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from collections.abc import Callable, Coroutine
 
 import grpc
 
@@ -12,7 +13,7 @@ from services.common.errors import SluiceError
 from services.common.grpc_errors import from_rpc_error
 from services.common.replicas import Replica, ReplicaSet
 from services.common.telemetry import meter
-from services.worker.attach import LEAVE_S, Attachment
+from services.worker.attach import ATTACH_S, LEAVE_S, Attachment
 from services.worker.cache_log import CacheLog
 from services.worker.wire import write_card, write_role
 from services.worker.worker import Worker
@@ -22,6 +23,7 @@ log = logging.getLogger(__name__)
 
 FIRST_RETRY_S = 0.1
 LONGEST_RETRY_S = 3.0
+STALE_EPOCH = "stale_epoch"
 
 
 class Registration:
@@ -31,17 +33,29 @@ class Registration:
         worker: started; its epoch and card are registered.
         address: host:port where gateways reach it.
         routers: the replicas to choose from; started and closed by the caller.
+        on_superseded: called when another process has taken this worker's id; the registration is over then.
     """
 
-    def __init__(self, worker: Worker, address: str, routers: ReplicaSet[router_pb2_grpc.RouterAsyncStub]) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        address: str,
+        routers: ReplicaSet[router_pb2_grpc.RouterAsyncStub],
+        on_superseded: Callable[[str], None] = lambda worker_id: None,
+    ) -> None:
         self._worker = worker
         self._address = address
         self._routers = routers
         self._logs = [CacheLog(source.rank) for source in worker.engine.kv_event_sources()]
         for kv_log, source in zip(self._logs, worker.engine.kv_event_sources(), strict=True):
             source.subscribe(kv_log.record)
+        self._on_superseded = on_superseded
         self._attachment: Attachment | None = None
+        self._router: Replica[router_pb2_grpc.RouterAsyncStub] | None = None
+        self._successor: asyncio.Task[None] | None = None
         self._lost_at = ""
+        self._paused = ""
+        self._resumed = asyncio.Event()
         self._left = False
         self._done = asyncio.Event()
         self.attached = asyncio.Event()
@@ -51,9 +65,14 @@ class Registration:
         """Runs until `leave`."""
         retry_s = FIRST_RETRY_S
         while not self._left:
+            if self._paused:
+                await self._resumed.wait()
+                continue
             was_attached = await self._attach_once()
             if self._left:
                 break
+            if self._paused:
+                continue
             retry_s = FIRST_RETRY_S if was_attached else min(retry_s * 2, LONGEST_RETRY_S)
             await asyncio.sleep(retry_s * random.uniform(0.5, 1.5))
         self._done.set()
@@ -62,6 +81,7 @@ class Registration:
         """Disappears from the routers' answers at once; returns when the router has heard it, within seconds."""
         self._left = True
         self._worker.draining = True
+        self._resumed.set()
         if self._attachment is None:
             return
         self._attachment.leave(reason)
@@ -71,28 +91,71 @@ class Registration:
         except TimeoutError:
             log.warning("the router did not take the goodbye in time")
 
+    def pause(self, reason: str) -> None:
+        """Disappears from the routers' answers until `resume`."""
+        self._paused = reason
+        self._resumed.clear()
+        if self._attachment is not None:
+            self._attachment.leave(reason)
+
+    def resume(self) -> None:
+        """Registers again."""
+        self._paused = ""
+        self._resumed.set()
+
+    def resync(self) -> bool:
+        """Tells the router the whole cache again; False when there is none to tell."""
+        if self._attachment is None or not self.attached.is_set():
+            return False
+        self._attachment.resync()
+        return True
+
+    async def refresh(self) -> None:
+        """The card changed: registers it on a stream of its own, then gives the old stream up, so that the worker is
+        in the routers' answers all the time. When that fails, the ordinary way to attach again follows.
+        """
+        old, router = self._attachment, self._router
+        if old is None or router is None or not self.attached.is_set() or self._left or self._paused:
+            return  # the next registration says it anyway
+        accepted = asyncio.Event()
+        new = self._attachment = self._attach(router, accepted.set)
+        self._successor = asyncio.get_running_loop().create_task(self._carry(new, router))
+        hearing = asyncio.get_running_loop().create_task(accepted.wait())
+        await asyncio.wait((self._successor, hearing), timeout=ATTACH_S, return_when=asyncio.FIRST_COMPLETED)
+        hearing.cancel()
+        old.drop()
+
     async def _attach_once(self) -> bool:
-        """One attachment from beginning to end; True when the router had accepted it."""
+        """One attachment from beginning to end, successors included; True when the router had accepted it."""
         try:
-            router = self._pick()
+            router = self._router = self._pick()
         except SluiceError:
             return False
         router.outstanding += 1
-        self._attachment = Attachment(
-            router.stub.Attach(), self._message(), self._logs, self._worker.load, lambda: self._accepted(router)
-        )
+        self._attachment = self._attach(router, lambda: self._accepted(router))
+        carrying: Coroutine[None, None, None] | asyncio.Task[None] = self._carry(self._attachment, router)
         try:
-            await self._attachment.run()
-        except grpc.aio.AioRpcError as error:
-            self._note_lost(router, from_rpc_error(error, "router"))
-        except SluiceError as error:
-            self._note_lost(router, error)
+            await carrying
+            while self._successor is not None:
+                carrying, self._successor = self._successor, None
+                await carrying
         finally:
             router.outstanding -= 1
-            self._attachment = None
+            self._attachment = self._router = None
             was_attached = self.attached.is_set()
             self.attached.clear()
         return was_attached
+
+    def _attach(self, router: Replica[router_pb2_grpc.RouterAsyncStub], on_attached: Callable[[], None]) -> Attachment:
+        return Attachment(router.stub.Attach(), self._message(), self._logs, self._worker.load, on_attached)
+
+    async def _carry(self, attachment: Attachment, router: Replica[router_pb2_grpc.RouterAsyncStub]) -> None:
+        try:
+            await attachment.run()
+        except grpc.aio.AioRpcError as error:
+            self._note_lost(attachment, router, from_rpc_error(error, "router"))
+        except SluiceError as error:
+            self._note_lost(attachment, router, error)
 
     def _pick(self) -> Replica[router_pb2_grpc.RouterAsyncStub]:
         """Another router than the one that was lost last, while there is another."""
@@ -105,7 +168,15 @@ class Registration:
         self._attaches.add(1)
         log.info("registered with the router", extra={"router": router.address, "worker": self._worker.worker_id})
 
-    def _note_lost(self, router: Replica[router_pb2_grpc.RouterAsyncStub], error: SluiceError) -> None:
+    def _note_lost(
+        self, attachment: Attachment, router: Replica[router_pb2_grpc.RouterAsyncStub], error: SluiceError
+    ) -> None:
+        if attachment is not self._attachment:
+            return  # its successor speaks for the worker now
+        if error.code == STALE_EPOCH and not self._left:
+            self._left = True
+            self._on_superseded(self._worker.worker_id)
+            return
         self._lost_at = router.address
         if not self._left:
             log.warning("not registered: %s", error.message, extra={"router": router.address})

@@ -11,16 +11,18 @@ from typing import Any, TypeVar
 import grpc
 
 from services.common import telemetry
-from services.common.errors import ErrorKind, SluiceError, internal, invalid, overloaded
+from services.common.errors import SluiceError, internal, invalid, overloaded
 from services.common.grpc_errors import abort, answer
 from services.common.packing import unpack_u32
 from services.common.session import BatchWriter, serve_session
+from services.worker.control import Controls
 from services.worker.delivery import StreamDelivery
+from services.worker.embedding import embed
 from services.worker.session import WorkerSession
 from services.worker.tokenizer_files import TokenizerFiles
-from services.worker.wire import read_request, write_card, write_delta, write_loads, write_page, write_role
+from services.worker.wire import read_request, read_trace, write_card, write_delta, write_loads, write_page, write_role
 from services.worker.worker import Worker
-from sluice.v1 import worker_pb2, worker_pb2_grpc
+from sluice.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
 
@@ -39,9 +41,21 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         sessions: those open now.
     """
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Worker, controls: Controls) -> None:
         self._worker = worker
+        self._controls = controls
         self.sessions: set[WorkerSession] = set()
+        self._handlers: set[asyncio.Task[Any]] = set()
+        self._over = False
+
+    async def end_sessions(self) -> None:
+        """Ends every session in order, as the callers see it; what was said is to be flushed before."""
+        self._over = True
+        handlers = set(self._handlers)
+        for handler in handlers:
+            handler.cancel()
+        if handlers:
+            await asyncio.wait(handlers, timeout=END_SESSION_S)
 
     async def Session(  # type: ignore[override]  # the stubs know only iterator handlers, not read and write
         self, request_iterator: object, context: Context
@@ -58,10 +72,11 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             task.cancel()
 
         self.sessions.add(session)
+        self._handlers.add(handler)
         try:
             await serve_session(context, writer, lambda message: _apply(session, message))
         except asyncio.CancelledError:
-            if not unread:
+            if not unread and not self._over:
                 raise
         except Exception:
             if context.cancelled() or context.done():
@@ -70,6 +85,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             unread.append(internal("The session failed; the service's log has the details."))
         finally:
             self.sessions.discard(session)
+            self._handlers.discard(handler)
             session.close()
         if unread:
             log.warning("session ended: %s", unread[0].message)
@@ -84,7 +100,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         delivery = StreamDelivery()
         with telemetry.stage("worker.generate", parent=carrier, model=request.model):
             try:
-                self._worker.submit(read_request(request), delivery, telemetry.headers())
+                trace = {**read_trace(request.trace), **telemetry.headers()} if telemetry.tracing() else None
+                self._worker.submit(read_request(request), delivery, trace)
             except SluiceError as error:
                 await abort(context, error)
             try:
@@ -96,7 +113,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 
     async def Embed(self, request: worker_pb2.EmbedRequest, context: Context) -> worker_pb2.EmbedResponse:
         """See worker.proto."""
-        return await self._serve("embed", self._embed, request, context)
+        return await self._serve("embed", self._embed, request, context, telemetry.carrier(request.trace))
 
     async def Abort(self, request: worker_pb2.AbortRequest, context: Context) -> worker_pb2.AbortResponse:
         """See worker.proto."""
@@ -130,49 +147,51 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             except SluiceError as error:
                 await abort(context, error)
 
-    async def _serve(self, verb: str, handler: Callable[[Q], Awaitable[A]], request: Q, context: Context) -> A:
-        parent = telemetry.carrier_of_metadata(context.invocation_metadata())
+    async def _serve(
+        self,
+        verb: str,
+        handler: Callable[[Q], Awaitable[A]],
+        request: Q,
+        context: Context,
+        caller: dict[str, str] | None = None,
+    ) -> A:
+        parent = telemetry.carrier_of_metadata(context.invocation_metadata()) or caller
         with telemetry.stage(f"worker.{verb}", parent=parent):
             return await answer(context, handler, request)
 
     async def _embed(self, request: worker_pb2.EmbedRequest) -> worker_pb2.EmbedResponse:
-        raise SluiceError(
-            ErrorKind.FAILED_PRECONDITION,
-            f"The {self._worker.config.engine} engine does not compute embeddings.",
-            param="model",
-            code="unsupported_by_engine",
+        inputs = [unpack_u32(prompt.token_ids, f"inputs[{index}]") for index, prompt in enumerate(request.inputs)]
+        embedded = await embed(self._worker, request.model, inputs, request.dimensions, request.lora)
+        return worker_pb2.EmbedResponse(
+            embeddings=[worker_pb2.Embedding(values=vector) for vector in embedded.vectors],
+            usage=common_pb2.Usage(prompt_tokens=embedded.prompt_tokens),
         )
 
     async def _abort(self, request: worker_pb2.AbortRequest) -> worker_pb2.AbortResponse:
         return worker_pb2.AbortResponse(found=self._worker.abort(request.request_id))
 
     async def _get_info(self, request: worker_pb2.GetInfoRequest) -> worker_pb2.GetInfoResponse:
-        config = self._worker.config
-        return worker_pb2.GetInfoResponse(
-            worker_id=self._worker.worker_id,
-            epoch=self._worker.epoch,
-            card=write_card(config, self._worker.loaded_unix_s),
-            role=write_role(config.role),
-            load=write_loads(self._worker.load())[0],
-            engine=config.engine,
-            engine_version=config.engine_version,
-            draining=self._worker.draining,
+        worker, phases = self._worker, self._worker.phases
+        info = worker_pb2.GetInfoResponse(
+            worker_id=worker.worker_id,
+            epoch=worker.epoch,
+            draining=worker.draining,
+            phase=phases.name,
+            phase_share=phases.share,
         )
+        if worker.started:
+            config = worker.config
+            info.card.CopyFrom(write_card(config, worker.loaded_unix_s))
+            info.role = write_role(config.role)
+            info.load.CopyFrom(write_loads(worker.load())[0])
+            info.engine, info.engine_version = config.engine, config.engine_version
+        return info
 
     async def _control(self, request: worker_pb2.ControlRequest) -> worker_pb2.ControlResponse:
-        engine = self._worker.config.engine
-        if request.action == Action.ACTION_CLEAR_CACHE:
-            await self._worker.engine.clear_cache()
-            return worker_pb2.ControlResponse()
         if request.action == Action.ACTION_UNSPECIFIED or request.action not in Action.Action.values():
             raise invalid("The action is not one this version knows.", param="action")
         name = Action.Action.Name(request.action).removeprefix("ACTION_").lower()
-        raise SluiceError(
-            ErrorKind.FAILED_PRECONDITION,
-            f"The {engine} engine does not have the action {name}.",
-            param="action",
-            code="unsupported_by_engine",
-        )
+        return worker_pb2.ControlResponse(results=await self._controls.run(name, dict(request.arguments)))
 
 
 def _next_batch(session: WorkerSession) -> worker_pb2.TokenBatch | None:
@@ -183,7 +202,7 @@ def _next_batch(session: WorkerSession) -> worker_pb2.TokenBatch | None:
 def _apply(session: WorkerSession, message: worker_pb2.WorkerSessionRequest) -> None:
     for start in message.starts:
         try:
-            trace = telemetry.carrier(start.request.trace) if telemetry.tracing() else None
+            trace = read_trace(start.request.trace) if telemetry.tracing() else None
             session.start(start.slot, read_request(start.request), trace)
         except SluiceError as error:
             session.refuse(start.slot, error)

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from services.common.errors import SluiceError, invalid
-from services.worker.delivery import Delivery
+from services.worker.delivery import BEGUN, Delivery
 from services.worker.generation import Delta, FinishReason, GenerateRequest, PositionLogprobs, Usage
 from services.worker.outbox import Outbox, Page
 from services.worker.worker import Worker
@@ -29,9 +29,13 @@ class SlotDelivery(Delivery):
         self._say(Delta(cached_tokens=cached_tokens, prompt_logprobs=prompt_logprobs))
 
     def push(self, token_ids: Sequence[int], logprobs: Sequence[PositionLogprobs] = ()) -> None:
-        if self.ended:
-            return
         count = len(token_ids)
+        plain = count == 1 and not logprobs and not self._traced
+        # This is every token's path: the usual push is checked here, every other kind in `admits`.
+        if not (plain and self._state == BEGUN and token_ids[0] < self._vocab_size) and not self.admits(
+            token_ids, logprobs
+        ):
+            return
         self.delivered += count
         page = self._outbox.page
         page.slots.append(self.slot)

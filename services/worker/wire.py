@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from google.protobuf.message import Message
 
+from services.common import telemetry
 from services.common.errors import invalid
 from services.common.grpc_errors import to_detail
 from services.common.hashing import HASH_SCHEME
@@ -26,6 +27,7 @@ from services.worker.generation import (
     TokenLogprob,
 )
 from services.worker.outbox import Page
+from services.worker.tracing import LINK
 from sluice.v1 import common_pb2, worker_pb2
 
 
@@ -52,6 +54,11 @@ def read_request(message: worker_pb2.GenerateRequest) -> GenerateRequest:
         resumed_tokens=message.resumed_tokens,
         text_out=message.HasField("postprocess"),
     )
+
+
+def read_trace(message: common_pb2.TraceContext) -> dict[str, str]:
+    """Carrier of the caller's span, and under `LINK` the traceparent of an earlier part."""
+    return {**telemetry.carrier(message), **({LINK: message.link} if message.link else {})}
 
 
 def _optional(message: Message, name: str) -> int | None:

@@ -8,11 +8,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from services.common.errors import ErrorKind, SluiceError, internal, invalid
-from services.worker.delivery import Delivery
+from services.common.errors import ErrorKind, SluiceError, internal, invalid, overloaded
+from services.worker.delivery import Delivery, Terms
 from services.worker.engine import EngineConfig, GenerateContext, LLMEngine, Load
-from services.worker.generation import FinishReason, GenerateRequest, Usage
+from services.worker.generation import FinishReason, GenerateRequest, Role, Usage
+from services.worker.handoff import seal, unseal
 from services.worker.metrics import WorkerMetrics
+from services.worker.phases import Phases
+from services.worker.starting import started
+from services.worker.tracing import open_span
 from services.worker.validation import validate
 
 log = logging.getLogger(__name__)
@@ -27,31 +31,52 @@ class Worker:
         engine: made, not started.
         worker_id: unique name.
         on_failure: called when the engine cannot go on.
+        max_live: requests alive at once; 0: no limit.
+        strict: an engine that breaks its contract has an exception raised into it.
 
     Attributes:
         epoch: raised at every start; microseconds, because a store may keep numbers as doubles.
         loaded_unix_s: when the engine was ready, Unix seconds.
         draining: leaves discovery, and from `refuse_new` on takes no requests.
+        phases: what keeps it from serving.
+        on_serving: called when it stops serving for a while, with why, and with "" when it serves again.
+        on_card: called when the card has changed.
+        last_sign_s: when a request last began to be answered or ended, monotonic seconds.
+        last_finished_s: when a generation was last finished without an error, monotonic seconds.
     """
 
     def __init__(
-        self, engine: LLMEngine, worker_id: str, on_failure: Callable[[str, BaseException], None] | None = None
+        self,
+        engine: LLMEngine,
+        worker_id: str,
+        on_failure: Callable[[str, BaseException], None] | None = None,
+        *,
+        max_live: int = 0,
+        strict: bool = False,
     ) -> None:
         self.engine = engine
         self.worker_id = worker_id
         self.epoch = time.time_ns() // 1000
         self.loaded_unix_s = 0
         self.draining = False
+        self.phases = Phases()
+        self.on_serving: Callable[[str], None] = lambda why: None
+        self.on_card: Callable[[], None] = lambda: None
+        self.last_sign_s = self.last_finished_s = time.monotonic()
+        self._max_live = max_live
+        self._strict = strict
         self._config: EngineConfig | None = None
         self._closed: SluiceError | None = SluiceError(
             ErrorKind.UNAVAILABLE, "The worker is still starting.", code="worker_starting", retry_after_ms=1000
         )
+        self._suspended: dict[str, SluiceError] = {}
         self._live: dict[str, Delivery] = {}
         self._idle = asyncio.Event()
         self._idle.set()
-        self._metrics = WorkerMetrics(self.load)
+        self.metrics = WorkerMetrics(self.load)
         self._report_failure = on_failure
         engine.on_failure = self._engine_failed
+        engine.on_phase = self.phases.enter
 
     @property
     def config(self) -> EngineConfig:
@@ -59,6 +84,11 @@ class Worker:
         if self._config is None:
             raise self._closed or SluiceError(ErrorKind.UNAVAILABLE, "The worker is still starting.")
         return self._config
+
+    @property
+    def started(self) -> bool:
+        """The engine is loaded."""
+        return self._config is not None
 
     @property
     def live_requests(self) -> int:
@@ -70,11 +100,18 @@ class Worker:
         return self.engine.load() if self._config is not None else [Load()]
 
     async def start(self, chat_template: str = "") -> EngineConfig:
-        """Starts the engine and takes requests from then on; a `chat_template` goes onto the card."""
-        config = await self.engine.start(self.worker_id)
+        """Starts the engine and takes requests from then on; a `chat_template` goes onto the card.
+
+        Raises:
+            SluiceError: one sentence about why it cannot.
+        """
+        self.phases.enter("starting the engine")
+        config = await started(self.engine, self.worker_id)
         self._config = replace(config, chat_template=chat_template) if chat_template else config
         self.loaded_unix_s = int(time.time())
+        self.last_sign_s = self.last_finished_s = time.monotonic()
         self._closed = None
+        self.phases.leave()
         log.info("engine is ready", extra={"engine": self._config.engine, "model": self._config.model})
         return self._config
 
@@ -85,8 +122,8 @@ class Worker:
             SluiceError: the request was refused; the delivery hears nothing.
         """
         try:
-            if self._closed is not None:
-                raise self._closed
+            self.check_open()
+            self._check_room()
             validate(request, self.config)
             if request.request_id in self._live:
                 raise invalid(
@@ -94,16 +131,59 @@ class Worker:
                     param="request_id",
                     code="duplicate_request_id",
                 )
-            self._give_to_engine(_with_adapter(request, self.config), delivery, trace or {})
+            self._give_to_engine(with_adapter(request, self.config), delivery, trace or {})
         except SluiceError as error:
-            self._metrics.record_refusal(error.kind.name.lower())
+            self.metrics.record_refusal(error.kind.name.lower())
             raise
 
+    def check_open(self) -> None:
+        """Raises SluiceError while requests are not welcome."""
+        if self._closed is not None:
+            raise self._closed
+        for error in self._suspended.values():
+            raise error
+
+    def suspend(self, why: str, error: SluiceError) -> None:
+        """Refuses requests with `error`, out of discovery, until `resume`; live ones go on."""
+        self._suspended[why] = error
+        self.phases.enter(why)
+        self.on_serving(why)
+
+    def resume(self, why: str) -> None:
+        """The reason is gone; the worker serves when no other is left."""
+        if self._suspended.pop(why, None) is None:
+            return
+        left = next(iter(self._suspended), "")
+        if left:
+            self.phases.enter(left)
+        else:
+            self.phases.leave()
+            self.on_serving("")
+
+    def change_card(self, config: EngineConfig) -> None:
+        """What is served has changed; the same epoch goes on."""
+        self._config = config
+        self.on_card()
+
+    def _check_room(self) -> None:
+        if self._max_live and len(self._live) >= self._max_live:
+            raise overloaded(f"{len(self._live)} requests are alive on this worker, and it takes no more.")
+
     def _give_to_engine(self, request: GenerateRequest, delivery: Delivery, trace: Mapping[str, str]) -> None:
+        request, handed_over_by = _opened(request)
         context = GenerateContext(request.request_id, trace)
+        terms = Terms(
+            self._ended,
+            self._broken,
+            self._began,
+            lambda payload, traceparent: seal(request, self.worker_id, self.epoch, traceparent, payload),
+            self.config.vocab_size,
+            self._strict,
+        )
         self._live[request.request_id] = delivery
         self._idle.clear()
-        delivery.accept(context, len(request.token_ids), self._ended)
+        span = open_span(request, self.config.role, trace, handed_over_by)
+        delivery.accept(context, len(request.token_ids), terms, span)
         try:
             self.engine.submit(request, context, delivery)
         except SluiceError as error:
@@ -129,6 +209,11 @@ class Worker:
         delivery.fail(error)
         self.engine.abort(delivery.context)
 
+    def fail_all(self, error: SluiceError) -> None:
+        """Ends every live request."""
+        for delivery in tuple(self._live.values()):
+            self.fail(delivery, error)
+
     def abort(self, request_id: str) -> bool:
         """Cancels by request id; False when no such request is alive."""
         delivery = self._live.get(request_id)
@@ -136,6 +221,10 @@ class Worker:
             return False
         self.cancel(delivery)
         return True
+
+    async def wait_idle(self) -> None:
+        """Returns when no request is alive; the caller sets the deadline."""
+        await self._idle.wait()
 
     def refuse_new(self) -> None:
         """From now on requests are refused as ENGINE_SHUTDOWN, which callers retry elsewhere."""
@@ -150,7 +239,7 @@ class Worker:
                 await self.engine.drain()
         except TimeoutError:
             log.warning("requests outlasted the drain", extra={"requests": len(self._live)})
-            self._end_all(_shutting_down())
+            self.fail_all(_shutting_down())
 
     async def cleanup(self) -> None:
         """Gives the engine's resources back, within a deadline."""
@@ -160,24 +249,29 @@ class Worker:
         except TimeoutError:
             log.warning("the engine's cleanup did not end in time", extra={"seconds": CLEANUP_S})
 
-    def _end_all(self, error: SluiceError) -> None:
-        for delivery in tuple(self._live.values()):
-            self.fail(delivery, error)
-
     def _engine_failed(self, name: str, error: BaseException) -> None:
         self._closed = SluiceError(ErrorKind.ENGINE_SHUTDOWN, "The engine of this worker has failed.")
-        self._end_all(self._closed)
+        self.fail_all(self._closed)
         if self._report_failure is not None:
             self._report_failure(name, error)
 
+    def _began(self) -> None:
+        self.last_sign_s = time.monotonic()
+
+    def _broken(self, delivery: Delivery, rule: str) -> None:
+        self.metrics.record_broken_contract(rule)
+        if not delivery.ended:
+            self.fail(delivery, internal("The engine broke its contract on this request; the worker's log says how."))
+
     def _ended(self, delivery: Delivery, reason: FinishReason, usage: Usage) -> None:
         self._forget(delivery.context.request_id)
-        first = delivery.first_token_s
-        self._metrics.record(
-            reason,
-            usage,
-            None if first is None else first - delivery.started_s,
-            time.monotonic() - delivery.started_s,
+        now, first = time.monotonic(), delivery.first_token_s
+        if not delivery.overruled:
+            self.last_sign_s = now
+            if reason not in (FinishReason.ERROR, FinishReason.CANCELLED):
+                self.last_finished_s = now
+        self.metrics.record(
+            reason, usage, None if first is None else first - delivery.started_s, now - delivery.started_s
         )
 
     def _forget(self, request_id: str) -> None:
@@ -190,7 +284,16 @@ def _shutting_down() -> SluiceError:
     return SluiceError(ErrorKind.ENGINE_SHUTDOWN, "The worker is shutting down; another one can serve the request.")
 
 
-def _with_adapter(request: GenerateRequest, config: EngineConfig) -> GenerateRequest:
+def with_adapter(request: GenerateRequest, config: EngineConfig) -> GenerateRequest:
     """A model name that is an adapter's stands for the base model with that adapter."""
     named = request.model in config.adapters and not request.lora
     return replace(request, lora=request.model) if named else request
+
+
+def _opened(request: GenerateRequest) -> tuple[GenerateRequest, str]:
+    """The request with its handoff out of the envelope, and the traceparent of the prefill."""
+    split = request.disaggregation
+    if split is None or split.role is not Role.DECODE or not split.handoff:
+        return request, ""
+    header, payload = unseal(split.handoff, request)
+    return replace(request, disaggregation=replace(split, handoff=payload)), header.traceparent

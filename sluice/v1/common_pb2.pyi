@@ -261,19 +261,25 @@ class TraceContext(_message.Message):
 
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     TRACESTATE_FIELD_NUMBER: _builtins.int
+    LINK_FIELD_NUMBER: _builtins.int
     traceparent: _builtins.str
     """W3C `traceparent` header value; empty: not traced"""
     tracestate: _builtins.str
     """W3C `tracestate` header value; empty: none"""
+    link: _builtins.str
+    """`traceparent` of an earlier part of the same request, such as the generation before a migration: the span is linked
+    to it. Empty: none.
+    """
     def __init__(
         self,
         *,
         traceparent: _builtins.str = ...,
         tracestate: _builtins.str = ...,
+        link: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["link", b"link", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -493,7 +499,7 @@ class OutputOptions(_message.Message):
     logprobs: _builtins.int
     """alternatives per generated token; 0: only the chosen token; unset: none"""
     prompt_logprobs: _builtins.int
-    """the same for prompt tokens"""
+    """The same for prompt tokens: one entry a token, of which the first says nothing (rank 0, logprob 0)."""
     def __init__(
         self,
         *,

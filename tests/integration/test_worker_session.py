@@ -271,13 +271,17 @@ async def test_clear_cache_forgets_prefixes(stub: worker_pb2_grpc.WorkerAsyncStu
 
 
 async def test_what_the_engine_cannot_do_is_said_so(stub: worker_pb2_grpc.WorkerAsyncStub) -> None:
-    sleep = await failure(stub.Control(worker_pb2.ControlRequest(action=worker_pb2.ControlRequest.ACTION_SLEEP)))
-    assert sleep.kind is ErrorKind.FAILED_PRECONDITION
-    assert "sleep" in sleep.message
+    asked = generation("grammar")
+    asked.guided.ebnf = "root ::= 'a'"
+    grammar = await failure(stub.Generate(asked).read())
+    assert grammar.kind is ErrorKind.FAILED_PRECONDITION
+    assert "guided_grammar" in grammar.message
     nothing = await failure(stub.Control(worker_pb2.ControlRequest()))
     assert nothing.kind is ErrorKind.INVALID_ARGUMENT
+    alone = await failure(stub.Control(worker_pb2.ControlRequest(action=worker_pb2.ControlRequest.ACTION_RESYNC)))
+    assert alone.kind is ErrorKind.FAILED_PRECONDITION
     embed = await failure(stub.Embed(worker_pb2.EmbedRequest(request_id="e", model="tiny")))
-    assert embed.kind is ErrorKind.FAILED_PRECONDITION
+    assert embed.kind is ErrorKind.INVALID_ARGUMENT
 
 
 async def test_shutdown_lets_requests_finish_and_tells_the_others(folder: Path) -> None:

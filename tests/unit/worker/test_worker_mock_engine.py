@@ -225,13 +225,6 @@ async def test_a_missing_model_says_so(tmp_path: Path) -> None:
     assert refusal.value.kind is ErrorKind.NOT_FOUND
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_other_roles_are_refused(role: Any) -> None:
-    with pytest.raises(SluiceError) as refusal:
-        MockEngine.from_args(WorkerSettings(role=role))
-    assert role in refusal.value.message
-
-
 async def test_short_steps_do_not_let_the_clock_run_ahead() -> None:
     loop = asyncio.get_running_loop()
     pacer = Pacer()

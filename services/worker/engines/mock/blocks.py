@@ -14,10 +14,15 @@ class BlockPool:
 
     Only blocks that were stored under a hash can be found again; a second block with the same content stays private to
     its sequence.
+
+    Args:
+        total: number of blocks.
+        index: without one nothing is stored and nothing is found again.
     """
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, index: bool = True) -> None:
         self.total = total
+        self._index = index
         self._references = [0] * total
         self._hash_of: list[int | None] = [None] * total
         self._by_hash: dict[int, int] = {}
@@ -84,7 +89,7 @@ class BlockPool:
 
     def store(self, block: int, block_hash: int) -> None:
         """The block is full and computed: it can be found under its hash from now on."""
-        if block_hash in self._by_hash or self._hash_of[block] is not None:
+        if not self._index or block_hash in self._by_hash or self._hash_of[block] is not None:
             return
         self._by_hash[block_hash] = block
         self._hash_of[block] = block_hash

@@ -3,46 +3,40 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from array import array
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Self
 
-from services.common import models
 from services.common.errors import ErrorKind, SluiceError, invalid
+from services.common.packing import pack_u64
 from services.worker.cache_events import KvEvent, KvEventSource
 from services.worker.delta_stream import DeltaStream
-from services.worker.engine import EngineConfig, GenerateContext, LLMEngine, Load, Sink
+from services.worker.engine import Embedded, EngineConfig, GenerateContext, LLMEngine, Load, Sink
 from services.worker.engines.mock.blocks import BlockPool
-from services.worker.engines.mock.claims import ACCEPTED, CAPABILITIES
+from services.worker.engines.mock.claims import ACCEPTED, CAPABILITIES, capabilities_of
+from services.worker.engines.mock.embeddings import embed
+from services.worker.engines.mock.faults import Faults, injected
+from services.worker.engines.mock.loading import Loaded, load, timing
+from services.worker.engines.mock.operations import Operations
 from services.worker.engines.mock.pacing import Pacer
+from services.worker.engines.mock.probabilities import logprobs_at, prompt_logprobs
 from services.worker.engines.mock.scheduler import Scheduler, Step
 from services.worker.engines.mock.sequence import Sequence as Running
-from services.worker.engines.mock.text import Storyteller
-from services.worker.engines.mock.timing import FixedTiming, ModelledTiming, StepTiming
-from services.worker.engines.mock.vocabulary import Vocabulary, declared_context_length, load_vocabulary
+from services.worker.engines.mock.statistics import Statistics
+from services.worker.engines.mock.text import Answer
+from services.worker.engines.mock.transfer import Transfer, refused
 from services.worker.generation import Delta, FinishReason, GenerateRequest, Role, Usage
 from services.worker.settings import WorkerSettings
 
 DEFAULT_CONTEXT_LENGTH = 32_768
-VERSION = "1"
-
-
-@dataclass(frozen=True, slots=True)
-class _Loaded:
-    """What reading the model's files gives."""
-
-    vocabulary: Vocabulary
-    storyteller: Storyteller
-    processor: str
-    fingerprint: str
-    context_length: int
+VERSION = "2"
 
 
 class MockEngine(LLMEngine):
     """Behaves like an engine with a GPU, in real or faster time, and answers in words of the model's tokenizer.
 
-    The same prompt and seed give the same answer. Sampling options other than the seed change nothing.
+    The same prompt and seed give the same answer. Of the sampling options it honours those that `claims` lists.
     """
 
     CAPABILITIES = CAPABILITIES
@@ -51,35 +45,44 @@ class MockEngine(LLMEngine):
     def __init__(self, settings: WorkerSettings) -> None:
         super().__init__()
         self._settings = settings
+        self._role = Role[settings.role.upper()]
+        self._timing = timing(settings)
+        self._operations = Operations(
+            tuple(settings.adapters), Faults().with_all(settings.fault), lambda: self._changed()
+        )
         self._running: dict[str, Running] = {}
+        self._transfers: dict[str, asyncio.TimerHandle] = {}
         self._arrivals = 0
         self._work = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
+        self._loaded: Loaded | None = None
         self._scheduler: Scheduler | None = None
         self._context_length = 0
         self._source = KvEventSource(rank=0)
         self._unpublished: list[KvEvent] = []
         self._step = Step()
+        self._statistics = Statistics()
 
     @classmethod
     def from_args(cls, settings: WorkerSettings) -> Self:
-        if settings.role != "aggregated":
-            raise invalid(f"The mock engine cannot play the role {settings.role}; use aggregated.", param="role")
+        if settings.engine_args or settings.engine_flags:
+            raise invalid("The mock engine has no options of its own; its settings are flags.", param="engine-args")
         return cls(settings)
 
     async def start(self, worker_id: str) -> EngineConfig:
         settings = self._settings
-        loaded = await asyncio.to_thread(_load, settings)
+        self.on_phase("loading the tokenizer", None)
+        self._loaded = loaded = await asyncio.to_thread(load, settings)
         # A sequence that fills the whole cache is the longest one that can ever finish.
         self._context_length = min(
             settings.context_length or loaded.context_length or DEFAULT_CONTEXT_LENGTH,
             settings.total_blocks * settings.block_size,
         )
         self._scheduler = Scheduler(
-            BlockPool(settings.total_blocks),
-            _timing(settings),
-            loaded.storyteller.answer,
+            BlockPool(settings.total_blocks, index=self._role is not Role.DECODE),
+            self._timing,
+            self._answer,
             block_size=settings.block_size,
             max_sequences=settings.max_sequences,
             max_batched_tokens=settings.max_batched_tokens,
@@ -98,21 +101,28 @@ class MockEngine(LLMEngine):
             max_sequences=settings.max_sequences,
             max_batched_tokens=settings.max_batched_tokens,
             eos_token_ids=loaded.vocabulary.eos_ids,
-            capabilities=frozenset(CAPABILITIES),
+            capabilities=frozenset(capabilities_of(self._role)),
             accepted=frozenset(ACCEPTED),
             adapters=tuple(settings.adapters),
-            role=Role.AGGREGATED,
+            role=self._role,
             engine="mock",
             engine_version=VERSION,
         )
 
     def submit(self, request: GenerateRequest, context: GenerateContext, sink: Sink) -> None:
+        scheduler, loaded = self._awake()
         room = self._context_length - len(request.token_ids)
         limit = room if request.stop.max_tokens is None else min(request.stop.max_tokens, room)
         if limit < 1:
             raise invalid(f"The prompt leaves no room in the context of {self._context_length} tokens.", param="prompt")
+        loaded.storyteller.check(request)
         sequence = Running(request, limit, self._arrivals, sink)
-        self._started().submit(sequence)
+        transfer_s = self._take_over(sequence, loaded)
+        if transfer_s:
+            later = asyncio.get_running_loop().call_later(transfer_s, self._arrive, sequence)
+            self._transfers[request.request_id] = later
+        else:
+            scheduler.submit(sequence)
         self._arrivals += 1
         self._running[request.request_id] = sequence
         self._idle.clear()
@@ -130,14 +140,8 @@ class MockEngine(LLMEngine):
 
     def abort(self, context: GenerateContext) -> None:
         context.cancelled = True
-        sequence = self._running.pop(context.request_id, None)
-        if sequence is None:
-            return
-        # A step that is under way may have computed a token that nobody gets any more.
-        undelivered = sum(1 for row, _ in self._step.rows if row is sequence)
-        self._started().cancel(sequence)
-        self._deliver_end(sequence, FinishReason.CANCELLED, sequence.usage(undelivered))
-        self._note_idle()
+        if sequence := self._running.get(context.request_id):
+            self._end_early(sequence, FinishReason.CANCELLED)
 
     async def drain(self) -> None:
         await self._idle.wait()
@@ -151,7 +155,7 @@ class MockEngine(LLMEngine):
         return [Load() if self._scheduler is None else self._scheduler.load()]
 
     def kv_event_sources(self) -> Sequence[KvEventSource]:
-        return (self._source,)
+        return () if self._role is Role.DECODE else (self._source,)
 
     async def clear_cache(self) -> None:
         pool = self._started().pool
@@ -159,22 +163,80 @@ class MockEngine(LLMEngine):
         self._unpublished += pool.take_events()
         self._publish()
 
+    async def embed(self, inputs: Sequence[array[int]], dimensions: int, lora: str = "") -> Embedded:
+        self._awake()
+        return await asyncio.to_thread(embed, inputs, self._settings.embedding_width, dimensions, lora)
+
+    async def control(self, action: str, arguments: Mapping[str, str]) -> dict[str, str]:
+        results = self._operations.run(action, arguments)
+        if self._operations.asleep:
+            await self.clear_cache()
+        return results
+
+    def metrics_text(self) -> str:
+        return self._statistics.text()
+
     def _started(self) -> Scheduler:
         if self._scheduler is None:
             raise SluiceError(ErrorKind.UNAVAILABLE, "The engine has not started yet.", code="engine_starting")
         return self._scheduler
 
+    def _awake(self) -> tuple[Scheduler, Loaded]:
+        scheduler = self._started()
+        assert self._loaded is not None
+        if self._operations.asleep:
+            raise SluiceError(ErrorKind.UNAVAILABLE, "The engine sleeps; wake it first.", code="asleep")
+        if self._operations.faults.refuse:
+            raise injected("requests are refused", ErrorKind.ENGINE_SHUTDOWN)
+        return scheduler, self._loaded
+
+    def _answer(self, request: GenerateRequest, limit: int) -> Answer:
+        assert self._loaded is not None
+        answer = self._loaded.storyteller.answer(request, limit)
+        if self._role is Role.PREFILL and len(answer.token_ids) > 1:
+            return Answer(answer.token_ids[:1], FinishReason.HANDOFF)
+        return answer
+
+    def _take_over(self, sequence: Running, loaded: Loaded) -> float:
+        """Prepares a sequence whose prompt was computed elsewhere; returns how long its cache travels, seconds."""
+        request = sequence.request
+        if request.disaggregation is None or request.disaggregation.role is not Role.DECODE:
+            return 0.0
+        transfer = Transfer.unpack(request.disaggregation.handoff)
+        transfer.check(request, self._settings.block_size)
+        answer = loaded.storyteller.answer(request, sequence.limit)
+        if len(answer.token_ids) < 2 or answer.token_ids[0] != transfer.first_token:
+            raise refused("goes on with another token than this request does", "foreign_handoff")
+        sequence.hand_over(answer)
+        return transfer.cache_bytes * 8e-9 / self._settings.transfer_gbps / self._settings.speedup
+
+    def _arrive(self, sequence: Running) -> None:
+        """The cache of a sequence is here."""
+        self._transfers.pop(sequence.request.request_id, None)
+        try:
+            self._started().submit(sequence)
+        except SluiceError as error:
+            self._end_early(sequence, FinishReason.ERROR, error)
+            return
+        self._work.set()
+
+    def _changed(self) -> None:
+        self._work.set()
+
     async def _run(self, scheduler: Scheduler) -> None:
         pacer = Pacer()
         while True:
-            if not scheduler.busy:
+            if not scheduler.busy or self._operations.faults.hang:
                 self._work.clear()
                 await self._work.wait()
                 pacer.resume()
+                continue
+            self._operations.faults = self._operations.faults.after_step()
             self._step = step = scheduler.step(pacer.now)
             self._unpublished += step.events
-            await pacer.spend(step.duration_s)
+            await pacer.spend(step.duration_s * self._operations.faults.slow)
             self._step = Step()
+            self._statistics.count(step, scheduler.pool.used / scheduler.pool.total)
             self._emit(step)
 
     def _emit(self, step: Step) -> None:
@@ -183,9 +245,14 @@ class MockEngine(LLMEngine):
             sink = sequence.sink
             if sink is None:
                 continue  # aborted while the step ran
-            if sequence.known == sequence.prompt_tokens + 1:
-                sink.begin(sequence.cached_tokens)
-            sink.push((token_id,))
+            if sequence.known == sequence.first_known:
+                self._begin(sequence, sink)
+            if sequence.request.logprobs is None:
+                sink.push((token_id,))
+            else:
+                self._push_logprobs(sequence, sink, token_id)
+        if self._operations.faults.error_after:
+            self._fail_some(step)
         for sequence in step.ended:
             if sequence.sink is not None and sequence.answer is not None:
                 del self._running[sequence.request.request_id]
@@ -193,34 +260,64 @@ class MockEngine(LLMEngine):
                 self._deliver_end(sequence, answer.reason, sequence.usage(), answer.stop_token_id)
         self._note_idle()
 
+    def _begin(self, sequence: Running, sink: Sink) -> None:
+        request = sequence.request
+        if request.prompt_logprobs is None or self._loaded is None:
+            sink.begin(sequence.cached_tokens)
+        else:
+            vocab_size = self._loaded.vocabulary.size
+            sink.begin(sequence.cached_tokens, prompt_logprobs(request.token_ids, request.prompt_logprobs, vocab_size))
+
+    def _push_logprobs(self, sequence: Running, sink: Sink, token_id: int) -> None:
+        assert self._loaded is not None
+        wanted = sequence.request.logprobs or 0
+        sink.push((token_id,), (logprobs_at(token_id, sequence.known - 1, wanted, self._loaded.vocabulary.size),))
+
+    def _fail_some(self, step: Step) -> None:
+        most = self._operations.faults.error_after
+        for sequence, _ in step.rows:
+            if sequence.sink is not None and sequence.usage().completion_tokens >= most:
+                self._end_early(sequence, FinishReason.ERROR, injected(f"the request fails after {most} tokens"))
+
     def _publish(self) -> None:
         events, self._unpublished = self._unpublished, []
         if events:
-            self._source.publish(events)
+            for _ in range(self._operations.faults.events):
+                self._source.publish(events)
+
+    def _end_early(self, sequence: Running, reason: FinishReason, error: SluiceError | None = None) -> None:
+        request_id = sequence.request.request_id
+        self._running.pop(request_id, None)
+        if later := self._transfers.pop(request_id, None):
+            later.cancel()
+            usage = sequence.usage(sequence.known - sequence.prompt_tokens - sequence.handed)
+        else:
+            # A step that is under way may have computed a token that nobody gets any more.
+            usage = sequence.usage(sum(1 for row, _ in self._step.rows if row is sequence))
+            self._started().cancel(sequence)
+        self._deliver_end(sequence, reason, usage, error=error)
+        self._note_idle()
 
     def _deliver_end(
-        self, sequence: Running, reason: FinishReason, usage: Usage, stop_token_id: int | None = None
+        self,
+        sequence: Running,
+        reason: FinishReason,
+        usage: Usage,
+        stop_token_id: int | None = None,
+        error: SluiceError | None = None,
     ) -> None:
         sink, sequence.sink = sequence.sink, None
         if sink is not None:
-            sink.finish(reason, usage, stop_token_id=stop_token_id)
+            handoff = self._handoff(sequence) if reason is FinishReason.HANDOFF else b""
+            sink.finish(reason, usage, stop_token_id=stop_token_id, error=error, handoff=handoff)
+
+    def _handoff(self, sequence: Running) -> bytes:
+        settings, prompt = self._settings, sequence.prompt_tokens
+        full = prompt // settings.block_size
+        hashes = sequence.hash_upto(full, settings.block_size)[:full]
+        cache_bytes = prompt * settings.kv_token_bytes
+        return Transfer(settings.block_size, prompt, sequence.tokens[prompt], cache_bytes, pack_u64(hashes)).pack()
 
     def _note_idle(self) -> None:
         if not self._running:
             self._idle.set()
-
-
-def _load(settings: WorkerSettings) -> _Loaded:
-    path = models.resolve(settings.spec.source)
-    processor = settings.spec.processor or models.detect_processor(path)
-    # Whoever makes the ids, what an id means is in the files.
-    vocabulary = load_vocabulary(path, processor if processor in models.PROCESSORS else models.detect_processor(path))
-    return _Loaded(
-        vocabulary, Storyteller(vocabulary), processor, models.fingerprint(path), declared_context_length(path)
-    )
-
-
-def _timing(settings: WorkerSettings) -> StepTiming:
-    if settings.timing == "fixed":
-        return FixedTiming(settings.fixed_step_ms, settings.fixed_prefill_us, settings.speedup)
-    return ModelledTiming(settings.speedup)

@@ -165,10 +165,20 @@ class Scheduler:
         places = self._free_places()
         while self._waiting and budget and places and self._place(self._waiting[0], now):
             sequence = self._waiting.pop(0)
+            places -= 1
+            if sequence.arrived:
+                self._resume(sequence)
+                continue
             sequence.state = State.PREFILLING
             self._prefilling.append(sequence)
-            places -= 1
             budget -= self._compute_chunk(sequence, budget, step)
+
+    def _resume(self, sequence: Sequence) -> None:
+        """Its cache is in the blocks that were just placed: it decodes from the next step on."""
+        sequence.arrived = False
+        sequence.computed = sequence.known - 1
+        sequence.state = State.DECODING
+        self._decoding.append(sequence)
 
     def _place(self, sequence: Sequence, now: float) -> bool:
         """Reserves blocks for everything known of a sequence; at least its last token is always computed anew."""

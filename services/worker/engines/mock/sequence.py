@@ -31,14 +31,18 @@ class Sequence:
         quiet: decoding steps to come that neither need a block, fill one, nor end the sequence.
         hashes: chained hashes of its full blocks, as far as they were needed.
         cached_tokens: prompt tokens reused when it was first scheduled.
+        handed: tokens of the answer that a prefill worker gave already: 0 or 1.
+        arrived: its cache came from a prefill worker and waits to be placed.
     """
 
     __slots__ = (
         "answer",
+        "arrived",
         "blocks",
         "cached_tokens",
         "computed",
         "end",
+        "handed",
         "hashes",
         "known",
         "limit",
@@ -69,6 +73,8 @@ class Sequence:
         self.answer: Answer | None = None
         self.cached_tokens = 0
         self.scheduled_at: float | None = None
+        self.handed = 0
+        self.arrived = False
 
     def __lt__(self, other: Sequence) -> bool:
         return self.order < other.order
@@ -78,6 +84,18 @@ class Sequence:
         self.answer = answer
         self.tokens = self.request.token_ids + answer.token_ids
         self.end = len(self.tokens)
+
+    def hand_over(self, answer: Answer) -> None:
+        """The prompt and the answer's first token were computed elsewhere."""
+        self.prepare(answer)
+        self.handed = 1
+        self.arrived = True
+        self.known = self.prompt_tokens + 1
+
+    @property
+    def first_known(self) -> int:
+        """What `known` is when the first token of this engine is out."""
+        return self.prompt_tokens + self.handed + 1
 
     def hash_upto(self, blocks: int, block_size: int) -> array[int]:
         """Hashes of at least the first `blocks` full blocks."""
@@ -95,4 +113,5 @@ class Sequence:
 
     def usage(self, undelivered: int = 0) -> Usage:
         """Token counts so far, without the last `undelivered` ones."""
-        return Usage(self.prompt_tokens, self.known - self.prompt_tokens - undelivered, self.cached_tokens)
+        generated = self.known - self.prompt_tokens - self.handed - undelivered
+        return Usage(self.prompt_tokens, generated, self.cached_tokens)

@@ -2,6 +2,7 @@
 
 A prompt that holds `<<<script: TEXT>>>` near its end is answered with TEXT and nothing else, so that tests and
 demonstrations can have tool calls and reasoning of any model. Special tokens in TEXT are special tokens of the answer.
+Guided decoding decides the whole answer and ends it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from random import Random
 from xxhash import xxh3_64_intdigest
 
 from services.common.packing import pack_u32
+from services.worker.engines.mock.guided import guided_text
 from services.worker.engines.mock.vocabulary import Vocabulary
 from services.worker.generation import FinishReason, GenerateRequest, Stop
 
@@ -25,6 +27,7 @@ SEARCHED_TOKENS = 2_048
 SCRIPT_TOKENS = 512
 SENTENCES = 1_024
 SCRIPT = re.compile(r"<<<script: (.*?)>>>(?!>)", re.DOTALL)
+CHOICE = re.compile(r"-(\d{1,3})$")
 ROLES = ("system", "user", "assistant", "tool")
 
 _ADJECTIVES = """
@@ -57,6 +60,8 @@ AnswerFor = Callable[[GenerateRequest, int], Answer]
 class Storyteller:
     """Answers prompts, the same way for the same prompt and seed.
 
+    Choices of one prompt without a seed differ: the number at the end of a request id such as `chat-1` takes its place.
+
     A request resumed on another worker gets the rest of the answer its first worker had begun.
     """
 
@@ -69,25 +74,39 @@ class Storyteller:
         stop = request.stop
         resumed = request.resumed_tokens
         prompt = request.token_ids[: len(request.token_ids) - resumed] if resumed else request.token_ids
-        random = Random(_seed(prompt, request.sampling.seed))
+        random = self._random(request, prompt)
         wanted = max(random.randint(SHORTEST, LONGEST), resumed + stop.min_tokens)
-        if stop.ignore_eos:
+        endless = stop.ignore_eos and request.guided is None
+        forced = None if endless else self._forced(request, prompt, random)
+        if forced is not None:
+            wanted = len(forced)
+        elif endless:
             wanted = resumed + limit
-        script = None if stop.ignore_eos else self._script(prompt)
-        if script:
-            wanted = len(script)
-        story = script or self._story(prompt, random, min(wanted, resumed + limit))
-        eos = () if stop.ignore_eos else (stop.eos_token_ids or self._vocabulary.eos_ids)[:1]
-        ended = not stop.ignore_eos and len(story) >= wanted
+        story = self._story(prompt, random, min(wanted, resumed + limit)) if forced is None else forced
+        eos = () if endless else (stop.eos_token_ids or self._vocabulary.eos_ids)[:1]
+        ended = not endless and len(story) >= wanted
         if ended:
             story.extend(eos)
         rest = story[resumed : resumed + limit] or array("I", eos or self._sentences[0][:1])
         return _cut(rest, stop, self._vocabulary.eos_ids, ended and len(story) - resumed <= limit, eos)
 
-    def _script(self, prompt: array[int]) -> array[int]:
-        """The answer that the prompt's last script asks for; empty without one."""
+    def check(self, request: GenerateRequest) -> None:
+        """Raises SluiceError(INVALID_ARGUMENT) for guided decoding that cannot be followed."""
+        if request.guided is not None:
+            guided_text(request.guided, Random(0))
+
+    def _random(self, request: GenerateRequest, prompt: array[int]) -> Random:
+        seed = request.sampling.seed
+        if seed is None and (choice := CHOICE.search(request.request_id)):
+            seed = int(choice[1])
+        return Random(_seed(prompt, seed))
+
+    def _forced(self, request: GenerateRequest, prompt: array[int], random: Random) -> array[int] | None:
+        """The answer that guided decoding, or else the prompt's last script, asks for; None without either."""
+        if request.guided is not None:
+            return array("I", self._vocabulary.encode(guided_text(request.guided, random)))
         scripts = SCRIPT.findall(self._vocabulary.decode(prompt[-SCRIPT_TOKENS:]))
-        return array("I", self._vocabulary.encode_marked(scripts[-1]) if scripts else [])
+        return array("I", self._vocabulary.encode_marked(scripts[-1])) if scripts else None
 
     def _story(self, prompt: array[int], random: Random, wanted: int) -> array[int]:
         """Whole sentences until there are `wanted` tokens."""

@@ -1858,7 +1858,7 @@ class OutputOptions(betterproto2.Message):
         2, betterproto2.TYPE_UINT32, optional=True
     )
     """
-    the same for prompt tokens
+    The same for prompt tokens: one entry a token, of which the first says nothing (rank 0, logprob 0).
     """
 
 
@@ -3070,6 +3070,12 @@ class TraceContext(betterproto2.Message):
     tracestate: "str" = betterproto2.field(2, betterproto2.TYPE_STRING)
     """
     W3C `tracestate` header value; empty: none
+    """
+
+    link: "str" = betterproto2.field(3, betterproto2.TYPE_STRING)
+    """
+    `traceparent` of an earlier part of the same request, such as the generation before a migration: the span is linked
+    to it. Empty: none.
     """
 
 

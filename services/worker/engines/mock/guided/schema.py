@@ -1,0 +1,254 @@
+"""An example of a JSON schema.
+
+Understood: type, enum, const, properties, required, additionalProperties, items, prefixItems, minItems, maxItems,
+uniqueItems, minProperties, maxProperties, minimum, maximum, exclusiveMinimum, exclusiveMaximum, multipleOf, minLength,
+maxLength, pattern, format, anyOf, oneOf, allOf and $ref within the document.
+
+Keywords that only describe are skipped; every other keyword is out of reach.
+"""
+
+from __future__ import annotations
+
+import math
+from random import Random
+from typing import Any
+
+from services.worker.engines.mock.guided.example import OutOfReach
+from services.worker.engines.mock.guided.regex import matching
+
+DEEPEST = 32
+OPTIONAL_UNTIL = 3
+MOST_VALUES = 10_000
+LONGEST = 4_096
+
+_DESCRIBE = frozenset(
+    {"$schema", "$id", "$anchor", "$comment", "$defs", "definitions", "title", "description", "default", "examples"}
+    | {"deprecated", "readOnly", "writeOnly", "strict", "name", "contentEncoding", "contentMediaType"}
+)
+_KEYWORDS = {
+    "object": frozenset({"properties", "required", "additionalProperties", "minProperties", "maxProperties"}),
+    "array": frozenset({"items", "prefixItems", "minItems", "maxItems", "uniqueItems"}),
+    "string": frozenset({"minLength", "maxLength", "pattern", "format"}),
+    "number": frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}),
+}
+_EVERYWHERE = frozenset({"type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref", "nullable"})
+_KNOWN = _DESCRIBE.union(_EVERYWHERE, *_KEYWORDS.values())
+_FORMATS = {
+    "date": "2026-03-14",
+    "time": "12:30:00Z",
+    "date-time": "2026-03-14T12:30:00Z",
+    "duration": "PT5M",
+    "email": "keeper@example.com",
+    "hostname": "example.com",
+    "ipv4": "192.0.2.1",
+    "ipv6": "2001:db8::1",
+    "uri": "https://example.com/river",
+    "uuid": "0e4a1b9c-6f5d-4c3b-8a29-1f0e2d3c4b5a",
+}
+_WORDS = ("river", "gate", "bridge", "lamp", "harbour", "meadow", "stone", "window")
+
+
+class Examples:
+    """Makes values; `root` is the document that references point into."""
+
+    def __init__(self, root: Any, random: Random) -> None:
+        self._root = root
+        self._random = random
+        self._made = 0
+
+    def of(self, schema: Any, depth: int = 0) -> Any:
+        """A value that satisfies the schema; OutOfReach when none can be made."""
+        self._made += 1
+        if depth > DEEPEST or self._made > MOST_VALUES:
+            raise OutOfReach("it is nested too deeply or demands too many values")
+        if schema is True:
+            return self._random.choice(_WORDS)
+        if not isinstance(schema, dict):
+            raise OutOfReach("a part of it allows nothing or is no schema")
+        schema = self._merged(schema, depth)
+        if unknown := sorted(schema.keys() - _KNOWN):
+            raise OutOfReach(f"the keyword {unknown[0]!r} is not supported")
+        if "const" in schema:
+            return schema["const"]
+        if "enum" in schema:
+            return self._random.choice(_filled(schema["enum"], "enum"))
+        for keyword in ("anyOf", "oneOf"):
+            if keyword in schema:
+                return self._any(schema, keyword, depth)
+        return self._typed(schema, depth)
+
+    def _merged(self, schema: dict[str, Any], depth: int) -> dict[str, Any]:
+        """The schema with its references and the parts of `allOf` folded in."""
+        if "$ref" not in schema and "allOf" not in schema:
+            return schema
+        if depth > DEEPEST:
+            raise OutOfReach("references run in a circle")
+        merged = {key: value for key, value in schema.items() if key not in ("$ref", "allOf")}
+        parts = [self._referred(schema["$ref"])] if "$ref" in schema else []
+        for part in (*parts, *schema.get("allOf", ())):
+            if not isinstance(part, dict):
+                raise OutOfReach("allOf and $ref need schemas that are objects")
+            for key, value in self._merged(part, depth + 1).items():
+                merged[key] = _both(key, merged[key], value) if key in merged else value
+        return merged
+
+    def _referred(self, reference: Any) -> Any:
+        if not isinstance(reference, str) or not reference.startswith("#"):
+            raise OutOfReach("a reference leads out of the document")
+        found = self._root
+        for part in filter(None, reference[1:].split("/")):
+            name = part.replace("~1", "/").replace("~0", "~")
+            if not isinstance(found, dict) or name not in found:
+                raise OutOfReach(f"the reference {reference} leads nowhere")
+            found = found[name]
+        return found
+
+    def _any(self, schema: dict[str, Any], keyword: str, depth: int) -> Any:
+        rest = {key: value for key, value in schema.items() if key != keyword}
+        branches = list(_filled(schema[keyword], keyword))
+        self._random.shuffle(branches)
+        # A recursive schema ends where a branch does: the flat ones come first once it is deep.
+        if depth > OPTIONAL_UNTIL:
+            branches.sort(key=_size)
+        problem = OutOfReach(f"{keyword} has no branch that can be followed")
+        for branch in branches:
+            try:
+                return self.of({**rest, "allOf": [branch]} if rest else branch, depth + 1)
+            except OutOfReach as error:
+                problem = error
+        raise problem
+
+    def _typed(self, schema: dict[str, Any], depth: int) -> Any:
+        kind = schema.get("type") or _implied_type(schema)
+        if isinstance(kind, list):
+            kind = self._random.choice([one for one in kind if one != "null"] or ["null"])
+        match kind:
+            case "object":
+                return self._object(schema, depth)
+            case "array":
+                return self._array(schema, depth)
+            case "string":
+                return self._string(schema)
+            case "integer" | "number":
+                return self._number(schema, kind)
+            case "boolean":
+                return self._random.random() < 0.5
+            case "null":
+                return None
+        raise OutOfReach(f"the type {kind!r} is not one of JSON's")
+
+    def _object(self, schema: dict[str, Any], depth: int) -> dict[str, Any]:
+        properties, required = schema.get("properties", {}), schema.get("required", [])
+        made: dict[str, Any] = {}
+        for name, part in properties.items():
+            if name in required:
+                made[name] = self.of(part, depth + 1)
+            elif depth < OPTIONAL_UNTIL:
+                try:
+                    made[name] = self.of(part, depth + 1)
+                except OutOfReach:
+                    continue  # it may be left out
+        for name in required:
+            if name not in made:
+                made[name] = self.of(schema.get("additionalProperties", True), depth + 1)
+        while len(made) < schema.get("minProperties", 0):
+            made[f"more{len(made)}"] = self.of(schema.get("additionalProperties", True), depth + 1)
+        if len(made) > schema.get("maxProperties", math.inf):
+            made = {name: value for name, value in made.items() if name in required}
+        return made
+
+    def _array(self, schema: dict[str, Any], depth: int) -> list[Any]:
+        first = schema.get("prefixItems", [])
+        least, most = schema.get("minItems", 0), schema.get("maxItems", math.inf)
+        wanted = min(max(least, len(first), 1 if depth < OPTIONAL_UNTIL else 0), most)
+        made: list[Any] = [self.of(part, depth + 1) for part in first[: int(wanted)]]
+        for _ in range(4 * int(min(wanted, MOST_VALUES))):
+            if len(made) >= wanted:
+                return made
+            value = self.of(schema.get("items", True), depth + 1)
+            if not (schema.get("uniqueItems") and value in made):
+                made.append(value)
+        if len(made) < wanted:
+            raise OutOfReach("an array demands more different items than were found")
+        return made
+
+    def _string(self, schema: dict[str, Any]) -> str:
+        least, most = schema.get("minLength", 0), schema.get("maxLength", LONGEST)
+        if least > LONGEST or least > most:
+            raise OutOfReach(f"a string would be longer than {min(most, LONGEST)} characters")
+        if "pattern" in schema:
+            pattern = schema["pattern"]
+            for _ in range(16):  # a pattern may match anywhere in the text; one that matches all of it will do
+                if least <= len(text := matching(pattern, self._random)) <= most:
+                    return text
+            raise OutOfReach("a pattern and the length of its string do not go together")
+        if "format" in schema:
+            text = _FORMATS.get(schema["format"], "")
+            if not text or not least <= len(text) <= most:
+                raise OutOfReach(f"the format {schema['format']!r} is not supported")
+            return text
+        words = self._random.choice(_WORDS)
+        while len(words) < least:
+            words += " " + self._random.choice(_WORDS)
+        return words[: min(most, max(least, len(words)))]
+
+    def _number(self, schema: dict[str, Any], kind: str) -> float:
+        step = schema.get("multipleOf", 1)
+        low, high = schema.get("minimum", -math.inf), schema.get("maximum", math.inf)
+        above, below = schema.get("exclusiveMinimum", -math.inf), schema.get("exclusiveMaximum", math.inf)
+        if kind == "integer" and step != int(step):
+            step = 1 if (1 / step).is_integer() else step * 10
+        start = max(low, above)
+        if math.isinf(start):
+            start = min(0, high, below)
+        first = math.ceil(start / step) if low > -math.inf or above > -math.inf else math.floor(start / step) - 8
+        candidates = [number * step for number in range(first, first + 10)]
+        if kind == "number" and "multipleOf" not in schema:
+            candidates.append((max(low, above) + min(high, below)) / 2)
+        fitting = [value for value in candidates if low <= value <= high and above < value < below]
+        if not fitting:
+            raise OutOfReach("no number fits its bounds")
+        chosen: float = self._random.choice(fitting)
+        return int(chosen) if float(chosen).is_integer() else chosen
+
+
+def _filled(value: Any, keyword: str) -> list[Any]:
+    if not isinstance(value, list) or not value:
+        raise OutOfReach(f"{keyword} is no list or an empty one")
+    return value
+
+
+def _both(key: str, one: Any, other: Any) -> Any:
+    if one == other:
+        return one
+    if key == "properties":
+        return {**one, **{name: {"allOf": [one[name], part]} if name in one else part for name, part in other.items()}}
+    if key == "required":
+        return [*one, *(name for name in other if name not in one)]
+    if key.startswith(("min", "exclusiveMin")):
+        return max(one, other)
+    if key.startswith(("max", "exclusiveMax")):
+        return min(one, other)
+    if key == "enum":
+        return [value for value in one if value in other]
+    if key in _DESCRIBE:
+        return one
+    if key == "type":
+        return _common_type(one, other)
+    raise OutOfReach(f"two demands on {key!r} cannot be put together")
+
+
+def _common_type(one: Any, other: Any) -> Any:
+    left, right = ([kind] if isinstance(kind, str) else list(kind) for kind in (one, other))
+    common = [kind for kind in left if kind in right]
+    if not common:
+        raise OutOfReach("allOf demands two types at once")
+    return common
+
+
+def _implied_type(schema: dict[str, Any]) -> str:
+    return next((kind for kind, keywords in _KEYWORDS.items() if keywords & schema.keys()), "string")
+
+
+def _size(schema: Any) -> int:
+    return len(str(schema))

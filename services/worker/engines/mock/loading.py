@@ -1,0 +1,60 @@
+"""What the mock engine reads at its start, off the event loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.common import models
+from services.common.errors import ErrorKind, SluiceError
+from services.worker.engines.mock.text import Storyteller
+from services.worker.engines.mock.timing import FixedTiming, ModelledTiming, StepTiming, TableTiming
+from services.worker.engines.mock.vocabulary import Vocabulary, declared_context_length, load_vocabulary
+from services.worker.memory import available_bytes
+from services.worker.settings import WorkerSettings
+
+BLOCK_BYTES = 200  # of this process, for one block of the cache that is only imagined
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What the model's files give."""
+
+    vocabulary: Vocabulary
+    storyteller: Storyteller
+    processor: str
+    fingerprint: str
+    context_length: int
+
+
+def load(settings: WorkerSettings) -> Loaded:
+    """Reads the tokenizer; SluiceError when there is none, or no memory for the block table."""
+    check_memory(settings.total_blocks)
+    path = models.resolve(settings.spec.source)
+    processor = settings.spec.processor or models.detect_processor(path)
+    # Whoever makes the ids, what an id means is in the files.
+    vocabulary = load_vocabulary(path, processor if processor in models.PROCESSORS else models.detect_processor(path))
+    return Loaded(
+        vocabulary, Storyteller(vocabulary), processor, models.fingerprint(path), declared_context_length(path)
+    )
+
+
+def check_memory(total_blocks: int) -> None:
+    """Raises SluiceError(FAILED_PRECONDITION) when the table of so many blocks does not fit into free memory."""
+    free = available_bytes()
+    if free is not None and total_blocks * BLOCK_BYTES > free:
+        raise SluiceError(
+            ErrorKind.FAILED_PRECONDITION,
+            f"There is not enough memory for {total_blocks} blocks: {free >> 20} MiB are free; lower --total-blocks.",
+            param="total-blocks",
+            code="out_of_memory",
+        )
+
+
+def timing(settings: WorkerSettings) -> StepTiming:
+    """The clock that the settings ask for; SluiceError when its file is wrong."""
+    if settings.timing == "fixed":
+        return FixedTiming(settings.fixed_step_ms, settings.fixed_prefill_us, settings.speedup)
+    if settings.timing == "table":
+        return TableTiming.read(Path(settings.timing_file), settings.speedup)
+    return ModelledTiming(settings.speedup)
