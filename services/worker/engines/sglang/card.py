@@ -1,0 +1,132 @@
+"""What a started SGLang engine says about itself. Pure: reads attributes, imports nothing of SGLang."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from services.common import models
+from services.worker.capabilities import GUIDED, SAMPLING, Capability
+from services.worker.engine import EngineConfig
+from services.worker.engines.sglang.sampling import Facts
+from services.worker.generation import Role
+from services.worker.settings import WorkerSettings
+
+CAPABILITIES = frozenset(
+    {
+        Capability.TOKEN_IDS,
+        Capability.LOGPROBS,
+        Capability.PROMPT_LOGPROBS,
+        *GUIDED,
+        *(SAMPLING - {Capability.ALLOWED_TOKEN_IDS, Capability.BAD_WORDS}),
+        Capability.PRIORITY,
+        Capability.CACHE_SALT,
+        Capability.DATA_PARALLEL_RANK,
+        Capability.LORA,
+        Capability.LORA_LOADING,
+        Capability.EMBEDDINGS,
+        Capability.KV_EVENTS,
+        Capability.PREFILL,
+        Capability.DECODE,
+        Capability.SLEEP,
+        Capability.CLEAR_CACHE,
+        Capability.PROFILE,
+    }
+)
+
+_OF_GENERATION = frozenset(
+    {
+        Capability.LOGPROBS,
+        Capability.PROMPT_LOGPROBS,
+        *GUIDED,
+        *SAMPLING,
+        Capability.PRIORITY,
+        Capability.CACHE_SALT,
+        Capability.KV_EVENTS,
+        Capability.PREFILL,
+        Capability.DECODE,
+    }
+)
+_OF_TOKENIZER = GUIDED | {Capability.MIN_TOKENS}
+
+
+def capabilities(engine: Any) -> frozenset[Capability]:
+    """Those that the engine has as it was started."""
+    manager = engine.tokenizer_manager
+    value = manager.config_value
+    missing: set[Capability] = set()
+    if not manager.is_generation:
+        missing |= _OF_GENERATION
+    else:
+        missing.add(Capability.EMBEDDINGS)
+    if value("skip_tokenizer_init"):
+        missing |= _OF_TOKENIZER
+    if value("grammar_backend") == "none":
+        missing |= GUIDED
+    if not value("enable_priority_scheduling"):
+        missing.add(Capability.PRIORITY)
+    if not value("enable_deterministic_inference"):
+        missing.add(Capability.SEED)
+    if not value("enable_strict_thinking"):
+        missing.add(Capability.THINKING_TOKEN_BUDGET)
+    if not value("enable_lora"):
+        missing |= {Capability.LORA, Capability.LORA_LOADING}
+    if value("dp_size") < 2:
+        missing.add(Capability.DATA_PARALLEL_RANK)
+    else:
+        missing.add(Capability.LORA_LOADING)
+    if value("disable_radix_cache"):
+        missing |= {Capability.KV_EVENTS, Capability.CACHE_SALT}
+    if not value("enable_memory_saver"):
+        missing.add(Capability.SLEEP)
+    mode = value("disaggregation_mode")
+    missing |= {Capability.PREFILL, Capability.DECODE} - {Capability(mode) if mode != "null" else None}
+    return CAPABILITIES - missing
+
+
+def request_facts(engine: Any, context_length: int) -> Facts:
+    """What requests must be mapped with."""
+    manager = engine.tokenizer_manager
+    return Facts(
+        context_length=context_length,
+        defaults=dict(manager.model_config.get_default_sampling_params()),
+        has_priorities=bool(manager.config_value("enable_priority_scheduling")),
+        low_first=bool(manager.config_value("schedule_low_priority_values_first")),
+        has_seeds=bool(manager.config_value("enable_deterministic_inference")),
+    )
+
+
+def engine_config(settings: WorkerSettings, path: Path, engine: Any, version: str) -> EngineConfig:
+    """The card.
+
+    Args:
+        path: the model's tokenizer files.
+    """
+    manager = engine.tokenizer_manager
+    value = manager.config_value
+    info = engine._scheduler_init_result.scheduler_infos[0]
+    page = int(value("page_size"))
+    running = int(value("max_running_requests") or 0)
+    processor = settings.spec.processor or models.detect_processor(path)
+    able = capabilities(engine)
+    return EngineConfig(
+        model=settings.spec.name,
+        source=settings.spec.source,
+        processor=processor,
+        fingerprint=models.fingerprint(path),
+        # SGLang keeps a few positions for itself; a prompt one shorter than this always fits.
+        context_length=min(int(manager.context_len), int(info["max_req_input_len"]) + 1),
+        vocab_size=int(manager.model_config.vocab_size),
+        block_size=page,
+        total_blocks=int(info["max_total_num_tokens"]) // page,
+        max_sequences=running,
+        max_batched_tokens=max(int(value("chunked_prefill_size") or 0), 0),
+        eos_token_ids=tuple(sorted(manager.model_config.hf_eos_token_id or ())),
+        capabilities=frozenset(able),
+        accepted=frozenset({Capability.SEED} - able),
+        adapters=tuple(sorted(manager.lora_registry.get_all_adapters())),
+        data_parallel_size=int(value("dp_size")),
+        role=Role[settings.role.upper()],
+        engine="sglang",
+        engine_version=version,
+    )

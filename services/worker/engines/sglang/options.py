@@ -1,0 +1,113 @@
+"""The worker's settings in SGLang's flags. Pure: SGLang's own parser reads what comes out of here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from services.common.errors import SluiceError, invalid
+from services.worker.engines.arguments import check_names, parse_engine_args
+from services.worker.settings import WorkerSettings
+
+_WITHOUT_GPU: dict[str, Any] = {
+    "device": "cpu",
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "disable_overlap_schedule": True,
+    "disable_cuda_graph": True,
+    "lora_backend": "torch_native",
+}
+_REFUSED = {
+    "tokenizer_worker_num": "one worker is one process; start more workers instead",
+    "detokenizer_worker_num": "this worker makes no text; postprocess does",
+    "kv_events_config": "it reads the events itself and tells them to the routers",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Flags:
+    """What SGLang's parser knows.
+
+    Attributes:
+        names: every option, with underscores.
+        negatable: those of them that have a `--no-` form.
+    """
+
+    names: Collection[str]
+    negatable: Collection[str]
+
+
+def command_line(settings: WorkerSettings, model_path: str, flags: Flags, gpu: bool) -> list[str]:
+    """Arguments for SGLang's parser: the worker's choices, overruled by --engine-args, and those by what follows --.
+
+    Args:
+        model_path: folder or hub id.
+        gpu: torch has one.
+
+    Raises:
+        SluiceError: INVALID_ARGUMENT for options that SGLang or this worker does not have.
+    """
+    given = parse_engine_args(settings.engine_args)
+    check_names(given, flags.names, "sglang")
+    given_flags = {flag.partition("=")[0].lstrip("-").replace("-", "_") for flag in settings.engine_flags}
+    for name, reason in _REFUSED.items():
+        if name in given or name in given_flags:
+            raise _refused(f"The worker does not take SGLang's {name!r}: {reason}.")
+    options = {**_own(settings, model_path, gpu), **given}
+    return [*_argv(options, flags.negatable), *settings.engine_flags]
+
+
+def _own(settings: WorkerSettings, model_path: str, gpu: bool) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "model_path": model_path,
+        "served_model_name": settings.spec.name,
+        "host": "127.0.0.1",
+        "incremental_streaming_output": True,
+        "page_size": settings.block_size,
+        "max_queued_requests": settings.max_waiting,
+        "enable_priority_scheduling": settings.role == "aggregated",
+        "schedule_low_priority_values_first": settings.role == "aggregated",
+        "enable_metrics": bool(settings.metrics_listen),
+        "log_level": "warning",
+    }
+    if settings.role != "aggregated":
+        options["disaggregation_mode"] = settings.role
+    if settings.context_length:
+        options["context_length"] = settings.context_length
+    sizes = {
+        "max_total_tokens": ("total_blocks", settings.total_blocks * settings.block_size),
+        "max_running_requests": ("max_sequences", settings.max_sequences),
+        "chunked_prefill_size": ("max_batched_tokens", settings.max_batched_tokens),
+    }
+    # With a GPU SGLang measures what fits; on a CPU it would take most of the machine's memory.
+    options |= {
+        name: value for name, (setting, value) in sizes.items() if not gpu or setting in settings.model_fields_set
+    }
+    if adapters := [adapter for adapter in settings.adapters if "=" in adapter]:
+        options["lora_paths"] = adapters
+    return options if gpu else {**options, **_WITHOUT_GPU}
+
+
+def _argv(options: Mapping[str, Any], negatable: Collection[str]) -> list[str]:
+    argv: list[str] = []
+    for name, value in options.items():
+        flag = "--" + name.replace("_", "-")
+        if value is True:
+            argv.append(flag)
+        elif value is False:
+            argv += ["--no-" + flag[2:]] if name in negatable else []
+        elif isinstance(value, list):
+            argv += [flag, *(_text(item) for item in value)]
+        elif value is not None:
+            argv += [flag, _text(value)]
+    return argv
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, Mapping | Sequence) and not isinstance(value, str) else str(value)
+
+
+def _refused(message: str) -> SluiceError:
+    return invalid(message, param="engine_args")

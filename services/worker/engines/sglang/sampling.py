@@ -1,0 +1,159 @@
+"""Requests in SGLang's words. Pure: knows no SGLang, so every mapping is tested without it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from services.common.errors import invalid
+from services.worker.generation import GenerateRequest, Guided, Sampling, Stop
+
+SAMPLING_OPTIONS = frozenset({"stop", "stop_regex", "stream_interval", "custom_params", "watermark"})
+"""What engine_options may hold of SGLang's SamplingParams; what has a field of its own is not among them."""
+
+REQUEST_OPTIONS = frozenset(
+    {
+        "custom_labels",
+        "custom_logit_processor",
+        "disagg_prefill_dp_rank",
+        "extra_key",
+        "kv_hints",
+        "require_reasoning",
+        "routing_key",
+        "session_id",
+    }
+)
+"""What engine_options may hold of SGLang's GenerateReqInput."""
+
+_SAME_NAME = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+)
+_MOST_SEED = (1 << 63) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the mapping must know of the started engine.
+
+    Attributes:
+        context_length: tokens of prompt and output.
+        defaults: sampling options of the model's generation configuration.
+        has_priorities: the scheduler knows priorities.
+        low_first: it runs low values first; otherwise high ones.
+        has_seeds: a seed makes the answer reproducible; otherwise it is left out.
+    """
+
+    context_length: int
+    defaults: Mapping[str, Any]
+    has_priorities: bool = False
+    low_first: bool = True
+    has_seeds: bool = False
+
+
+def engine_request(request: GenerateRequest, rid: str, facts: Facts) -> dict[str, Any]:
+    """Arguments of SGLang's GenerateReqInput.
+
+    Args:
+        rid: the engine's name of the request; no other one alive may begin with it, for SGLang aborts by prefix.
+
+    Raises:
+        SluiceError: INVALID_ARGUMENT for an option that cannot be mapped.
+    """
+    sampling_options, request_options = _engine_options(request.sampling.engine_options)
+    fields: dict[str, Any] = {
+        "rid": rid,
+        "input_ids": request.token_ids.tolist(),
+        "sampling_params": sampling_params(request, facts) | sampling_options,
+        "stream": True,
+        **request_options,
+    }
+    if request.logprobs is not None or request.prompt_logprobs is not None:
+        fields |= {
+            "return_logprob": True,
+            "top_logprobs_num": max(request.logprobs or 0, request.prompt_logprobs or 0),
+            "logprob_start_len": -1 if request.prompt_logprobs is None else 0,
+        }
+    if request.lora:
+        fields["lora_path"] = request.lora
+    if request.cache_salt:
+        fields["cache_salt"] = request.cache_salt
+    if facts.has_priorities:
+        fields["priority"] = request.priority if facts.low_first else -request.priority
+    if request.data_parallel_rank is not None:
+        fields["routed_dp_rank"] = request.data_parallel_rank
+    if request.sampling.thinking_token_budget is not None:
+        fields |= {"max_thinking_tokens": request.sampling.thinking_token_budget, "require_reasoning": True}
+    return fields
+
+
+def sampling_params(request: GenerateRequest, facts: Facts) -> dict[str, Any]:
+    """Arguments of SGLang's SamplingParams."""
+    params = {
+        **facts.defaults,
+        **_sampling(request.sampling, facts),
+        **_stop(request.stop, facts.context_length - len(request.token_ids)),
+    }
+    if request.guided is not None:
+        params |= _guided(request.guided)
+    return params
+
+
+def stop_ids(stop: Stop) -> frozenset[int]:
+    """Ids that end the request."""
+    return stop.stop_token_ids - frozenset(stop.eos_token_ids) if stop.ignore_eos else stop.stop_token_ids
+
+
+def _sampling(sampling: Sampling, facts: Facts) -> dict[str, Any]:
+    params: dict[str, Any] = {name: value for name in _SAME_NAME if (value := getattr(sampling, name)) is not None}
+    if sampling.top_k is not None:
+        params["top_k"] = sampling.top_k if sampling.top_k > 0 else -1
+    if sampling.seed is not None and facts.has_seeds:
+        params["sampling_seed"] = sampling.seed & _MOST_SEED
+    if sampling.logit_bias:
+        params["logit_bias"] = {str(token_id): bias for token_id, bias in sampling.logit_bias.items()}
+    return params
+
+
+def _stop(stop: Stop, room: int) -> dict[str, Any]:
+    params: dict[str, Any] = {"max_new_tokens": room if stop.max_tokens is None else min(stop.max_tokens, room)}
+    if stop.min_tokens:
+        params["min_new_tokens"] = min(stop.min_tokens, params["max_new_tokens"])
+    if stop.ignore_eos:
+        params["ignore_eos"] = True
+    elif stop.stop_token_ids:
+        params["stop_token_ids"] = sorted(stop.stop_token_ids)
+    return params
+
+
+def _guided(guided: Guided) -> dict[str, Any]:
+    if guided.kind == "choice":
+        return {"ebnf": choice_grammar(tuple(guided.grammar))}
+    if guided.kind == "json_object":
+        return {"json_schema": json.dumps({"type": "object"})}
+    return {guided.kind: guided.grammar}
+
+
+def choice_grammar(choices: tuple[str, ...]) -> str:
+    """An EBNF grammar of exactly these texts."""
+    return "root ::= " + " | ".join(json.dumps(choice) for choice in choices)
+
+
+def _engine_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    unknown = sorted(set(options) - SAMPLING_OPTIONS - REQUEST_OPTIONS)
+    if unknown:
+        raise invalid(
+            f"engine_options.{unknown[0]} is not an option of sglang that has no field of its own; those are "
+            f"{', '.join(sorted(SAMPLING_OPTIONS | REQUEST_OPTIONS))}.",
+            param=f"engine_options.{unknown[0]}",
+        )
+    return (
+        {name: value for name, value in options.items() if name in SAMPLING_OPTIONS},
+        {name: value for name, value in options.items() if name in REQUEST_OPTIONS},
+    )
