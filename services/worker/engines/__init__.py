@@ -13,6 +13,7 @@ BUILT_IN = {
     "mock": "services.worker.engines.mock:MockEngine",
     "vllm": "services.worker.engines.vllm:VllmEngine",
     "vllm-grpc": "services.worker.engines.vllm_grpc:VllmGrpcEngine",
+    "sglang": "services.worker.engines.sglang:SglangEngine",
     "transformers": "services.worker.engines.transformers.engine:TransformersEngine",
 }
 
