@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
+from functools import partial
 
 from services.common import telemetry
 from services.common.access import shown_token
@@ -19,11 +20,14 @@ from services.gateway.clients.router import RouterClient
 from services.gateway.fleet import Fleet
 from services.gateway.http.pacing import Pacer
 from services.gateway.http.server import HttpServer
+from services.gateway.http.timeouts import RequestDeadlines
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.migration import MigrationPolicy, Migrator
 from services.gateway.openai.endpoints import OpenAIEndpoints
 from services.gateway.openai.tokens import TokenEndpoints
 from services.gateway.parity import Parity
 from services.gateway.pipeline import Pipeline
+from services.gateway.placement import Placement
 from services.gateway.readiness import Readiness
 from services.gateway.settings import GatewaySettings
 from services.gateway.switchboard import Switchboard
@@ -47,21 +51,33 @@ async def serve(settings: GatewaySettings, stop: Stop) -> None:
         owner=f"gateway-{uuid.uuid4().hex}",
         token=shown_token(settings),
     )
-    switchboard = Switchboard(settings.max_streams, router.prefill_complete, router.free, metrics)
+    switchboard = Switchboard(
+        settings.max_streams, router.prefill_complete, router.free, metrics, settings.postprocess_wait_s
+    )
     metrics.watch(lambda: switchboard.live)
     fleet = Fleet(settings.postprocess, credentials, settings.connect_timeout_s, switchboard, tasks)
     catalogue = Catalogue(router.replicas, fleet.worker_up, fleet.worker_down, router.owner)
-    pipeline = Pipeline(preprocess, router, catalogue, fleet, switchboard, metrics)
+    placement = Placement(router, catalogue, fleet, tasks, settings.route_timeout_s)
+    policy = MigrationPolicy(
+        settings.migration, settings.migration_limit, settings.migration_max_tokens, settings.migration_wait_s
+    )
+    switchboard.migrate = Migrator(policy, placement, catalogue, fleet, switchboard, metrics, tasks).take_over
+    pipeline = Pipeline(preprocess, router, catalogue, fleet, switchboard, placement, settings.postprocess_wait_s)
 
     parity = Parity(preprocess.tokenizers, catalogue.of_model, lambda: list(catalogue.models))
     openai = OpenAIEndpoints(pipeline, settings, Pacer(), parity, TokenPieces(fleet.postprocess))
     app = create_app(
-        openai, TokenEndpoints(pipeline, settings), Readiness(preprocess, router, catalogue, fleet), metrics
+        openai,
+        TokenEndpoints(pipeline, settings),
+        Readiness(preprocess, router, catalogue, fleet),
+        metrics,
     )
+    app.add_middleware(RequestDeadlines, longest_s=settings.request_timeout_s)
     server = HttpServer(app, settings.listen, settings.keep_alive_s, settings.drain_s)
 
     replica_sets = (preprocess.replicas, router.replicas, fleet.postprocess)
     for replicas in replica_sets:
+        replicas.on_event = partial(metrics.trouble, replicas.peer)
         await replicas.start()
     tasks.spawn(catalogue.run(), "catalogue")
     tasks.spawn(parity.run(), "parity")

@@ -21,6 +21,7 @@ from sluice.v1 import postprocess_pb2_grpc
 log = logging.getLogger(__name__)
 
 SWEEP_S = 1.0
+LOOK_AGAIN_S = 0.05
 
 
 class Fleet:
@@ -84,37 +85,47 @@ class Fleet:
             raise SluiceError(ErrorKind.CANNOT_CONNECT, f"Worker {worker_id} is not known to this gateway.")
         return link
 
+    def find(self, worker_id: str) -> WorkerLink | None:
+        """The link to a worker, if there is one."""
+        return self._workers.get(worker_id)
+
+    def sound(self, worker_id: str) -> bool:
+        """A worker did not fail its last requests, as far as this gateway knows."""
+        link = self._workers.get(worker_id)
+        return link is None or link.breaker.passable
+
     def least_busy(self, worker_ids: Sequence[str]) -> WorkerLink | None:
         """Of these workers, the connected one that runs fewest of this gateway's streams."""
         links = [link for worker_id in worker_ids if (link := self._workers.get(worker_id)) and link.connected]
         return min(links, key=lambda link: link.live, default=None)
 
-    def post(self) -> PostLink:
-        """The postprocess link with the fewest streams; SluiceError(UNAVAILABLE) when none is connected."""
-        links = [link for link in self._switchboard.post_links.values() if link.connected and not link.retired]
-        if not links:
-            raise unavailable("No postprocess replica is ready; try again soon.", code="service_unavailable")
-        return min(links, key=lambda link: link.live)
+    async def text_ready(self, most_s: float) -> None:
+        """Waits for a postprocess replica that takes streams; SluiceError(UNAVAILABLE) when none comes in time."""
+        loop = asyncio.get_running_loop()
+        patience = loop.time() + most_s
+        while self._switchboard.texts.best() is None:
+            if loop.time() >= patience:
+                raise unavailable("No postprocess replica is ready; try again soon.", code="service_unavailable")
+            await asyncio.sleep(LOOK_AGAIN_S)
 
     async def run_sweeps(self) -> None:
-        """Closes retired links that carry nothing any more, until cancelled."""
+        """Closes retired links that carry nothing any more, and ends what waits too long; until cancelled."""
         while True:
             await asyncio.sleep(SWEEP_S)
+            self._switchboard.texts.sweep()
             for link in [link for link in self._running if link.retired and (not link.live or not link.connected)]:
                 self._running.pop(link).cancel()
                 if isinstance(link, WorkerLink):
                     await self._channels.pop(link).close()
-                elif self._switchboard.post_links.get(link.address) is link:
-                    del self._switchboard.post_links[link.address]
+                elif self._switchboard.texts.links.get(link.address) is link:
+                    del self._switchboard.texts.links[link.address]
 
     def _on_post_change(self) -> None:
-        links = self._switchboard.post_links
+        links = self._switchboard.texts.links
         serving = {replica.address: replica for replica in self.postprocess.serving}
         for address, link in links.items():
             link.retired = address not in serving
         for address in serving.keys() - links.keys():
-            link = PostLink(
-                serving[address], self._connect_timeout_s, self._switchboard, self._switchboard.on_post_lost
-            )
+            link = PostLink(serving[address], self._connect_timeout_s, self._switchboard)
             links[address] = link
             self._running[link] = self._tasks.spawn(link.run(), f"link-postprocess-{address}")

@@ -198,6 +198,7 @@ class Finish:
     completion_tokens: int = 0
     reasoning_tokens: int = 0
     degraded: tuple[str, ...] = ()
+    migrations: int = 0
 
 
 @dataclass(frozen=True, slots=True)

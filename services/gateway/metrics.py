@@ -11,7 +11,7 @@ from services.common import telemetry
 from services.common.errors import SluiceError
 
 if TYPE_CHECKING:
-    from services.gateway.switchboard import LiveStream
+    from services.gateway.live_stream import LiveStream
 
 
 class GatewayMetrics:
@@ -51,6 +51,15 @@ class GatewayMetrics:
         )
         self._http = meter.create_counter("sluice_gateway_http_requests", description="HTTP answers by path and status")
         self._degraded = meter.create_counter("sluice_gateway_degraded", description="fallbacks taken, by reason")
+        self._migrations = meter.create_counter(
+            "sluice_gateway_migrations", description="generations whose worker was lost, by what became of them"
+        )
+        self._text_moves = meter.create_counter(
+            "sluice_gateway_text_moves", description="streams taken up by another postprocess replica, by cause"
+        )
+        self._trouble = meter.create_counter(
+            "sluice_gateway_calls_in_trouble", description="calls retried, hedged or refused by a circuit, by service"
+        )
 
     def watch(self, live_streams: Callable[[], int]) -> None:
         """Shows how many generations are under way."""
@@ -87,3 +96,15 @@ class GatewayMetrics:
     def degraded(self, reason: str) -> None:
         """A fallback was taken."""
         self._degraded.add(1, {"reason": reason})
+
+    def migration(self, outcome: str) -> None:
+        """A worker was lost: the generation "moved", found "nobody", or had to stay and why."""
+        self._migrations.add(1, {"outcome": outcome})
+
+    def text_moved(self, cause: str) -> None:
+        """Another postprocess replica took a stream up, because the first was "lost" or "drained"."""
+        self._text_moves.add(1, {"cause": cause})
+
+    def trouble(self, service: str, what: str) -> None:
+        """A call was retried, hedged or refused; see ReplicaSet.on_event."""
+        self._trouble.add(1, {"service": service, "what": what})

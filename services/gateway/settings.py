@@ -29,5 +29,21 @@ class GatewaySettings(RouterTokenSettings, ServiceSettings):
     tokenize_timeout_s: float = Field(15, gt=0, description="longest wait for preprocess")
     route_timeout_s: float = Field(5, gt=0, description="longest wait for the router")
     connect_timeout_s: float = Field(3, gt=0, description="longest wait for a connection to a worker")
+    embed_timeout_s: float = Field(60, gt=0, description="longest wait for the vectors of an embeddings request")
     stall_timeout_s: float = Field(120, gt=0, description="longest silence of a generation before it is given up")
     keep_alive_s: int = Field(75, ge=1, description="idle HTTP connections are closed after this long")
+
+    request_timeout_s: float = Field(
+        0,
+        ge=0,
+        description="longest that a request may take; clients ask for less with x-request-timeout-ms; 0: no limit",
+    )
+    postprocess_wait_s: float = Field(
+        10, ge=0, description="longest that streams wait for a postprocess replica when there is none"
+    )
+    migration: bool = Field(True, description="generations whose worker is lost go on elsewhere")
+    migration_limit: int = Field(3, ge=1, le=100, description="how often one generation may move")
+    migration_max_tokens: int = Field(
+        131_072, ge=0, description="longest generation that may move, tokens of prompt and answer together; 0: any"
+    )
+    migration_wait_s: float = Field(10, gt=0, description="longest that a generation waits for a worker that takes it")

@@ -1,26 +1,27 @@
 """The token path: worker batches → postprocess sessions → the sinks of the clients.
 
 One slot number names a stream on its worker's session and on its postprocess session alike, so a batch of token
-columns is passed on as it came. Nothing here costs anything per token: a batch costs a few microseconds, whatever is
-in it, and only text that has somewhere to go touches its stream.
+columns is passed on as it came. A batch costs a few microseconds and one append a row: every stream keeps its tokens,
+so that another worker or another postprocess replica can go on with it.
 """
 
 from __future__ import annotations
 
-import logging
+import asyncio
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
+from math import inf
 from time import perf_counter
-
-from opentelemetry.trace import Span
 
 from services.common import telemetry
 from services.common.errors import ErrorKind, SluiceError, overloaded
 from services.common.packing import pack_u32, unpack_u32
+from services.gateway import deadlines
 from services.gateway.clients.post_link import PostLink
 from services.gateway.clients.worker_link import WorkerLink
+from services.gateway.deadlines import NO_DEADLINE, Deadline
 from services.gateway.generation import (
     Finish,
     FinishReason,
@@ -30,52 +31,11 @@ from services.gateway.generation import (
     Sink,
     Tokenized,
 )
+from services.gateway.live_stream import EngineEnd, LiveStream
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.text_replicas import TextReplicas
 
-log = logging.getLogger(__name__)
-
-
-class LiveStream:
-    """One choice under way."""
-
-    __slots__ = (
-        "active",
-        "cached_tokens",
-        "completion_tokens",
-        "computed",
-        "degraded",
-        "engine_done",
-        "first_text_at",
-        "model",
-        "post",
-        "prompt_tokens",
-        "reasoning_tokens",
-        "reservation_id",
-        "sink",
-        "slot",
-        "span",
-        "started_at",
-        "worker",
-    )
-
-    def __init__(self, slot: int, sink: Sink, worker: WorkerLink, post: PostLink, route: Route) -> None:
-        self.slot = slot
-        self.sink = sink
-        self.worker = worker
-        self.post = post
-        self.reservation_id = route.reservation_id
-        self.model = ""
-        self.prompt_tokens = 0
-        self.cached_tokens = 0
-        self.completion_tokens = 0
-        self.reasoning_tokens = 0
-        self.degraded: tuple[str, ...] = ()
-        self.computed = False  # its prompt
-        self.engine_done = False
-        self.active = True  # said something since the last sweep
-        self.started_at = perf_counter()
-        self.first_text_at = 0.0
-        self.span: Span | None = None
+POST_WAIT_S = 10.0
 
 
 class Switchboard:
@@ -83,9 +43,15 @@ class Switchboard:
 
     Args:
         max_streams: bound; more are refused with OVERLOADED.
-        prefill_complete: told once per stream, with its reservation, when its prompt is computed.
-        free: told once per stream, when it is over, with its reservation, the tokens of its prompt the worker had
+        prefill_complete: told once per booking, with its reservation, when the prompt is computed.
+        free: told once per booking, when it is over, with its reservation, the tokens of the prompt the worker had
             cached (None: it never started) and the length of its output.
+        post_wait_s: how long a stream waits for a postprocess replica.
+
+    Attributes:
+        texts: where text is made.
+        migrate: asked when a worker cannot go on with a stream, with the reason; True when it sees to the rest:
+            `resume` or `give_up`, some time later.
     """
 
     def __init__(
@@ -94,6 +60,7 @@ class Switchboard:
         prefill_complete: Callable[[str], None],
         free: Callable[[str, int | None, int], None],
         metrics: GatewayMetrics,
+        post_wait_s: float = POST_WAIT_S,
     ) -> None:
         self._max_streams = max_streams
         self._prefill_complete = prefill_complete
@@ -101,7 +68,8 @@ class Switchboard:
         self._metrics = metrics
         self._slots = count(1)
         self._streams: dict[int, LiveStream] = {}
-        self.post_links: dict[str, PostLink] = {}
+        self.texts = TextReplicas(self._streams, self.give_up, self.on_degraded, metrics, post_wait_s)
+        self.migrate: Callable[[LiveStream, WorkerLink, SluiceError], bool] = lambda stream, worker, error: False
 
     @property
     def live(self) -> int:
@@ -113,6 +81,8 @@ class Switchboard:
         if len(self._streams) + choices > self._max_streams:
             raise overloaded(f"The gateway runs {len(self._streams)} generations, its limit; try again soon.")
 
+    # --- from the pipeline ---
+
     def connect(
         self,
         request: GenerationRequest,
@@ -120,63 +90,92 @@ class Switchboard:
         prompt: Tokenized,
         route: Route,
         worker: WorkerLink,
-        post: PostLink,
         max_tokens: int,
         sink: Sink,
+        deadline: Deadline = NO_DEADLINE,
     ) -> LiveStream:
         """Starts choice `index` of a request: from now on its text goes to the sink."""
         slot = next(self._slots) & 0xFFFFFFFF
-        stream = LiveStream(slot, sink, worker, post, route)
-        stream.model = request.model
-        stream.prompt_tokens = prompt.length
+        stream = LiveStream(slot, request, index, prompt, max_tokens, sink, deadline)
         stream.span = telemetry.start_span("gateway.generate", worker=worker.worker_id, choice=index)
-        trace = telemetry.trace_context(stream.span)
         self._streams[slot] = stream
-        worker.live += 1
-        post.live += 1
-        request_id = f"{request.request_id}-{index}"
-        seed = request.sampling.seed
-        post.open(slot, request_id, request, prompt, trace)
-        worker.start(
-            slot, request_id, request, prompt, None if seed is None else seed + index, max_tokens, route.rank, trace
-        )
+        if deadline.at != inf:
+            stream.expiry = asyncio.get_running_loop().call_at(deadline.at, self.give_up, stream, deadlines.overdue())
+        if route.degraded:
+            self.on_degraded(slot, route.degraded)
+        self.texts.open(stream)
+        stream.attach(worker, route)
+        worker.start(slot, stream.request_id, request, prompt, stream.seed, max_tokens, route.rank, stream.trace)
         return stream
+
+    def resume(self, stream: LiveStream, route: Route, worker: WorkerLink) -> None:
+        """Goes on with a stream on another worker, after the tokens it has."""
+        stream.mover = None
+        stream.attach(worker, route)
+        request = stream.request
+        if stream.computed and request.prompt_logprobs is not None:  # the sink has them
+            request = replace(request, prompt_logprobs=None)
+        worker.start(
+            stream.slot,
+            f"{stream.request_id}-m{stream.migrations}",
+            request,
+            stream.prompt,
+            stream.seed,
+            stream.max_tokens,
+            route.rank,
+            stream.trace,
+            stream.tokens,
+        )
 
     def cancel(self, stream: LiveStream) -> None:
         """The client is gone: engine and postprocess forget the stream, the sink hears nothing more."""
+        worker, post = stream.worker, stream.post
         if self._forget(stream):
-            if not stream.engine_done:
-                stream.worker.cancel(stream.slot)
-            stream.post.close_stream(stream.slot)
+            _stop(stream, worker, post)
             self._metrics.cancelled(stream.model)
+            stream.end_spans()
 
     # --- from workers ---
 
     def on_tokens(self, slots: bytes, counts: bytes, token_ids: bytes) -> None:
-        """Passes token columns on to the postprocess sessions of their streams."""
-        if len(self.post_links) == 1:
-            for link in self.post_links.values():
-                link.feed(slots, counts, token_ids)
+        """Keeps tokens and passes their columns on to the postprocess sessions of their streams."""
+        sole = self.texts.sole
+        if sole is None:
+            self._split(slots, counts, token_ids)
             return
-        streams = self._streams
-        parts: dict[PostLink, tuple[array[int], array[int], bytearray]] = {}
-        start = 0
+        find, ids, start = self._streams.get, unpack_u32(token_ids), 0
         for slot, number in zip(unpack_u32(slots), unpack_u32(counts), strict=True):
-            end = start + number * 4
-            stream = streams.get(slot)
+            stream = find(slot)
             if stream is not None:
-                part = parts.get(stream.post)
-                if part is None:
-                    part = parts[stream.post] = (array("I"), array("I"), bytearray())
-                part[0].append(slot)
-                part[1].append(number)
-                part[2].extend(token_ids[start:end])
-            start = end
-        for link, (link_slots, link_counts, link_ids) in parts.items():
-            link.feed(pack_u32(link_slots), pack_u32(link_counts), bytes(link_ids))
+                if number == 1:
+                    stream.tokens.append(ids[start])
+                else:
+                    stream.tokens.extend(ids[start : start + number])
+            start += number
+        sole.feed(slots, counts, token_ids)
+
+    def _split(self, slots: bytes, counts: bytes, token_ids: bytes) -> None:
+        """The same when streams are on several replicas, or wait for one."""
+        find, ids, start = self._streams.get, unpack_u32(token_ids), 0
+        parts: dict[PostLink, tuple[array[int], array[int], array[int]]] = {}
+        for slot, number in zip(unpack_u32(slots), unpack_u32(counts), strict=True):
+            stream = find(slot)
+            if stream is not None:
+                piece = ids[start : start + number]
+                stream.tokens.extend(piece)
+                if stream.post is not None:
+                    part = parts.get(stream.post)
+                    if part is None:
+                        part = parts[stream.post] = (array("I"), array("I"), array("I"))
+                    part[0].append(slot)
+                    part[1].append(number)
+                    part[2].extend(piece)
+            start += number
+        for link, columns in parts.items():
+            link.feed(*map(pack_u32, columns))
 
     def on_logprobs(self, slot: int, positions: list[PositionLogprobs]) -> None:
-        """Log-probabilities of the next tokens of a stream; comes before the tokens."""
+        """Log-probabilities of the next tokens of a stream; comes before what they stand for."""
         stream = self._streams.get(slot)
         if stream is not None:
             stream.sink.logprobs(positions)
@@ -190,23 +189,58 @@ class Switchboard:
     def on_started(self, slot: int, cached_tokens: int) -> None:
         """The prompt of a stream is computed."""
         stream = self._streams.get(slot)
-        if stream is not None:
-            stream.cached_tokens = cached_tokens
-            stream.computed = True
-            if stream.reservation_id:
-                self._prefill_complete(stream.reservation_id)
+        if stream is None:
+            return
+        if stream.worker is not None:
+            stream.worker.breaker.succeeded()
+        if not stream.computed:
+            stream.cached_tokens = min(cached_tokens, stream.prompt_tokens) if stream.resumed else cached_tokens
+        stream.computed = True
+        stream.attempt_cached = cached_tokens
+        if stream.reservation_id:
+            self._prefill_complete(stream.reservation_id)
 
     def on_ended(self, slot: int, reason: FinishReason, stop_token_id: int | None, completion_tokens: int) -> None:
         """The engine is done; postprocess still has to say the rest."""
         stream = self._streams.get(slot)
         if stream is None:
             return
-        stream.engine_done = True
         if reason is FinishReason.CANCELLED:
-            self.on_failed(slot, SluiceError(ErrorKind.CANCELLED, "The generation was cancelled on its worker."))
+            self._leave_worker(stream)
+            self.give_up(stream, SluiceError(ErrorKind.CANCELLED, "The generation was cancelled on its worker."))
             return
-        stream.completion_tokens = completion_tokens
-        stream.post.end(slot, reason, stop_token_id)
+        stream.completion_tokens = stream.resumed + completion_tokens
+        self._engine_done(stream, EngineEnd(reason, stop_token_id))
+
+    def _engine_done(self, stream: LiveStream, end: EngineEnd) -> None:
+        stream.end = end
+        if stream.post is not None:
+            stream.post.end(stream.slot, *end)
+
+    def on_failed(self, slot: int, error: SluiceError) -> None:
+        """A worker could not finish a stream."""
+        stream = self._streams.get(slot)
+        if stream is not None:
+            self._interrupted(stream, error)
+
+    def on_worker_lost(self, link: WorkerLink, error: SluiceError) -> None:
+        """A worker's session is gone, and with it every generation on it that was not done."""
+        for stream in [stream for stream in self._streams.values() if stream.worker is link]:
+            if stream.end is None:
+                self._interrupted(stream, error)
+
+    def _interrupted(self, stream: LiveStream, error: SluiceError) -> None:
+        worker = stream.worker
+        if worker is None:
+            return
+        if error.retryable and len(stream.tokens) == stream.resumed:
+            worker.breaker.failed()
+        self._leave_worker(stream)
+        end = stream.known_end()
+        if end is not None:  # only the worker's word that this was all is missing
+            self._engine_done(stream, end)
+        elif not self.migrate(stream, worker, error):
+            self.give_up(stream, error)
 
     # --- from postprocess ---
 
@@ -214,6 +248,7 @@ class Switchboard:
         """What the next tokens of a stream stand for; comes before their text."""
         stream = self._streams.get(slot)
         if stream is not None:
+            stream.sent.tokens += len(pieces)
             stream.sink.tokens(pieces, offsets)
 
     def on_text(self, slot: int, piece: str) -> None:
@@ -221,6 +256,7 @@ class Switchboard:
         stream = self._streams.get(slot)
         if stream is not None:
             stream.active = True
+            stream.sent.text += len(piece)
             if not stream.first_text_at:
                 stream.first_text_at = perf_counter()
             stream.sink.text(piece)
@@ -229,12 +265,15 @@ class Switchboard:
         """The next reasoning of a stream."""
         stream = self._spoken(slot)
         if stream is not None:
+            stream.sent.reasoning += len(piece)
             stream.sink.reasoning(piece)
 
     def on_tool_call(self, slot: int, call: int, call_id: str, name: str, arguments: str) -> None:
         """The next piece of a tool call of a stream."""
         stream = self._spoken(slot)
         if stream is not None:
+            calls = stream.sent.calls
+            calls[call] = calls.get(call, 0) + len(arguments)
             stream.sink.tool_call(call, call_id, name, arguments)
 
     def on_degraded(self, slot: int, reason: str) -> None:
@@ -260,62 +299,82 @@ class Switchboard:
             return
         stream.completion_tokens = finish.completion_tokens
         stream.reasoning_tokens = finish.reasoning_tokens
+        worker = stream.worker
         self._forget(stream)
-        if not stream.engine_done:
-            stream.worker.cancel(slot)
+        _stop(stream, worker, None)
         self._metrics.finished(stream, perf_counter())
-        if stream.span is not None:
-            stream.span.set_attribute("output_tokens", finish.completion_tokens)
-            stream.span.end()
-        stream.sink.finish(replace(finish, degraded=stream.degraded) if stream.degraded else finish)
+        stream.end_spans()
+        if stream.degraded or stream.migrations:
+            finish = replace(finish, degraded=stream.degraded, migrations=stream.migrations)
+        stream.sink.finish(finish)
 
-    # --- failures ---
-
-    def on_failed(self, slot: int, error: SluiceError) -> None:
-        """One stream cannot go on."""
+    def on_text_failed(self, slot: int, error: SluiceError) -> None:
+        """A replica could not make the text of a stream."""
         stream = self._streams.get(slot)
-        if stream is not None:
-            self._fail(stream, error)
+        if stream is not None and not self.texts.refused(stream, error):
+            self.give_up(stream, error)
 
-    def on_worker_lost(self, link: WorkerLink, error: SluiceError) -> None:
-        """A worker's session is gone, and with it every generation on it."""
-        for stream in [stream for stream in self._streams.values() if stream.worker is link]:
-            stream.engine_done = True
-            self._fail(stream, error)
+    def on_post_connected(self, link: PostLink) -> None:
+        """A replica takes streams."""
+        self.texts.connected(link)
+
+    def on_post_leaves(self, link: PostLink) -> None:
+        """A replica asks for its streams to be moved to others."""
+        self.texts.leave(link)
 
     def on_post_lost(self, link: PostLink, error: SluiceError) -> None:
-        """A postprocess session is gone, and with it the text of every stream on it."""
-        for stream in [stream for stream in self._streams.values() if stream.post is link]:
-            self._fail(stream, error)
+        """A postprocess session is gone: its streams go on elsewhere."""
+        self.texts.lost(link, error)
+
+    # --- ends ---
 
     def sweep_stalled(self) -> None:
-        """Fails every stream that has said nothing since the last sweep."""
+        """Fails every stream that has said nothing since the last sweep, or whose worker does not know when to stop."""
         for stream in list(self._streams.values()):
-            if not stream.active:
-                self._fail(
-                    stream, SluiceError(ErrorKind.RESPONSE_TIMEOUT, "The worker has stopped answering.", code="stalled")
+            if not stream.active or len(stream.tokens) > stream.max_tokens:
+                stalled = SluiceError(
+                    ErrorKind.RESPONSE_TIMEOUT, "The worker has stopped answering.", code="stalled", retryable=False
                 )
+                self.give_up(stream, stalled)
             stream.active = False
 
-    def _fail(self, stream: LiveStream, error: SluiceError) -> None:
+    def give_up(self, stream: LiveStream, error: SluiceError) -> None:
+        """A stream cannot go on; one that is over already stays as it is."""
+        worker, post = stream.worker, stream.post
         if not self._forget(stream):
             return
-        if not stream.engine_done:
-            stream.worker.cancel(stream.slot)
-        stream.post.close_stream(stream.slot)
+        _stop(stream, worker, post)
         self._metrics.failed(stream.model, error)
-        if stream.span is not None:
-            telemetry.fail_span(stream.span, error.message)
-            stream.span.end()
+        stream.end_spans(error)
         stream.sink.fail(error)
 
     def _forget(self, stream: LiveStream) -> bool:
         """Drops a stream and gives its reservation back; False when that has happened already."""
         if self._streams.pop(stream.slot, None) is None:
             return False
-        stream.worker.live -= 1
-        stream.post.live -= 1
-        if stream.reservation_id:
-            cached = stream.cached_tokens if stream.computed else None
-            self._free(stream.reservation_id, cached, stream.completion_tokens)
+        self._leave_worker(stream)
+        self.texts.forget(stream)
+        if stream.expiry is not None:
+            stream.expiry.cancel()
+        if stream.mover is not None:
+            stream.mover.cancel()
+            stream.mover = None
         return True
+
+    def _leave_worker(self, stream: LiveStream) -> None:
+        """The stream's booking on its worker is over."""
+        worker, stream.worker = stream.worker, None
+        if worker is not None:
+            worker.live -= 1
+        reservation_id, stream.reservation_id = stream.reservation_id, ""
+        if reservation_id:
+            output = max(stream.completion_tokens, len(stream.tokens)) - stream.resumed
+            self._free(reservation_id, stream.attempt_cached, output)
+
+
+def _stop(stream: LiveStream, worker: WorkerLink | None, post: PostLink | None) -> None:
+    """Whoever still works on a stream that is over may stop."""
+    if worker is not None and stream.end is None:
+        worker.cancel(stream.slot)
+    if post is not None:
+        post.close_stream(stream.slot)

@@ -7,10 +7,12 @@ import logging
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from math import inf
 from typing import Generic, TypeVar
 
 import grpc
 
+from services.common.breaker import Breaker
 from services.common.errors import ErrorKind, SluiceError
 from services.common.session import ClientSession
 
@@ -30,6 +32,12 @@ class Link(ABC, Generic[Out, In]):
         channel: to the peer.
         connect_timeout_s: longest wait for the connection before an attempt counts as failed.
         on_lost: called when a session ended; every stream it carried is gone with it.
+
+    Attributes:
+        live: streams this link carries now; kept by the switchboard.
+        retired: takes no new streams; closed after the last one.
+        sessions: how many were opened so far; a higher number means that the peer came back.
+        breaker: of what was asked of the peer.
     """
 
     def __init__(
@@ -40,25 +48,28 @@ class Link(ABC, Generic[Out, In]):
         on_lost: Callable[[SluiceError], None],
     ) -> None:
         self.peer = peer
-        self.live = 0  # streams this link carries now; kept by the switchboard
-        self.retired = False  # takes no new streams; closed after the last one
+        self.live = 0
+        self.retired = False
+        self.sessions = 0
+        self.breaker = Breaker()
         self._channel = channel
         self._connect_timeout_s = connect_timeout_s
         self._on_lost = on_lost
         self._connected = asyncio.Event()
         self._session: ClientSession[Out, In] | None = None
+        self._abandoned = False
 
     @property
     def connected(self) -> bool:
         """Whether a stream started now has a session to travel on."""
         return self._connected.is_set()
 
-    async def ready(self) -> None:
-        """Waits for the connection; SluiceError(CANNOT_CONNECT) when it does not come in time."""
+    async def ready(self, most_s: float = inf) -> None:
+        """Waits for the connection, at most `most_s` seconds; SluiceError(CANNOT_CONNECT) when it does not come."""
         if self._connected.is_set():
             return
         try:
-            await asyncio.wait_for(self._connected.wait(), self._connect_timeout_s)
+            await asyncio.wait_for(self._connected.wait(), min(self._connect_timeout_s, most_s))
         except TimeoutError:
             raise SluiceError(ErrorKind.CANNOT_CONNECT, f"The {self.peer} cannot be reached.") from None
 
@@ -79,9 +90,12 @@ class Link(ABC, Generic[Out, In]):
             await asyncio.wait_for(self._channel.channel_ready(), self._connect_timeout_s)
         except TimeoutError:
             return None
-        self._session = ClientSession(self.peer, self._open_call, self._drain, self._on_message)
+        self._session = ClientSession(self.peer, self._open_call, self._drain, self._take)
+        self._abandoned = False
+        self.sessions += 1
         self._connected.set()
         try:
+            self._on_connected()
             return await self._session.run()
         finally:
             self._connected.clear()
@@ -96,6 +110,18 @@ class Link(ABC, Generic[Out, In]):
         """Ends the session from this side, as if the peer had gone."""
         if self._session is not None:
             self._session.close()
+
+    def abandon(self) -> None:
+        """Ends the session from this side; what the peer still says on it is not heard."""
+        self._abandoned = True
+        self.break_off()
+
+    def _take(self, message: In) -> None:
+        if not self._abandoned:
+            self._on_message(message)
+
+    def _on_connected(self) -> None:
+        """A session is open: what is said now travels on it."""
 
     @abstractmethod
     def _open_call(self) -> grpc.aio.StreamStreamCall[Out, In]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Protocol
 
@@ -18,6 +20,23 @@ from sluice.v1 import common_pb2, postprocess_pb2, postprocess_pb2_grpc
 
 MAX_WAITING_BYTES = 16 << 20
 TOKEN_BYTES_PER_MESSAGE = 2 << 20
+
+
+@dataclass(slots=True)
+class Sent:
+    """How much of a stream its client has got.
+
+    Attributes:
+        text: code points of content.
+        reasoning: code points of reasoning.
+        calls: code points of arguments, by the index of each tool call that was begun.
+        tokens: tokens that were told with their own bytes.
+    """
+
+    text: int = 0
+    reasoning: int = 0
+    calls: dict[int, int] = field(default_factory=dict)
+    tokens: int = 0
 
 
 class TextEvents(Protocol):
@@ -41,8 +60,17 @@ class TextEvents(Protocol):
     def on_finished(self, slot: int, finish: Finish) -> None:
         """A stream is over."""
 
-    def on_failed(self, slot: int, error: SluiceError) -> None:
+    def on_text_failed(self, slot: int, error: SluiceError) -> None:
         """A stream could not be turned into text."""
+
+    def on_post_connected(self, link: PostLink) -> None:
+        """A replica takes streams."""
+
+    def on_post_leaves(self, link: PostLink) -> None:
+        """A replica asks for its streams to be moved to others."""
+
+    def on_post_lost(self, link: PostLink, error: SluiceError) -> None:
+        """A replica's session is gone, and with it every stream on it."""
 
 
 class PostLink(Link[postprocess_pb2.PostSessionRequest, postprocess_pb2.TextBatch]):
@@ -53,11 +81,14 @@ class PostLink(Link[postprocess_pb2.PostSessionRequest, postprocess_pb2.TextBatc
         replica: Replica[postprocess_pb2_grpc.PostprocessAsyncStub],
         connect_timeout_s: float,
         events: TextEvents,
-        on_lost: Callable[[PostLink, SluiceError], None],
     ) -> None:
         super().__init__(
-            f"postprocess at {replica.address}", replica.channel, connect_timeout_s, lambda error: on_lost(self, error)
+            f"postprocess at {replica.address}",
+            replica.channel,
+            connect_timeout_s,
+            lambda error: events.on_post_lost(self, error),
         )
+        self.leaving = False  # asked for its streams to be moved
         self.address = replica.address
         self._stub = replica.stub
         self._events = events
@@ -74,8 +105,15 @@ class PostLink(Link[postprocess_pb2.PostSessionRequest, postprocess_pb2.TextBatc
         request: GenerationRequest,
         prompt: Tokenized,
         trace: common_pb2.TraceContext | None,
+        tokens: array[int] | None = None,
+        sent: Sent | None = None,
     ) -> None:
-        """Opens a stream; its text comes to the events under `slot`."""
+        """Opens a stream; its text comes to the events under `slot`.
+
+        Args:
+            tokens: of a stream that began on another session, all of them so far.
+            sent: how much its client has got; only the rest comes to the events.
+        """
         stop, parsing = request.stop, request.parsing
         options = postprocess_pb2.StreamOptions(
             model=request.model,
@@ -87,7 +125,7 @@ class PostLink(Link[postprocess_pb2.PostSessionRequest, postprocess_pb2.TextBatc
             min_tokens=stop.min_tokens,
             prompt_tail=prompt.prompt_tail,
             ignore_eos=stop.ignore_eos,
-            guided=request.guided is not None,
+            guided=request.guided is not None and not request.guided_calls,
             token_texts=request.token_texts,
         )
         if parsing is not None:
@@ -96,11 +134,16 @@ class PostLink(Link[postprocess_pb2.PostSessionRequest, postprocess_pb2.TextBatc
             options.tools_json = parsing.tools_json
             options.tool_choice_json = parsing.tool_choice_json
             options.single_tool_call = parsing.single_tool_call
-        self._opens.append(postprocess_pb2.OpenStream(slot=slot, request_id=request_id, options=options, trace=trace))
+        resume = None if tokens is None or sent is None else _resume(tokens, sent)
+        self._opens.append(
+            postprocess_pb2.OpenStream(slot=slot, request_id=request_id, options=options, trace=trace, resume=resume)
+        )
         self._wake()
 
     def feed(self, slots: bytes, counts: bytes, token_ids: bytes) -> None:
         """Passes token columns on, untouched; a replica that does not take them for long is given up."""
+        if not self.connected:
+            return  # whatever stream they belong to will be opened again with its tokens
         self._columns.append((slots, counts, token_ids))
         self._column_bytes += len(token_ids)
         if self._column_bytes > MAX_WAITING_BYTES:
@@ -127,7 +170,9 @@ class PostLink(Link[postprocess_pb2.PostSessionRequest, postprocess_pb2.TextBatc
     def _drain(self) -> postprocess_pb2.PostSessionRequest | None:
         if not (self._opens or self._columns or self._ends or self._closes):
             return None
-        opens, self._opens = self._opens, []
+        opens = self._take_opens()
+        if self._opens:  # nothing must overtake the opening of its stream
+            return postprocess_pb2.PostSessionRequest(opens=opens)
         columns = self._take_columns()
         message = postprocess_pb2.PostSessionRequest(opens=opens)
         if columns:
@@ -141,6 +186,14 @@ class PostLink(Link[postprocess_pb2.PostSessionRequest, postprocess_pb2.TextBatc
             self._ends.clear()
             self._closes.clear()
         return message
+
+    def _take_opens(self) -> list[postprocess_pb2.OpenStream]:
+        taken, size = 0, 0
+        while taken < len(self._opens) and size < TOKEN_BYTES_PER_MESSAGE:
+            size += len(self._opens[taken].resume.token_ids)
+            taken += 1
+        opens, self._opens = self._opens[:taken], self._opens[taken:]
+        return opens
 
     def _take_columns(self) -> list[tuple[bytes, bytes, bytes]]:
         if self._column_bytes <= TOKEN_BYTES_PER_MESSAGE:
@@ -165,11 +218,14 @@ class PostLink(Link[postprocess_pb2.PostSessionRequest, postprocess_pb2.TextBatc
             start += length
         for event in message.events:
             self._on_event(event)
+        if message.draining:
+            self.leaving = True
+            self._events.on_post_leaves(self)
 
     def _on_event(self, event: postprocess_pb2.StreamEvent) -> None:
         self._tell(event)
         if event.finish_reason == common_pb2.FINISH_REASON_ERROR:
-            self._events.on_failed(event.slot, from_detail(event.error))
+            self._events.on_text_failed(event.slot, from_detail(event.error))
         elif event.finish_reason:
             self._events.on_finished(
                 event.slot,
@@ -197,12 +253,26 @@ class PostLink(Link[postprocess_pb2.PostSessionRequest, postprocess_pb2.TextBatc
         if event.degraded:
             self._events.on_degraded(event.slot, event.degraded)
 
+    def _on_connected(self) -> None:
+        self.leaving = False
+        self._events.on_post_connected(self)
+
     def _reset(self) -> None:
         self._opens.clear()
         self._columns.clear()
         self._column_bytes = 0
         self._ends.clear()
         self._closes.clear()
+
+
+def _resume(tokens: array[int], sent: Sent) -> postprocess_pb2.StreamResume:
+    return postprocess_pb2.StreamResume(
+        token_ids=pack_u32(tokens),
+        text_sent=sent.text,
+        reasoning_sent=sent.reasoning,
+        calls=[postprocess_pb2.CallSent(index=call, arguments_sent=count) for call, count in sent.calls.items()],
+        tokens_sent=sent.tokens,
+    )
 
 
 def split_pieces(lengths: bytes, pieces: bytes) -> list[bytes]:

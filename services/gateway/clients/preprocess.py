@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import grpc
 
 from services.common.replicas import ReplicaSet
+from services.gateway import deadlines
 from services.gateway.generation import (
     DEFAULTED,
     ChatPrompt,
@@ -21,6 +22,7 @@ from services.gateway.parity import TokenizerIdentity
 from sluice.v1 import common_pb2, preprocess_pb2, preprocess_pb2_grpc
 
 LIST_S = 2.0
+TOKENIZE_SHARE = 0.5
 ANY_TOKEN = bytes(4)
 
 
@@ -35,8 +37,14 @@ class PreprocessClient:
         )
         self._timeout_s = tokenize_timeout_s
 
+    @property
+    def _share_s(self) -> float:
+        """SluiceError(DEADLINE_EXCEEDED) when the request's time is up."""
+        return deadlines.current().share(TOKENIZE_SHARE, self._timeout_s)
+
     async def tokenize(self, model: str, prompt: Prompt, block_size: int, lora: str, cache_salt: str) -> Tokenized:
-        """Token ids and block hashes of a prompt; SluiceError as preprocess says."""
+        """Token ids and block hashes of a prompt, within its share of the request's deadline; SluiceError as preprocess
+        says."""
         request = preprocess_pb2.TokenizeRequest(model=model, block_size=block_size, lora=lora, cache_salt=cache_salt)
         if isinstance(prompt, ChatPrompt):
             request.chat.CopyFrom(_chat_input(prompt))
@@ -49,7 +57,7 @@ class PreprocessClient:
         else:  # there are no ids to make, but how the model ends its answers is still to be learnt
             request.tokens.token_ids = ANY_TOKEN
             request.block_size = 0
-        answer = await self.replicas.call(lambda stub: stub.Tokenize, request, self._timeout_s)
+        answer = await self.replicas.call(lambda stub: stub.Tokenize, request, self._share_s, hedge="tokenize")
         embeds = prompt if isinstance(prompt, EmbedsPrompt) else None
         return Tokenized(
             token_ids=answer.token_ids if embeds is None else b"",
@@ -69,7 +77,7 @@ class PreprocessClient:
         request = preprocess_pb2.DetokenizeRequest(
             model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens
         )
-        answer = await self.replicas.call(lambda stub: stub.Detokenize, request, self._timeout_s)
+        answer = await self.replicas.call(lambda stub: stub.Detokenize, request, self._share_s, hedge="detokenize")
         return answer.text
 
     async def tokenizers(self) -> dict[str, TokenizerIdentity]:
@@ -87,13 +95,13 @@ class PreprocessClient:
     async def token_texts(self, model: str, token_ids: bytes) -> list[str]:
         """Text of each of the packed token ids by itself."""
         request = preprocess_pb2.DetokenizeRequest(model=model, token_ids=token_ids, each=True)
-        answer = await self.replicas.call(lambda stub: stub.Detokenize, request, self._timeout_s)
+        answer = await self.replicas.call(lambda stub: stub.Detokenize, request, self._share_s, hedge="detokenize")
         return list(answer.each)
 
     async def render(self, model: str, prompt: ChatPrompt) -> str:
         """A chat's prompt as text."""
         request = preprocess_pb2.RenderRequest(model=model, chat=_chat_input(prompt))
-        answer = await self.replicas.call(lambda stub: stub.Render, request, self._timeout_s)
+        answer = await self.replicas.call(lambda stub: stub.Render, request, self._share_s, hedge="tokenize")
         return answer.text
 
 

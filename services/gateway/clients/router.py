@@ -64,11 +64,13 @@ class RouterClient:
         cache_salt: str = "",
         priority: int = 0,
         candidates: Sequence[str] | None = None,
+        timeout_s: float | None = None,
     ) -> Route:
         """Chooses a worker and books the request on it; SluiceError as the router says.
 
         Args:
             candidates: worker ids to choose from; None for all of the model.
+            timeout_s: longest wait; None for the setting.
         """
         reference = router_pb2.PromptRef(prompt_tokens=prompt.length)
         if prompt.hash_scheme and block_size:
@@ -91,7 +93,8 @@ class RouterClient:
                 candidates=None if candidates is None else router_pb2.CandidateSet(worker_ids=candidates),
                 owner=self.owner,
             ),
-            self._timeout_s,
+            self._timeout_s if timeout_s is None else timeout_s,
+            hedge="route",  # idempotent by request id
         )
         return Route(
             worker_id=answer.decode.worker_id,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 import grpc
@@ -26,6 +28,7 @@ from services.gateway.generation import (
 from sluice.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 
 START_BYTES_PER_MESSAGE = 4 << 20
+NONE_YET: array[int] = array("I")
 
 
 class WorkerEvents(Protocol):
@@ -65,7 +68,7 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
         super().__init__(f"worker {worker_id}", channel, connect_timeout_s, lambda error: on_lost(self, error))
         self.worker_id = worker_id
         self.address = address
-        self._stub: worker_pb2_grpc.WorkerAsyncStub = worker_pb2_grpc.WorkerStub(channel)
+        self.stub: worker_pb2_grpc.WorkerAsyncStub = worker_pb2_grpc.WorkerStub(channel)
         self._events = events
         self._starts: list[worker_pb2.SessionStart] = []
         self._cancels: list[int] = []
@@ -80,8 +83,16 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
         max_tokens: int,
         rank: int,
         trace: common_pb2.TraceContext | None,
+        generated: array[int] = NONE_YET,
     ) -> None:
-        """Starts a generation; its tokens come to the events under `slot`."""
+        """Starts a generation; its tokens come to the events under `slot`.
+
+        Args:
+            max_tokens: of the whole generation.
+            generated: what earlier workers made of it; this one goes on after the last of them.
+        """
+        if generated:
+            prompt = replace(prompt, token_ids=prompt.token_ids + pack_u32(generated))
         self._starts.append(
             worker_pb2.SessionStart(
                 slot=slot,
@@ -91,7 +102,7 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
                     tokens=None if prompt.embeds else worker_pb2.TokenPrompt(token_ids=prompt.token_ids),
                     embeds=_embeds(prompt.embeds) if prompt.embeds else None,
                     sampling=_sampling(request.sampling, seed),
-                    stop=_stop(request.stop, prompt, max_tokens),
+                    stop=_stop(request.stop, prompt, max_tokens, len(generated)),
                     output=_output(request),
                     guided=_guided(request.guided) if request.guided else None,
                     lora=request.lora,
@@ -99,6 +110,7 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
                     priority=request.priority,
                     data_parallel_rank=rank or None,
                     trace=trace,
+                    resumed_tokens=len(generated),
                 ),
             )
         )
@@ -110,7 +122,7 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
         self._wake()
 
     def _open_call(self) -> grpc.aio.StreamStreamCall[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]:
-        return self._stub.Session()
+        return self.stub.Session()
 
     def _drain(self) -> worker_pb2.WorkerSessionRequest | None:
         if not self._starts and not self._cancels:
@@ -196,10 +208,10 @@ def _token(token: common_pb2.TokenLogprob) -> TokenLogprob:
     return TokenLogprob(token.token_id, token.logprob, token.rank)
 
 
-def _stop(stop: StopRules, prompt: Tokenized, max_tokens: int) -> common_pb2.StopOptions:
+def _stop(stop: StopRules, prompt: Tokenized, max_tokens: int, generated: int) -> common_pb2.StopOptions:
     return common_pb2.StopOptions(
-        max_tokens=max_tokens,
-        min_tokens=stop.min_tokens,
+        max_tokens=max_tokens - generated,
+        min_tokens=max(stop.min_tokens - generated, 0),
         stop_token_ids=pack_u32(stop.token_ids) + (b"" if stop.ignore_eos else prompt.stop_token_ids),
         ignore_eos=stop.ignore_eos,
         eos_token_ids=prompt.eos_token_ids,

@@ -1,0 +1,174 @@
+"""One choice under way: where it runs, what it has said, and all that is needed to go on with it elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from time import perf_counter
+from typing import NamedTuple
+
+from opentelemetry.trace import Span
+
+from services.common import telemetry
+from services.common.errors import SluiceError
+from services.common.packing import unpack_u32
+from services.gateway.clients.post_link import PostLink, Sent
+from services.gateway.clients.worker_link import WorkerLink
+from services.gateway.deadlines import Deadline
+from services.gateway.generation import FinishReason, GenerationRequest, Route, Sink, Tokenized
+from sluice.v1 import common_pb2
+
+
+class EngineEnd(NamedTuple):
+    """How the engine ended a generation; `stop_token_id` is the id that did."""
+
+    reason: FinishReason
+    stop_token_id: int | None = None
+
+
+class LiveStream:
+    """One choice of a request.
+
+    Attributes:
+        worker: where it is computed; None once the engine is done, and while it moves to another worker.
+        post: where its text is made; None while it waits for a replica.
+        tokens: everything generated so far, by all its workers.
+        resumed: how many of them came from earlier workers.
+        sent: how much of the text the sink has got.
+        end: set when the engine is done.
+        migrations: how often another worker took over.
+        replays: how often its text was taken up by another replica after a loss.
+        mover: looks for another worker.
+        cached_tokens: of the prompt, on its first worker.
+    """
+
+    __slots__ = (
+        "active",
+        "attempt_cached",
+        "cached_tokens",
+        "completion_tokens",
+        "computed",
+        "deadline",
+        "degraded",
+        "end",
+        "expiry",
+        "first_text_at",
+        "index",
+        "max_tokens",
+        "migrations",
+        "mover",
+        "post",
+        "prompt",
+        "reasoning_tokens",
+        "replays",
+        "request",
+        "reservation_id",
+        "resumed",
+        "sent",
+        "sink",
+        "slot",
+        "span",
+        "started_at",
+        "tokens",
+        "waiting_since",
+        "worker",
+        "worker_span",
+    )
+
+    def __init__(
+        self,
+        slot: int,
+        request: GenerationRequest,
+        index: int,
+        prompt: Tokenized,
+        max_tokens: int,
+        sink: Sink,
+        deadline: Deadline,
+    ) -> None:
+        self.slot = slot
+        self.request = request
+        self.index = index
+        self.prompt = prompt
+        self.max_tokens = max_tokens
+        self.sink = sink
+        self.deadline = deadline
+        self.expiry: asyncio.TimerHandle | None = None
+        self.worker: WorkerLink | None = None
+        self.reservation_id = ""
+        self.post: PostLink | None = None
+        self.waiting_since = 0.0
+        self.tokens = array("I")
+        self.resumed = 0
+        self.sent = Sent()
+        self.end: EngineEnd | None = None
+        self.migrations = 0
+        self.replays = 0
+        self.mover: asyncio.Task[None] | None = None
+        self.cached_tokens = 0
+        self.attempt_cached: int | None = None
+        self.computed = False  # its prompt
+        self.completion_tokens = 0
+        self.reasoning_tokens = 0
+        self.degraded: tuple[str, ...] = ()
+        self.active = True  # said something since the last sweep
+        self.started_at = perf_counter()
+        self.first_text_at = 0.0
+        self.span: Span | None = None
+        self.worker_span: Span | None = None
+
+    @property
+    def model(self) -> str:
+        """Served name."""
+        return self.request.model
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the client's prompt."""
+        return self.prompt.length
+
+    @property
+    def request_id(self) -> str:
+        """Of this choice; the same wherever it runs."""
+        return f"{self.request.request_id}-{self.index}"
+
+    @property
+    def seed(self) -> int | None:
+        """Each choice has its own."""
+        seed = self.request.sampling.seed
+        return None if seed is None else seed + self.index
+
+    @property
+    def trace(self) -> common_pb2.TraceContext | None:
+        """For the services that work on it."""
+        return telemetry.trace_context(self.worker_span or self.span)
+
+    def end_spans(self, error: SluiceError | None = None) -> None:
+        """Everything about it has been said."""
+        for span in (self.worker_span, self.span):
+            if span is None:
+                continue
+            span.set_attribute("output_tokens", self.completion_tokens)
+            span.set_attribute("migrations", self.migrations)
+            if error is not None:
+                telemetry.fail_span(span, error.message)
+            span.end()
+
+    def attach(self, worker: WorkerLink, route: Route) -> None:
+        """From now on this worker computes it."""
+        self.worker = worker
+        self.reservation_id = route.reservation_id
+        self.attempt_cached = None
+        self.resumed = len(self.tokens)
+        worker.live += 1
+
+    def known_end(self) -> EngineEnd | None:
+        """How the tokens so far end the generation, if they do, whoever computed them."""
+        stop, prompt, count = self.request.stop, self.prompt, len(self.tokens)
+        eos = unpack_u32(prompt.eos_token_ids)
+        if stop.ignore_eos:
+            stop_ids = set(stop.token_ids).difference(eos)
+        else:
+            stop_ids = {*stop.token_ids, *unpack_u32(prompt.stop_token_ids), *eos}
+        if count > stop.min_tokens and self.tokens[-1] in stop_ids:
+            return EngineEnd(FinishReason.STOP, self.tokens[-1])
+        return EngineEnd(FinishReason.LENGTH) if count >= self.max_tokens else None

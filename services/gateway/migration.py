@@ -1,0 +1,211 @@
+"""Generations that outlive their worker: another one goes on with prompt and generated tokens.
+
+The client sees a pause. Its text is still made on the same postprocess stream, so stop strings, tool calls and
+reasoning go on where they were; the new worker is told how many tokens of its prompt were generated, so that an engine
+that can resume counts them as output (seeds, penalties, the place in a grammar).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, replace
+
+from services.common import telemetry
+from services.common.errors import SluiceError, internal, unavailable
+from services.common.packing import pack_u32
+from services.common.tasks import TaskOwner
+from services.gateway.clients.catalogue import Catalogue
+from services.gateway.clients.worker_link import WorkerLink
+from services.gateway.deadlines import overdue
+from services.gateway.fleet import Fleet
+from services.gateway.generation import Route, Sampling, Tokenized
+from services.gateway.live_stream import LiveStream
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.placement import Placement, Wanted
+from services.gateway.switchboard import Switchboard
+
+log = logging.getLogger(__name__)
+
+RESUME = "resume"
+RESUME_GUIDED = "resume_guided"
+INEXACT = "migration_inexact"
+AT_ONCE = 64
+PAUSE_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class MigrationPolicy:
+    """Which generations may move.
+
+    Attributes:
+        enabled: any at all.
+        limit: moves of one generation.
+        max_tokens: of prompt and generated tokens together, which the new worker may have to compute; 0 for no limit.
+        wait_s: how long a generation waits for a worker that takes it.
+    """
+
+    enabled: bool = True
+    limit: int = 3
+    max_tokens: int = 0
+    wait_s: float = 10.0
+
+
+class Migrator:
+    """Moves generations off workers that cannot go on with them.
+
+    Args:
+        tasks: owns the moves.
+    """
+
+    def __init__(
+        self,
+        policy: MigrationPolicy,
+        placement: Placement,
+        catalogue: Catalogue,
+        fleet: Fleet,
+        switchboard: Switchboard,
+        metrics: GatewayMetrics,
+        tasks: TaskOwner,
+    ) -> None:
+        self._policy = policy
+        self._placement = placement
+        self._catalogue = catalogue
+        self._fleet = fleet
+        self._switchboard = switchboard
+        self._metrics = metrics
+        self._tasks = tasks
+        self._at_once = asyncio.Semaphore(AT_ONCE)
+
+    def take_over(self, stream: LiveStream, lost: WorkerLink, error: SluiceError) -> bool:
+        """Whether the stream goes on, on another worker and some time later."""
+        obstacle = self._obstacle(stream, error)
+        if obstacle:
+            self._metrics.migration(obstacle)
+            return False
+        stream.migrations += 1
+        log.warning(
+            "a generation moves to another worker: %s",
+            error.message,
+            extra={"request": stream.request_id, "worker": lost.worker_id, "tokens": len(stream.tokens)},
+        )
+        stream.mover = self._tasks.spawn(self._move(stream, lost), f"migration-{stream.slot}")
+        return True
+
+    def _obstacle(self, stream: LiveStream, error: SluiceError) -> str:
+        """Why a stream has to stay, as a word for the metric; empty when it may move."""
+        policy, generated = self._policy, len(stream.tokens)
+        if not policy.enabled:
+            return "disabled"
+        if not error.retryable:
+            return "not_retryable"
+        if stream.migrations >= policy.limit:
+            return "limit"
+        if policy.max_tokens and stream.prompt_tokens + generated > policy.max_tokens:
+            return "too_long"
+        if generated and stream.prompt.embeds is not None:
+            return "embeddings"
+        if generated and stream.request.guided is not None and not self._resuming(stream, RESUME_GUIDED):
+            return "guided"
+        return ""
+
+    def _resuming(self, stream: LiveStream, capability: str) -> bool:
+        return any(capability in worker.capabilities for worker in self._catalogue.of_model(stream.model))
+
+    async def _move(self, stream: LiveStream, lost: WorkerLink) -> None:
+        try:
+            async with self._at_once, asyncio.timeout(min(self._policy.wait_s, stream.deadline.left_s)):
+                route, worker = await self._find(stream, lost)
+        except TimeoutError:
+            self._give_up(stream, overdue() if stream.deadline.left_s <= 0 else _nobody())
+        except SluiceError as error:
+            self._give_up(stream, error)
+        except Exception:
+            log.exception("a migration failed", extra={"request": stream.request_id})
+            self._give_up(stream, internal("Unexpected failure in the gateway; its log has the details."))
+        else:
+            self._resume(stream, lost, route, worker)
+
+    async def _find(self, stream: LiveStream, lost: WorkerLink) -> tuple[Route, WorkerLink]:
+        """Asks until a worker takes it; the one that was lost counts again once it has come back."""
+        sessions_then, attempt = lost.sessions, 0
+        while True:
+            back = self._fleet.find(lost.worker_id)
+            returned = back is not None and back.connected and (back is not lost or lost.sessions > sessions_then)
+            try:
+                return await self._placement.place(self._wanted(stream, attempt), () if returned else (lost.worker_id,))
+            except SluiceError as error:
+                if not error.retryable:
+                    raise
+            attempt += 1
+            await asyncio.sleep(PAUSE_S)
+
+    def _wanted(self, stream: LiveStream, attempt: int) -> Wanted:
+        request, generated = stream.request, len(stream.tokens)
+        entry = self._catalogue.model(stream.model)
+        guided = generated and request.guided is not None
+        return Wanted(
+            request=request,
+            booking=f"{stream.request_id}-m{stream.migrations}" + (f".{attempt}" if attempt else ""),
+            prompt=_with_generated(stream.prompt, stream),
+            block_size=entry.block_size,
+            output_tokens=stream.max_tokens - generated if request.stop.max_tokens else 0,
+            deadline=stream.deadline,
+            needs=((RESUME_GUIDED, "response_format"),) if guided else (),
+        )
+
+    def _resume(self, stream: LiveStream, lost: WorkerLink, route: Route, worker: WorkerLink) -> None:
+        self._metrics.migration("moved")
+        if route.degraded:
+            self._switchboard.on_degraded(stream.slot, route.degraded)
+        if stream.tokens and _is_history_dependent(stream.request.sampling) and not self._resumes(worker):
+            self._switchboard.on_degraded(stream.slot, INEXACT)
+        if stream.span is not None:
+            _trace(stream, lost, worker)
+        self._switchboard.resume(stream, route, worker)
+
+    def _resumes(self, worker: WorkerLink) -> bool:
+        entry = self._catalogue.workers.get(worker.worker_id)
+        return entry is not None and RESUME in entry.capabilities
+
+    def _give_up(self, stream: LiveStream, error: SluiceError) -> None:
+        stream.mover = None  # this is it: there is nothing left to be cancelled
+        self._metrics.migration("nobody")
+        self._switchboard.give_up(stream, error)
+
+
+def _with_generated(prompt: Tokenized, stream: LiveStream) -> Tokenized:
+    """The prompt as the next worker gets it; the router makes its block hashes itself."""
+    if not stream.tokens:
+        return prompt
+    return replace(prompt, token_ids=prompt.token_ids + pack_u32(stream.tokens), block_hashes=b"", hash_scheme="")
+
+
+def _is_history_dependent(sampling: Sampling) -> bool:
+    """The next token depends on more than the tokens before it: on which of them were generated, or how many."""
+    return sampling.seed is not None or bool(sampling.frequency_penalty or sampling.presence_penalty)
+
+
+def _trace(stream: LiveStream, lost: WorkerLink, worker: WorkerLink) -> None:
+    """An event on the generation's span, and a span for its further way that links to the way so far."""
+    assert stream.span is not None
+    stream.span.add_event(
+        "migrated", {"from": lost.worker_id, "to": worker.worker_id, "generated_tokens": len(stream.tokens)}
+    )
+    before = stream.worker_span or stream.span
+    after = telemetry.start_span(
+        "gateway.resume",
+        telemetry.headers(stream.span),
+        worker=worker.worker_id,
+        migration=stream.migrations,
+        resumed_tokens=len(stream.tokens),
+    )
+    if after is not None:
+        after.add_link(before.get_span_context())
+        if stream.worker_span is not None:
+            stream.worker_span.end()
+        stream.worker_span = after
+
+
+def _nobody() -> SluiceError:
+    return unavailable("No other worker could take the generation over in time.", code="no_workers")

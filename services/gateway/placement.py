@@ -1,0 +1,173 @@
+"""A worker for a generation: asks the router, makes sure of the connection, and leaves out workers that failed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection
+from dataclasses import dataclass
+from math import inf
+
+from services.common import telemetry
+from services.common.errors import ErrorKind, SluiceError, unavailable
+from services.common.tasks import TaskOwner
+from services.gateway.capabilities import able
+from services.gateway.clients.catalogue import Catalogue
+from services.gateway.clients.router import RouterClient
+from services.gateway.clients.worker_link import WorkerLink
+from services.gateway.deadlines import Deadline
+from services.gateway.fleet import Fleet
+from services.gateway.generation import GenerationRequest, Route, Tokenized
+
+log = logging.getLogger(__name__)
+
+ATTEMPTS = 3
+ROUTER_LAG_S = 1.5
+ROUTER_RETRY_S = 0.1
+ROUTE_SHARE = 0.5
+CONNECT_SHARE = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is to be placed.
+
+    Attributes:
+        booking: names the reservation; unique for every placement of a stream.
+        prompt: with what was generated already, if anything was.
+        output_tokens: expected to come; 0 when unknown.
+        needs: capabilities beyond those of the request, as there.
+    """
+
+    request: GenerationRequest
+    booking: str
+    prompt: Tokenized
+    block_size: int
+    output_tokens: int
+    deadline: Deadline
+    needs: tuple[tuple[str, str], ...] = ()
+
+
+class Placement:
+    """Finds workers for generations.
+
+    Args:
+        tasks: owns questions to the router whose asker has gone: what they book is given back.
+    """
+
+    def __init__(
+        self, router: RouterClient, catalogue: Catalogue, fleet: Fleet, tasks: TaskOwner, route_timeout_s: float
+    ) -> None:
+        self._router = router
+        self._catalogue = catalogue
+        self._fleet = fleet
+        self._tasks = tasks
+        self._route_timeout_s = route_timeout_s
+
+    async def place(self, wanted: Wanted, excluded: Collection[str] = ()) -> tuple[Route, WorkerLink]:
+        """A worker with a connection and a booking.
+
+        Args:
+            excluded: ids of workers that must not be chosen.
+
+        Raises:
+            SluiceError: as the router says, UNAVAILABLE when no worker is left; nothing is booked then.
+        """
+        avoided = set(excluded)
+        for attempt in range(ATTEMPTS):
+            booking = f"{wanted.booking}-{attempt}" if attempt else wanted.booking
+            route = await self._route(wanted, booking, avoided)
+            try:
+                worker = self._fleet.worker(route.worker_id)
+                await worker.ready(wanted.deadline.share(CONNECT_SHARE, inf))
+                return route, worker
+            except BaseException as error:
+                if route.reservation_id:
+                    self._router.free(route.reservation_id)
+                avoided.add(route.worker_id)
+                if not isinstance(error, SluiceError) or attempt == ATTEMPTS - 1:
+                    raise
+                log.warning("%s Trying another worker.", error.message)
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _route(self, wanted: Wanted, booking: str, avoided: set[str]) -> Route:
+        candidates = self._candidates(wanted, avoided)
+        try:
+            with telemetry.stage("gateway.route"):
+                return await self._ask_router(wanted, booking, candidates)
+        except SluiceError as error:
+            unanswered = error.kind in (ErrorKind.UNAVAILABLE, ErrorKind.DEADLINE_EXCEEDED)
+            if not unanswered or error.code in ("no_workers", "request_timeout"):
+                raise
+            return self._without_router(wanted, candidates, error)
+
+    def _candidates(self, wanted: Wanted, avoided: set[str]) -> list[str] | None:
+        """Ids of the workers that may be chosen; None when all of the model may.
+
+        Raises:
+            SluiceError: UNAVAILABLE when none is left, INVALID_ARGUMENT when none can do what is needed.
+        """
+        model = wanted.request.model
+        workers = self._catalogue.of_model(model)
+        left = [worker for worker in workers if worker.worker_id not in avoided]
+        if avoided and not left:
+            raise unavailable(f"No worker of model {model!r} can be reached.", code="no_workers")
+        needs = (*wanted.request.needs, *wanted.needs)
+        if needs and left:
+            left = able(left, needs)
+        sound = [worker for worker in left if self._fleet.sound(worker.worker_id)]
+        left = sound or left  # all of them troubled: better than none
+        return None if len(left) == len(workers) else [worker.worker_id for worker in left]
+
+    async def _ask_router(self, wanted: Wanted, booking: str, candidates: list[str] | None) -> Route:
+        """The router's choice. A replica that has not heard yet of workers another one announced gets a moment."""
+        loop = asyncio.get_running_loop()
+        patience = loop.time() + ROUTER_LAG_S
+        while True:
+            asking = self._tasks.spawn(self._ask_once(wanted, booking, candidates), "route")
+            try:
+                answer = await asyncio.shield(asking)
+            except asyncio.CancelledError:
+                asking.add_done_callback(self._give_back)
+                raise
+            if isinstance(answer, Route):
+                return answer
+            behind = answer.code in ("no_workers", "model_not_found")
+            if not behind or loop.time() > patience or not self._catalogue.of_model(wanted.request.model):
+                raise answer
+            await asyncio.sleep(ROUTER_RETRY_S)
+
+    async def _ask_once(self, wanted: Wanted, booking: str, candidates: list[str] | None) -> Route | SluiceError:
+        """What the router says; goes on when whoever asked is gone, so that no booking is made unseen."""
+        request = wanted.request
+        try:
+            return await self._router.route(
+                booking,
+                request.model,
+                wanted.prompt,
+                wanted.block_size,
+                expected_output_tokens=wanted.output_tokens,
+                lora=request.lora,
+                cache_salt=request.cache_salt,
+                priority=request.priority,
+                candidates=candidates,
+                timeout_s=wanted.deadline.share(ROUTE_SHARE, self._route_timeout_s),
+            )
+        except SluiceError as error:
+            return error
+
+    def _give_back(self, asked: asyncio.Task[Route | SluiceError]) -> None:
+        if asked.cancelled() or asked.exception() is not None:
+            return
+        answer = asked.result()
+        if isinstance(answer, Route) and answer.reservation_id:
+            self._router.free(answer.reservation_id)
+
+    def _without_router(self, wanted: Wanted, candidates: list[str] | None, cause: SluiceError) -> Route:
+        """No router answers: the worker last seen that has least to do."""
+        if candidates is None:
+            candidates = [worker.worker_id for worker in self._catalogue.of_model(wanted.request.model)]
+        link = self._fleet.least_busy(candidates)
+        if link is None:
+            raise cause
+        return Route(worker_id=link.worker_id, degraded="router_unavailable")

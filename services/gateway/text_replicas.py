@@ -1,0 +1,163 @@
+"""Which postprocess replica makes the text of which stream, through deaths and drains of replicas.
+
+A replica holds nothing that cannot be made again from a stream's tokens. So when one is lost, or asks to be left, its
+streams are opened on another one with their tokens and with how much their clients have got, and go on from there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from time import perf_counter
+
+from services.common.errors import SluiceError, unavailable
+from services.gateway.clients.post_link import PostLink
+from services.gateway.live_stream import LiveStream
+from services.gateway.metrics import GatewayMetrics
+
+log = logging.getLogger(__name__)
+
+MOST_REPLAYS = 3
+REPLACED = "postprocess_replaced"
+DRAINING = "draining"
+
+
+class TextReplicas:
+    """The links to postprocess, and the streams on them.
+
+    Args:
+        streams: every stream under way, by slot.
+        fail: ends a stream with an error.
+        degrade: marks a stream.
+        wait_s: how long a stream waits for a replica when there is none.
+
+    Attributes:
+        links: by address; a link is added and removed by whoever opens it.
+    """
+
+    def __init__(
+        self,
+        streams: Mapping[int, LiveStream],
+        fail: Callable[[LiveStream, SluiceError], None],
+        degrade: Callable[[int, str], None],
+        metrics: GatewayMetrics,
+        wait_s: float,
+    ) -> None:
+        self.links: dict[str, PostLink] = {}
+        self._streams = streams
+        self._fail = fail
+        self._degrade = degrade
+        self._metrics = metrics
+        self._wait_s = wait_s
+        self._waiting: dict[int, LiveStream] = {}
+
+    @property
+    def sole(self) -> PostLink | None:
+        """The link that every stream is on; None when they may be on several or on none."""
+        if len(self.links) != 1 or self._waiting:
+            return None
+        return next(iter(self.links.values()))
+
+    @property
+    def waiting(self) -> int:
+        """Streams that no replica has taken up yet."""
+        return len(self._waiting)
+
+    def best(self) -> PostLink | None:
+        """The replica with the fewest streams, of those that take new ones."""
+        links = [link for link in self.links.values() if link.connected and not link.retired and not link.leaving]
+        return min(links, key=lambda link: link.live, default=None)
+
+    def open(self, stream: LiveStream) -> None:
+        """Begins a stream's text, or goes on with it; when there is no replica, as soon as there is one."""
+        link = self.best()
+        if link is None:
+            stream.waiting_since = perf_counter()
+            self._waiting[stream.slot] = stream
+            return
+        self._waiting.pop(stream.slot, None)
+        stream.post = link
+        link.live += 1
+        began = bool(stream.tokens)
+        link.open(
+            stream.slot,
+            stream.request_id,
+            stream.request,
+            stream.prompt,
+            stream.trace,
+            stream.tokens if began else None,
+            stream.sent if began else None,
+        )
+        if stream.end is not None:
+            link.end(stream.slot, *stream.end)
+
+    def forget(self, stream: LiveStream) -> None:
+        """A stream is over."""
+        self._waiting.pop(stream.slot, None)
+        if stream.post is not None:
+            stream.post.live -= 1
+            stream.post = None
+
+    def connected(self, link: PostLink) -> None:
+        """A replica is there: who waits for one, or is to leave another one, goes there."""
+        for stream in list(self._waiting.values()):
+            self.open(stream)
+        for other in self.links.values():
+            if other.leaving and other.connected:
+                self.leave(other)
+
+    def leave(self, link: PostLink) -> None:
+        """A replica asked for its streams to be moved; they stay while there is no other one."""
+        if self.best() is None:
+            return
+        moving = self._streams_of(link)
+        for stream in moving:
+            self._metrics.text_moved("drained")
+            self._reopen(stream)
+        link.abandon()
+        if moving:
+            log.info("streams were moved off a draining postprocess replica", extra={"streams": len(moving)})
+
+    def lost(self, link: PostLink, error: SluiceError) -> None:
+        """A replica is gone: its streams go on elsewhere."""
+        for stream in self._streams_of(link):
+            self._replay(stream, error)
+
+    def refused(self, stream: LiveStream, error: SluiceError) -> bool:
+        """A replica gave a stream up; False unless another one may do better."""
+        if not error.retryable:
+            return False
+        if error.code == DRAINING and stream.post is not None:
+            stream.post.leaving = True
+            self._reopen(stream)
+        else:
+            self._replay(stream, error)
+        return True
+
+    def sweep(self) -> None:
+        """Ends the streams that have waited too long for a replica."""
+        now = perf_counter()
+        for stream in list(self._waiting.values()):
+            if now - stream.waiting_since > self._wait_s:
+                error = unavailable("No postprocess replica is ready; try again soon.", code="service_unavailable")
+                self._fail(stream, error)
+
+    def _replay(self, stream: LiveStream, error: SluiceError) -> None:
+        stream.replays += 1
+        if stream.replays > MOST_REPLAYS:  # it may be this stream that they die of
+            self._fail(stream, error)
+            return
+        self._metrics.text_moved("lost")
+        self._degrade(stream.slot, REPLACED)
+        self._reopen(stream)
+
+    def _reopen(self, stream: LiveStream) -> None:
+        if stream.post is not None:
+            stream.post.live -= 1
+            stream.post = None
+        if stream.span is not None:
+            stream.span.add_event("text replayed", {"tokens": len(stream.tokens)})
+        self.open(stream)
+
+    def _streams_of(self, link: PostLink) -> list[LiveStream]:
+        return [stream for stream in self._streams.values() if stream.post is link]
