@@ -16,6 +16,19 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from services.common.errors import SluiceError, internal
 from services.gateway.http.errors import error_response, plain_error_response
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.openai.answer_schemas import (
+    ChatCompletion,
+    Completion,
+    Detokenized,
+    EmbeddingList,
+    Model,
+    ModelList,
+    Rendered,
+    Tokens,
+)
+from services.gateway.openai.documentation import GENERATING, body_of, document, responses
+from services.gateway.openai.embedding_schemas import EmbeddingRequest
+from services.gateway.openai.embeddings import EmbeddingEndpoints
 from services.gateway.openai.endpoints import OpenAIEndpoints
 from services.gateway.openai.schemas import ChatCompletionRequest, CompletionRequest
 from services.gateway.openai.token_schemas import DetokenizeRequest, TokenizeRequest
@@ -37,6 +50,8 @@ class CountAnswers:
             await self._app(scope, receive, send)
             return
         path = scope["path"] if scope["path"] in self._paths else "other"
+        if scope["path"].startswith("/v1/models/"):
+            path = "/v1/models/{model}"
         counted = False
 
         def counting_send(message: Message) -> Awaitable[None]:
@@ -50,7 +65,11 @@ class CountAnswers:
 
 
 def create_app(
-    openai: OpenAIEndpoints, tokens: TokenEndpoints, readiness: Readiness, metrics: GatewayMetrics
+    openai: OpenAIEndpoints,
+    tokens: TokenEndpoints,
+    embeddings: EmbeddingEndpoints,
+    readiness: Readiness,
+    metrics: GatewayMetrics,
 ) -> FastAPI:
     """The application over a pipeline that runs."""
     app = FastAPI(
@@ -58,25 +77,32 @@ def create_app(
         version=__version__,
         description="An OpenAI-compatible gateway to large language models.",
     )
-    _add_openai(app, openai, tokens)
+    bodies = _add_openai(app, openai, tokens, embeddings)
     _add_operations(app, readiness)
     _add_errors(app)
+    document(app, bodies)
     app.add_middleware(CountAnswers, metrics=metrics, paths=frozenset(app.openapi()["paths"]))
     return app
 
 
-def _add_openai(app: FastAPI, openai: OpenAIEndpoints, tokens: TokenEndpoints) -> None:
+def _add_openai(
+    app: FastAPI, openai: OpenAIEndpoints, tokens: TokenEndpoints, embeddings: EmbeddingEndpoints
+) -> list[type[BaseModel]]:
+    """The models of the request bodies."""
+    bodies: list[type[BaseModel]] = []
+
     def post(
         path: str,
         endpoint: Callable[[Request], Awaitable[Response]],
         body: type[BaseModel],
+        answer: type[BaseModel],
+        streams: bool = False,
     ) -> None:
         async def handle(request: Request) -> Response:
             return await endpoint(request)
 
         handle.__doc__ = endpoint.__doc__
-        # Bodies are read and checked by the endpoint, within its limits; the document still shows their schema.
-        schema = {"content": {"application/json": {"schema": body.model_json_schema()}}, "required": True}
+        bodies.append(body)
         app.add_api_route(
             path,
             handle,
@@ -85,19 +111,36 @@ def _add_openai(app: FastAPI, openai: OpenAIEndpoints, tokens: TokenEndpoints) -
             response_model=None,
             name=endpoint.__name__,
             tags=["OpenAI"],
-            openapi_extra={"requestBody": schema},
+            responses=responses(answer, GENERATING, streams),
+            openapi_extra=body_of(body),
         )
 
-    post("/v1/chat/completions", openai.chat_completions, ChatCompletionRequest)
-    post("/v1/completions", openai.completions, CompletionRequest)
-    post("/v1/chat/completions/render", tokens.render, ChatCompletionRequest)
-    post("/tokenize", tokens.tokenize, TokenizeRequest)
-    post("/detokenize", tokens.detokenize, DetokenizeRequest)
+    post("/v1/chat/completions", openai.chat_completions, ChatCompletionRequest, ChatCompletion, streams=True)
+    post("/v1/completions", openai.completions, CompletionRequest, Completion, streams=True)
+    post("/v1/embeddings", embeddings.embeddings, EmbeddingRequest, EmbeddingList)
+    post("/v1/chat/completions/render", tokens.render, ChatCompletionRequest, Rendered)
+    post("/tokenize", tokens.tokenize, TokenizeRequest, Tokens)
+    post("/detokenize", tokens.detokenize, DetokenizeRequest, Detokenized)
 
-    @app.get("/v1/models", tags=["OpenAI"])
+    @app.get("/v1/models", tags=["OpenAI"], response_model=None, responses=responses(ModelList, (500,)))
     async def models() -> dict[str, Any]:
-        """The models that workers serve now."""
+        """List the models that workers serve now."""
         return await openai.models()
+
+    parameter = {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+
+    @app.get(
+        "/v1/models/{model:path}",
+        tags=["OpenAI"],
+        response_model=None,
+        responses=responses(Model, (404, 500, 503)),
+        openapi_extra={"parameters": [parameter]},
+    )
+    async def model(request: Request) -> dict[str, Any]:
+        """Retrieve one of the models."""
+        return await openai.model(request.path_params["model"])
+
+    return bodies
 
 
 def _add_operations(app: FastAPI, readiness: Readiness) -> None:
@@ -106,7 +149,7 @@ def _add_operations(app: FastAPI, readiness: Readiness) -> None:
         """The process lives."""
         return {"status": "ok"}
 
-    @app.get("/ready", tags=["Operations"])
+    @app.get("/ready", tags=["Operations"], responses={503: {"description": "Not ready; says what is missing."}})
     async def ready() -> Response:
         """The services behind the gateway answer; 503 with what is missing otherwise."""
         state = readiness.state()
@@ -129,7 +172,9 @@ def _add_errors(app: FastAPI) -> None:
             404: f"There is no {request.url.path} here.",
             405: f"{request.url.path} does not take {request.method}.",
         }
-        return plain_error_response(hints.get(error.status_code, str(error.detail)), error.status_code)
+        response = plain_error_response(hints.get(error.status_code, str(error.detail)), error.status_code)
+        response.headers.update(error.headers or {})
+        return response
 
     async def unexpected(request: Request, error: Exception) -> Response:
         return error_response(internal("Unexpected failure in the gateway; its log has the details."))

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from services.common import logs, telemetry
 from services.common.packing import unpack_u32
 from services.common.tasks import TaskOwner
+from services.gateway.clients.catalogue import WorkerEntry
 from services.gateway.clients.pieces import TokenPieces
 from services.gateway.generation import GenerationRequest
 from services.gateway.http.body import read_json
@@ -82,21 +83,25 @@ class OpenAIEndpoints:
         return await self._answer(request, generations, form, fields)
 
     async def models(self) -> dict[str, Any]:
-        """GET /v1/models."""
+        """The models that workers serve now."""
         await self._parity.freshen()
+        entries = self._pipeline.catalogue.models.items()
+        return {"object": "list", "data": [self._shown(name, entry) for name, entry in entries]}
+
+    async def model(self, name: str) -> dict[str, Any]:
+        """One of them; SluiceError(NOT_FOUND or UNAVAILABLE) when nobody serves it."""
+        entry = self._pipeline.catalogue.model(name)
+        await self._parity.freshen()
+        return self._shown(name, entry)
+
+    def _shown(self, name: str, entry: WorkerEntry) -> dict[str, Any]:
         return {
-            "object": "list",
-            "data": [
-                {
-                    "id": name,
-                    "object": "model",
-                    "created": entry.created_unix_s,
-                    "owned_by": "sluice",
-                    "max_model_len": entry.context_length,
-                    "tokenizer": self._parity.of_model(name),
-                }
-                for name, entry in self._pipeline.catalogue.models.items()
-            ],
+            "id": name,
+            "object": "model",
+            "created": entry.created_unix_s,
+            "owned_by": "sluice",
+            "max_model_len": entry.context_length,
+            "tokenizer": self._parity.of_model(name),
         }
 
     async def _body(self, request: Request) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from services.gateway.app import create_app
 from services.gateway.clients.catalogue import Catalogue, WorkerEntry
 from services.gateway.generation import ChatPrompt, Prompt, TextPrompt, Tokenized
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.openai.embeddings import EmbeddingEndpoints
 from services.gateway.openai.endpoints import OpenAIEndpoints
 from services.gateway.openai.tokens import TokenEndpoints
 from services.gateway.pipeline import Pipeline
@@ -70,7 +71,8 @@ class Gateway:
         pipeline = cast(Pipeline, SimpleNamespace(preprocess=self.preprocess, catalogue=self.catalogue))
         openai = OpenAIEndpoints(pipeline, settings, cast(Any, None), cast(Any, None), cast(Any, None))
         tokens = TokenEndpoints(pipeline, settings)
-        app = create_app(openai, tokens, cast(Readiness, None), GatewayMetrics())
+        embeddings = EmbeddingEndpoints(pipeline, cast(Any, None), settings)
+        app = create_app(openai, tokens, embeddings, cast(Readiness, None), GatewayMetrics())
         self.client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway")
 
     async def post(self, path: str, **body: Any) -> tuple[int, Any]:
