@@ -59,6 +59,11 @@ class Translator:
                 self._forget()
         return self._take()
 
+    def forget(self) -> list[KvEvent]:
+        """The engine has dropped every block."""
+        self._forget()
+        return self._take()
+
     def lose(self) -> list[KvEvent]:
         """Events are missing for good: what lies where is unknown from now on, what blocks mean is not.
 

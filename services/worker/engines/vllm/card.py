@@ -1,0 +1,118 @@
+"""What a started vLLM says about itself. Pure: reads attributes, imports nothing of vLLM."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from services.common import models
+from services.worker.capabilities import GUIDED, SAMPLING, Capability
+from services.worker.engine import EngineConfig
+from services.worker.engines.vllm.sampling import Facts
+from services.worker.generation import Role
+from services.worker.settings import WorkerSettings
+
+CAPABILITIES = frozenset(
+    {
+        Capability.TOKEN_IDS,
+        Capability.PROMPT_EMBEDS,
+        Capability.LOGPROBS,
+        Capability.PROMPT_LOGPROBS,
+        *GUIDED,
+        *SAMPLING,
+        Capability.PRIORITY,
+        Capability.CACHE_SALT,
+        Capability.DATA_PARALLEL_RANK,
+        Capability.LORA,
+        Capability.LORA_LOADING,
+        Capability.EMBEDDINGS,
+        Capability.KV_EVENTS,
+        Capability.PREFILL,
+        Capability.DECODE,
+        Capability.SLEEP,
+        Capability.CLEAR_CACHE,
+        Capability.PROFILE,
+    }
+)
+
+_OF_POOLING = frozenset({Capability.TOKEN_IDS, Capability.EMBEDDINGS, Capability.LORA, Capability.LORA_LOADING})
+
+
+def capabilities(config: Any, *, has_events: bool) -> frozenset[Capability]:
+    """Those that the engine has as it was started; `config` is its VllmConfig."""
+    model = config.model_config
+    able = {
+        Capability.PROMPT_EMBEDS: model.enable_prompt_embeds,
+        Capability.PRIORITY: config.scheduler_config.policy == "priority",
+        Capability.CACHE_SALT: config.cache_config.enable_prefix_caching,
+        Capability.DATA_PARALLEL_RANK: config.parallel_config.data_parallel_size > 1,
+        Capability.LORA: config.lora_config is not None,
+        Capability.LORA_LOADING: config.lora_config is not None,
+        Capability.KV_EVENTS: has_events,
+        Capability.PREFILL: config.kv_transfer_config is not None,
+        Capability.DECODE: config.kv_transfer_config is not None,
+        Capability.SLEEP: model.enable_sleep_mode,
+        Capability.CLEAR_CACHE: config.cache_config.enable_prefix_caching,
+        Capability.PROFILE: bool(getattr(config.profiler_config, "profiler", None)),
+        Capability.THINKING_TOKEN_BUDGET: getattr(config, "reasoning_config", None) is not None,
+        **dict.fromkeys(GUIDED, not model.skip_tokenizer_init),
+    }
+    missing = {capability for capability, has in able.items() if not has}
+    if model.runner_type == "pooling":
+        return _OF_POOLING - missing
+    return CAPABILITIES - missing - {Capability.EMBEDDINGS}
+
+
+def request_facts(config: Any) -> Facts:
+    """What requests must be mapped with."""
+    return Facts(
+        context_length=int(config.model_config.max_model_len),
+        defaults=dict(config.model_config.get_diff_sampling_param()),
+    )
+
+
+def usable_blocks(config: Any) -> int:
+    """KV-cache blocks of one rank that requests can have; vLLM keeps one to itself."""
+    return max(int(config.cache_config.num_gpu_blocks or 1) - 1, 0)
+
+
+def eos_token_ids(config: Any) -> tuple[int, ...]:
+    """Ids that end a generation, of the model's generation configuration and its own."""
+    found: set[int] = set()
+    for source in (config.model_config.try_get_generation_config(), vars(config.model_config.hf_config)):
+        declared = source.get("eos_token_id")
+        found.update(declared if isinstance(declared, list) else [] if declared is None else [declared])
+    return tuple(sorted(found))
+
+
+def engine_config(
+    settings: WorkerSettings, path: Path, config: Any, version: str, adapters: tuple[str, ...], *, has_events: bool
+) -> EngineConfig:
+    """The card.
+
+    Args:
+        path: the model's tokenizer files.
+        config: vLLM's VllmConfig after the start.
+    """
+    able = capabilities(config, has_events=has_events)
+    return EngineConfig(
+        model=settings.spec.name,
+        source=settings.spec.source,
+        processor=settings.spec.processor or models.detect_processor(path),
+        fingerprint=models.fingerprint(path),
+        context_length=int(config.model_config.max_model_len),
+        vocab_size=int(config.model_config.get_vocab_size()),
+        block_size=int(config.cache_config.block_size),
+        total_blocks=usable_blocks(config),
+        max_sequences=int(config.scheduler_config.max_num_seqs),
+        max_batched_tokens=int(config.scheduler_config.max_num_batched_tokens),
+        eos_token_ids=eos_token_ids(config),
+        capabilities=frozenset(able),
+        # Without a prefix cache nobody can find anybody's prefixes: a salt is honoured by doing nothing.
+        accepted=frozenset({Capability.CACHE_SALT} - able),
+        adapters=adapters,
+        data_parallel_size=int(config.parallel_config.data_parallel_size),
+        role=Role[settings.role.upper()],
+        engine="vllm",
+        engine_version=version,
+    )

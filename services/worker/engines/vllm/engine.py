@@ -1,0 +1,264 @@
+"""The engine: starts vLLM's AsyncLLM, gives it requests, watches over its process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from array import array
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from services.common import models
+from services.common.errors import ErrorKind, SluiceError, invalid
+from services.worker.cache_events import KvEventSource
+from services.worker.capabilities import Capability
+from services.worker.delta_stream import DeltaStream
+from services.worker.engine import Embedded, EngineConfig, GenerateContext, LLMEngine, Load, Sink
+from services.worker.engines.vllm import card, library, options
+from services.worker.engines.vllm.adapters import Adapters
+from services.worker.engines.vllm.controls import Controls
+from services.worker.engines.vllm.embedding import embed_all
+from services.worker.engines.vllm.events import CacheEvents
+from services.worker.engines.vllm.flights import Flights
+from services.worker.engines.vllm.handoff import Handoff, read_handoff
+from services.worker.engines.vllm.outputs import Flight
+from services.worker.engines.vllm.sampling import Facts, sampling_arguments
+from services.worker.generation import Delta, FinishReason, GenerateRequest, Role
+from services.worker.settings import WorkerSettings
+
+log = logging.getLogger(__name__)
+
+WATCH_S = 0.25
+SHUT_DOWN_S = 3.0
+
+
+class VllmEngine(LLMEngine):
+    """vLLM's AsyncLLM: its scheduler and model run in processes of their own, its client in this one."""
+
+    CAPABILITIES: ClassVar[frozenset[Capability]] = card.CAPABILITIES
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        super().__init__()
+        self._settings = settings
+        self._named = options.named_adapters(settings.adapters)
+        self._llm: Any = None
+        self._config: Any = None
+        self._facts = Facts(0)
+        self._loads: list[Load] = [Load()]
+        self._adapters = Adapters()
+        self._controls: Controls | None = None
+        self._events = CacheEvents()
+        self._flights = Flights(self.tasks, self._abort_in_vllm, library.error_of)
+
+    @classmethod
+    def from_args(cls, settings: WorkerSettings) -> Self:
+        options.command_line(settings, settings.spec.source)
+        return cls(settings)
+
+    async def start(self, worker_id: str) -> EngineConfig:
+        settings = self._settings
+        self.on_phase("importing vLLM", None)
+        version = await asyncio.to_thread(library.prepare, settings.log_level)
+        self.on_phase("reading the model's files", None)
+        path = await asyncio.to_thread(models.resolve, settings.spec.source)
+        arguments = await asyncio.to_thread(self._arguments, path)
+        self.on_phase("loading the model into vLLM", None)
+        self._llm = await asyncio.to_thread(library.launch, arguments, self._note_stats)
+        self._config = config = self._llm.vllm_config
+        self._check_role()
+        self._facts = card.request_facts(config)
+        self._loads = [Load() for _ in range(config.parallel_config.data_parallel_size)]
+        self._controls = Controls(self._llm, self._adapters, self._events, has_connector=_has_connector(config))
+        self.on_phase("loading adapters", None)
+        for name, folder in self._named.items():
+            await self._controls.load_lora({"name": name, "path": folder})
+        publishing = config.kv_events_config
+        if publishing is not None and publishing.enable_kv_cache_events:
+            self._events.open(
+                publishing.endpoint, self._llm.get_kv_event_sources(), int(config.cache_config.block_size), self.tasks
+            )
+        self.tasks.spawn(self._watch(), "vllm-watch")
+        return await asyncio.to_thread(self._describe, path, version)
+
+    def _arguments(self, path: Path) -> Any:
+        """vLLM's arguments, with the worker's wishes where the user said nothing."""
+        source = self._settings.spec.source
+        # Of a hub id only the tokenizer is here; vLLM fetches the weights itself.
+        line = options.command_line(self._settings, str(path) if Path(source).expanduser().exists() else source)
+        line = library.add_defaults(line, {"scheduling_policy": "priority"})
+        given = library.read_arguments(line)
+        if given.kv_events_config is None and given.enable_prefix_caching is not False and given.runner != "pooling":
+            endpoints = self._events.endpoints(given.data_parallel_size)
+            given = library.read_arguments(library.add_defaults(line, {"kv_events_config": endpoints}))
+        return given
+
+    def _describe(self, path: Path, version: str) -> EngineConfig:
+        return card.engine_config(
+            self._settings,
+            path,
+            self._config,
+            version,
+            self._adapters.names,
+            has_events=bool(self._events.sources),
+        )
+
+    def _check_role(self) -> None:
+        role = self._settings.role
+        if role != "aggregated" and not _has_connector(self._config):
+            raise invalid(
+                f"vLLM needs a KV connector to play the role {role}; give --kv-transfer-config after --.", param="role"
+            )
+
+    def submit(self, request: GenerateRequest, context: GenerateContext, sink: Sink) -> None:
+        llm = self._started()
+        if self._config.model_config.runner_type == "pooling":
+            raise SluiceError(
+                ErrorKind.FAILED_PRECONDITION,
+                "This worker computes embeddings only.",
+                param="model",
+                code="unsupported_by_engine",
+            )
+        handoff = _handoff_of(request)
+        params = library.sampling_params(sampling_arguments(request, self._facts, handoff))
+        prompt = self._prompt(request, handoff)
+        adapter = self._lora(request.lora)
+        flight = Flight(
+            request.embeds.length if request.embeds is not None else len(request.token_ids),
+            sink,
+            request.logprobs,
+            request.prompt_logprobs,
+            hands_over=_plays(request, Role.PREFILL),
+        )
+        if handoff is not None and handoff.token_id in request.stop.stop_token_ids:
+            raise invalid("The prefill worker's token has ended this request already.", param="disaggregation")
+        self._flights.begin(
+            request.request_id,
+            flight,
+            lambda: llm.add_request(
+                request.request_id,
+                prompt,
+                params,
+                lora_request=adapter,
+                priority=request.priority,
+                data_parallel_rank=request.data_parallel_rank,
+            ),
+        )
+
+    def _prompt(self, request: GenerateRequest, handoff: Handoff | None) -> Any:
+        if request.embeds is not None:
+            return library.embeds_of(request.embeds, request.cache_salt, self._config.model_config.dtype)
+        token_ids = request.token_ids if handoff is None else [*request.token_ids, handoff.token_id]
+        return library.prompt_of(token_ids, request.cache_salt)
+
+    def _lora(self, name: str) -> Any:
+        if not name:
+            return None
+        adapter = self._adapters.find(name)
+        return library.lora_request(adapter.name, adapter.number, adapter.path)
+
+    async def generate(self, request: GenerateRequest, context: GenerateContext) -> AsyncGenerator[Delta, None]:
+        stream = DeltaStream()
+        self.submit(request, context, stream)
+        try:
+            async with aclosing(stream.deltas()) as deltas:
+                async for delta in deltas:
+                    yield delta
+        finally:
+            self.abort(context)
+
+    def abort(self, context: GenerateContext) -> None:
+        context.cancelled = True
+        self._flights.cancel(context.request_id)
+
+    async def drain(self) -> None:
+        await self._flights.wait_idle()
+
+    async def cleanup(self) -> None:
+        self._flights.end_all(FinishReason.CANCELLED)
+        await self.tasks.close()
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            await asyncio.to_thread(llm.shutdown, SHUT_DOWN_S)
+        self._events.close()
+
+    def load(self) -> Sequence[Load]:
+        waiting = self._flights.waiting_tokens // len(self._loads)
+        return [
+            Load(
+                running_requests=load.running_requests,
+                waiting_requests=load.waiting_requests,
+                used_blocks=load.used_blocks,
+                cached_blocks=self._events.cached_blocks(rank),
+                prefill_tokens=waiting,
+            )
+            for rank, load in enumerate(self._loads)
+        ]
+
+    def kv_event_sources(self) -> Sequence[KvEventSource]:
+        return self._events.sources
+
+    async def clear_cache(self) -> None:
+        await self._controlled().clear_cache()
+
+    async def embed(self, inputs: Sequence[array[int]], dimensions: int, lora: str = "") -> Embedded:
+        llm = self._started()
+        if self._config.model_config.runner_type != "pooling":
+            return await super().embed(inputs, dimensions, lora)
+        return await embed_all(llm, inputs, dimensions, self._lora(lora))
+
+    async def control(self, action: str, arguments: Mapping[str, str]) -> dict[str, str]:
+        able = await asyncio.to_thread(card.capabilities, self._config, has_events=bool(self._events.sources))
+        return await self._controlled().run(action, arguments, able)
+
+    def metrics_text(self) -> str:
+        return "" if self._llm is None else library.metrics_text()
+
+    def _started(self) -> Any:
+        if self._llm is None:
+            raise SluiceError(ErrorKind.UNAVAILABLE, "The engine has not started yet.", code="engine_starting")
+        return self._llm
+
+    def _controlled(self) -> Controls:
+        if self._controls is None:
+            self._started()
+            raise SluiceError(ErrorKind.UNAVAILABLE, "The engine has not started yet.", code="engine_starting")
+        return self._controls
+
+    async def _abort_in_vllm(self, engine_ids: list[str]) -> None:
+        if self._llm is not None:
+            await self._llm.abort(engine_ids, internal=True)
+
+    def _note_stats(self, rank: int, stats: Any) -> None:
+        """Of one step, from vLLM's output loop."""
+        if rank < len(self._loads):
+            self._loads[rank] = Load(
+                running_requests=stats.num_running_reqs,
+                waiting_requests=stats.num_waiting_reqs + stats.num_skipped_waiting_reqs,
+                used_blocks=round(stats.kv_cache_usage * card.usable_blocks(self._config or self._llm.vllm_config)),
+            )
+
+    async def _watch(self) -> None:
+        """Dies with the engine's process, and takes what is under way along."""
+        llm = self._llm
+        while not llm.errored:  # noqa: ASYNC110
+            await asyncio.sleep(WATCH_S)
+        error = library.engine_is_gone()
+        self._flights.end_all(FinishReason.ERROR, error)
+        raise error
+
+
+def _plays(request: GenerateRequest, role: Role) -> bool:
+    return request.disaggregation is not None and request.disaggregation.role is role
+
+
+def _handoff_of(request: GenerateRequest) -> Handoff | None:
+    disaggregation = request.disaggregation
+    if disaggregation is None or disaggregation.role is not Role.DECODE or not disaggregation.handoff:
+        return None
+    return read_handoff(disaggregation.handoff)
+
+
+def _has_connector(config: Any) -> bool:
+    return config.kv_transfer_config is not None

@@ -1,0 +1,147 @@
+"""Requests in vLLM's words. Pure: knows no vLLM, so every mapping is tested without it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from services.common.errors import invalid
+from services.worker.engines.vllm.handoff import Handoff
+from services.worker.generation import GenerateRequest, Guided, Role, Sampling, Stop
+
+RESERVED = frozenset({"kv_transfer_params", "kv_cache_report_mode", "detokenize", "output_kind", "n"})
+"""Options that the worker itself has to decide."""
+
+FIELDS = frozenset(
+    {"logprob_token_ids", "prompt_logprob_start", "repetition_detection", "stream_interval", "watermarking"}
+)
+"""What engine_options may hold of SamplingParams' own fields; everything else becomes one of its extra_args."""
+
+_SAME_NAME = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "seed",
+    "thinking_token_budget",
+)
+_GUIDED = {"json_schema": "json", "regex": "regex", "ebnf": "grammar", "structural_tag": "structural_tag"}
+_SIGNED_64 = 1 << 63
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the mapping must know of the started engine.
+
+    Attributes:
+        context_length: tokens of prompt and output.
+        defaults: sampling options of the model's generation configuration.
+        schedules_by_priority: the scheduler looks at priorities at all.
+    """
+
+    context_length: int
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    schedules_by_priority: bool = False
+
+
+def sampling_arguments(request: GenerateRequest, facts: Facts, handoff: Handoff | None = None) -> dict[str, Any]:
+    """Keyword arguments of vLLM's SamplingParams.
+
+    `structured_outputs` holds those of StructuredOutputsParams, and `bad_words_token_ids` what SamplingParams keeps
+    to itself, because it usually makes them from text.
+
+    Args:
+        handoff: on the decode side, what the prefill side gave.
+
+    Raises:
+        SluiceError: INVALID_ARGUMENT for an option of the engine that is not the caller's to set.
+    """
+    sampling = request.sampling
+    arguments: dict[str, Any] = {
+        **_sampling(sampling, facts.defaults),
+        **_stop(request.stop, room(request, facts), 0 if handoff is None else 1),
+        **_engine_options(sampling.engine_options),
+    }
+    if request.logprobs is not None:
+        arguments["logprobs"] = request.logprobs
+    if request.prompt_logprobs is not None:
+        arguments["prompt_logprobs"] = request.prompt_logprobs
+    if request.guided is not None:
+        arguments["structured_outputs"] = _guided(request.guided)
+    if transfer := _transfer(request, handoff):
+        arguments.setdefault("extra_args", {})["kv_transfer_params"] = transfer
+    if _is_prefill(request):
+        arguments |= {"max_tokens": 1, "min_tokens": 1}
+    return arguments
+
+
+def room(request: GenerateRequest, facts: Facts) -> int:
+    """Tokens that fit into the context after the prompt."""
+    length = request.embeds.length if request.embeds is not None else len(request.token_ids)
+    return facts.context_length - length
+
+
+def _sampling(sampling: Sampling, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = {name: defaults[name] for name in _SAME_NAME if defaults.get(name) is not None}
+    for name in _SAME_NAME:
+        if (value := getattr(sampling, name)) is not None:
+            arguments[name] = value
+    if (seed := arguments.get("seed")) is not None and seed >= _SIGNED_64:
+        arguments["seed"] = seed - 2 * _SIGNED_64  # the same 64 bits, as the engine keeps them
+    if sampling.logit_bias:
+        arguments["logit_bias"] = dict(sampling.logit_bias)
+    if sampling.allowed_token_ids:
+        arguments["allowed_token_ids"] = list(sampling.allowed_token_ids)
+    if sampling.bad_words:
+        arguments["bad_words_token_ids"] = [list(word) for word in sampling.bad_words]
+    return arguments
+
+
+def _stop(stop: Stop, room: int, made_already: int) -> dict[str, Any]:
+    limit = room if stop.max_tokens is None else min(stop.max_tokens, room)
+    ignored = frozenset(stop.eos_token_ids) if stop.ignore_eos else frozenset()
+    return {
+        "max_tokens": max(limit - made_already, 1),
+        "min_tokens": max(min(stop.min_tokens, limit) - made_already, 0),
+        "stop_token_ids": sorted(stop.stop_token_ids - ignored),
+        "ignore_eos": stop.ignore_eos,
+    }
+
+
+def _engine_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    if reserved := sorted(RESERVED & options.keys()):
+        raise invalid(f"engine_options.{reserved[0]} is set by the worker itself.", param="engine_options")
+    arguments: dict[str, Any] = {name: value for name, value in options.items() if name in FIELDS}
+    if extra := {name: value for name, value in options.items() if name not in FIELDS}:
+        arguments["extra_args"] = extra
+    return arguments
+
+
+def _guided(guided: Guided) -> dict[str, Any]:
+    if guided.kind == "json_object":
+        return {"json_object": True}
+    if guided.kind == "choice":
+        return {"choice": list(guided.grammar)}
+    return {_GUIDED[guided.kind]: guided.grammar}
+
+
+def _is_prefill(request: GenerateRequest) -> bool:
+    return request.disaggregation is not None and request.disaggregation.role is Role.PREFILL
+
+
+def _transfer(request: GenerateRequest, handoff: Handoff | None) -> dict[str, Any]:
+    """What vLLM's KV connectors go by: the prefill side is told to keep the cache, the decode side where it is."""
+    if _is_prefill(request):
+        return {
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+            "remote_engine_id": None,
+            "remote_block_ids": None,
+            "remote_host": None,
+            "remote_port": None,
+        }
+    return {} if handoff is None else dict(handoff.transfer)
