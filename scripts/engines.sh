@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Makes .venv-engines/vllm and .venv-engines/sglang, where the engines' own tokenizers run without a GPU: about 5 GB.
+# Makes .venv-engines/vllm and .venv-engines/sglang, where the engines' own tokenizers run without a GPU: about 5 GB; and
+# .venv-engines/transformers (1 GB), where a worker serves a real model.
 # Does nothing when nothing changed since the last time. PYTHON names the interpreter, which must be a 3.11.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -22,5 +23,5 @@ install() {
     echo "$state" >"$folder/.setup"
 }
 
-[ $# -gt 0 ] || set -- vllm sglang
+[ $# -gt 0 ] || set -- vllm sglang transformers
 for engine in "$@"; do install "$engine"; done
