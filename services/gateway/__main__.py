@@ -14,6 +14,7 @@ from services.common.tasks import TaskOwner
 from services.common.tls import channel_credentials
 from services.gateway.app import create_app
 from services.gateway.clients.catalogue import Catalogue
+from services.gateway.clients.embed import EmbedClient
 from services.gateway.clients.pieces import TokenPieces
 from services.gateway.clients.preprocess import PreprocessClient
 from services.gateway.clients.router import RouterClient
@@ -23,6 +24,7 @@ from services.gateway.http.server import HttpServer
 from services.gateway.http.timeouts import RequestDeadlines
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.migration import MigrationPolicy, Migrator
+from services.gateway.openai.embeddings import EmbeddingEndpoints
 from services.gateway.openai.endpoints import OpenAIEndpoints
 from services.gateway.openai.tokens import TokenEndpoints
 from services.gateway.parity import Parity
@@ -69,6 +71,7 @@ async def serve(settings: GatewaySettings, stop: Stop) -> None:
     app = create_app(
         openai,
         TokenEndpoints(pipeline, settings),
+        EmbeddingEndpoints(pipeline, EmbedClient(catalogue, fleet, settings.embed_timeout_s), settings),
         Readiness(preprocess, router, catalogue, fleet),
         metrics,
     )

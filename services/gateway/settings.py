@@ -30,7 +30,6 @@ class GatewaySettings(RouterTokenSettings, ServiceSettings):
     route_timeout_s: float = Field(5, gt=0, description="longest wait for the router")
     connect_timeout_s: float = Field(3, gt=0, description="longest wait for a connection to a worker")
     embed_timeout_s: float = Field(60, gt=0, description="longest wait for the vectors of an embeddings request")
-    embed_timeout_s: float = Field(60, gt=0, description="longest wait for the vectors of an embeddings request")
     stall_timeout_s: float = Field(120, gt=0, description="longest silence of a generation before it is given up")
     keep_alive_s: int = Field(75, ge=1, description="idle HTTP connections are closed after this long")
 
