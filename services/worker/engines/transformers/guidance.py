@@ -28,10 +28,11 @@ def available() -> bool:
 class Constraint:
     """One request's way through its grammar; used by the step thread only."""
 
-    def __init__(self, matcher: Any, words: int, vocab_size: int) -> None:
+    def __init__(self, matcher: Any, words: int, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         import torch
 
         self._matcher = matcher
+        self._ends = list(eos_token_ids)
         self._bits = torch.zeros(words, dtype=torch.int32)
         self._bit_of_id = torch.arange(words * 32) % 32
         self._vocab_size = vocab_size
@@ -40,6 +41,9 @@ class Constraint:
     def mask(self, row: Any) -> None:
         """Rules out, in a row of logits [vocabulary], every token that cannot come next."""
         if self._matcher.is_stopped() or self._matcher.is_error():
+            ends = row[self._ends]
+            row.fill_(float("-inf"))
+            row[self._ends] = ends
             return
         self._matcher.unsafe_compute_mask_ptr(self._bits.data_ptr(), self._bits.numel() * 4)
         allowed = (self._bits.repeat_interleave(32) >> self._bit_of_id) & 1
@@ -65,6 +69,7 @@ class Grammars:
 
         self._vocab_size = vocab_size
         self._words = (vocab_size + 31) // 32
+        self._ends = eos_token_ids
         self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_token_ids))
 
     def constraint(self, guided: Guided, resumed: list[int]) -> Constraint:
@@ -90,7 +95,7 @@ class Grammars:
             raise _refused(guided, matcher.get_error())
         if resumed and not matcher.consume_tokens(resumed):
             raise _refused(guided, "the tokens generated so far do not follow it")
-        return Constraint(matcher, self._words, self._vocab_size)
+        return Constraint(matcher, self._words, self._vocab_size, self._ends)
 
 
 def _grammar(guided: Guided) -> str:
