@@ -67,8 +67,8 @@ def run(options: Options, console: Console) -> int:
         raise BadFlag("--patience must be above 0")
     # What a rule finds is in the table; the log of the kit's own router is not for its readers.
     logging.getLogger("services").setLevel(logging.CRITICAL)
+    chosen = _chosen(options.rules)
     try:
-        chosen = conformance.select(options.rules)
         report = asyncio.run(_run(options, chosen, console))
     except SluiceError as error:
         raise BadFlag(f"{options.address}: {error.message}") from error
@@ -77,6 +77,13 @@ def run(options: Options, console: Console) -> int:
     if options.junit is not None:
         _write(report, options.junit)
     return BROKEN if report.failed else KEPT
+
+
+def _chosen(names: Sequence[str]) -> Sequence[Rule]:
+    try:
+        return conformance.select(names)
+    except SluiceError as error:
+        raise BadFlag(error.message) from error
 
 
 async def _run(options: Options, chosen: Sequence[Rule], console: Console) -> Report:

@@ -25,10 +25,9 @@ SCHEMA = {
 }
 REGEX = r"(red|green)-[0-9]{3}"
 GRAMMAR = 'root ::= ("yes" | "no") "!"'
-TAG = {
-    "type": "structural_tag",
-    "format": {"type": "const_string", "value": "sluice"},
-}
+SENTENCES = ("yes!", "no!")
+WORD = "sluice"
+TAG = {"type": "structural_tag", "format": {"type": "const_string", "value": WORD}}
 
 
 async def _constrained(
@@ -36,7 +35,9 @@ async def _constrained(
     capability: Capability,
     guided: common_pb2.GuidedDecoding,
     fits: Callable[[str], bool],
+    begins: Callable[[str], bool],
 ) -> str:
+    """One constrained generation: `fits` tells a text that was asked for, `begins` one that may still become it."""
     request = subject.request(max_tokens=MOST_TOKENS)
     request.guided.CopyFrom(guided)
     if not subject.claims(capability):
@@ -45,7 +46,7 @@ async def _constrained(
     heard = await subject.ask(request)
     text = read(heard.token_ids)
     shown = text if len(text) < 80 else f"{text[:80]}…"
-    if heard.reason == REASONS.FINISH_REASON_LENGTH and not fits(text):
+    if heard.reason == REASONS.FINISH_REASON_LENGTH and not fits(text) and begins(text):
         raise NotChecked(f"The output was not complete after {MOST_TOKENS} tokens: {shown!r}.")
     expect(heard.reason in (REASONS.FINISH_REASON_STOP, REASONS.FINISH_REASON_LENGTH), f"Ended {heard.describe()}.")
     expect(fits(text), f"{shown!r} came out, which is not what was asked for.")
@@ -55,33 +56,39 @@ async def _constrained(
 @rule("guided-json", "With a JSON Schema the output is JSON that satisfies it.", "GuidedDecoding.json_schema")
 async def guided_json(subject: Subject) -> str:
     wanted = common_pb2.GuidedDecoding(json_schema=json.dumps(SCHEMA))
-    return await _constrained(subject, Capability.GUIDED_JSON, wanted, _is_the_object)
+    return await _constrained(subject, Capability.GUIDED_JSON, wanted, _is_the_object, _begins_an_object)
 
 
 @rule("guided-regex", "With a regular expression the whole output matches it.", "GuidedDecoding.regex")
 async def guided_regex(subject: Subject) -> str:
     wanted = common_pb2.GuidedDecoding(regex=REGEX)
     return await _constrained(
-        subject, Capability.GUIDED_REGEX, wanted, lambda text: re.fullmatch(REGEX, text) is not None
+        subject, Capability.GUIDED_REGEX, wanted, lambda text: re.fullmatch(REGEX, text) is not None, _begins_a_match
     )
 
 
 @rule("guided-choice", "With choices the output is one of them.", "GuidedDecoding.choice")
 async def guided_choice(subject: Subject) -> str:
     wanted = common_pb2.GuidedDecoding(choice=common_pb2.GuidedDecoding.ChoiceList(choices=CHOICES))
-    return await _constrained(subject, Capability.GUIDED_CHOICE, wanted, lambda text: text in CHOICES)
+    return await _constrained(
+        subject, Capability.GUIDED_CHOICE, wanted, lambda text: text in CHOICES, _begins_one_of(*CHOICES)
+    )
 
 
 @rule("guided-grammar", "With a grammar the output is a sentence of it.", "GuidedDecoding.ebnf")
 async def guided_grammar(subject: Subject) -> str:
     wanted = common_pb2.GuidedDecoding(ebnf=GRAMMAR)
-    return await _constrained(subject, Capability.GUIDED_GRAMMAR, wanted, lambda text: text in ("yes!", "no!"))
+    return await _constrained(
+        subject, Capability.GUIDED_GRAMMAR, wanted, lambda text: text in SENTENCES, _begins_one_of(*SENTENCES)
+    )
 
 
 @rule("structural-tag", "With a structural tag the output has its structure.", "GuidedDecoding.structural_tag")
 async def structural_tag(subject: Subject) -> str:
     wanted = common_pb2.GuidedDecoding(structural_tag=json.dumps(TAG))
-    return await _constrained(subject, Capability.STRUCTURAL_TAG, wanted, lambda text: text == "sluice")
+    return await _constrained(
+        subject, Capability.STRUCTURAL_TAG, wanted, lambda text: text == WORD, _begins_one_of(WORD)
+    )
 
 
 def _is_the_object(text: str) -> bool:
@@ -95,3 +102,15 @@ def _is_the_object(text: str) -> bool:
         and found["colour"] in COLOURS
         and isinstance(found["ripe"], bool)
     )
+
+
+def _begins_an_object(text: str) -> bool:
+    return text.strip()[:1] in ("", "{")
+
+
+def _begins_a_match(text: str) -> bool:
+    return _begins_one_of("red-", "green-")(text[:4]) and len(text) < len("green-000")
+
+
+def _begins_one_of(*texts: str) -> Callable[[str], bool]:
+    return lambda text: any(whole.startswith(text) for whole in texts)
