@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 
 log = logging.getLogger(__name__)
 
 SAY_AGAIN_S = 5.0
+
+
+def silent(name: str, share: float | None) -> None:
+    """Nobody looks."""
+
+
+on_change: Callable[[str, float | None], None] = silent
+"""Called with every phase of this process's worker and its progress; for a terminal."""
 
 
 class Phases:
@@ -31,6 +40,7 @@ class Phases:
         if fresh:
             self._since_s = now
         self.name, self.share = name, None if share is None else min(max(share, 0.0), 1.0)
+        on_change(name, self.share)
         if fresh or now - self._said_s > SAY_AGAIN_S:
             self._said_s = now
             log.info("%s", name, extra={} if self.share is None else {"percent": round(100 * self.share)})
@@ -38,3 +48,4 @@ class Phases:
     def leave(self) -> None:
         """It serves."""
         self.name, self.share = "", None
+        on_change("", None)

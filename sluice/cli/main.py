@@ -117,6 +117,32 @@ def up_command(
     raise typer.Exit(up.run(processes, View(processes, Console(stderr=True, highlight=False)), name))
 
 
+@app.command(
+    "worker",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+)
+def worker_command() -> None:
+    """Start one worker, which registers with --routers; the flags are those of `python -m services.worker`."""
+    try:
+        from sluice.cli import worker
+    except ImportError as error:
+        raise BadFlag(f"worker needs the package {error.name}: install sluice[worker]") from error
+    worker.run_worker(sys.argv[sys.argv.index("worker") + 1 :])  # as they stand: `--` begins the engine's own flags
+
+
+@app.command("engines")
+def engines_command(
+    as_table: Annotated[bool, typer.Option("--table", help="what each honours, as a table")] = False,
+    write: Annotated[Path | None, typer.Option(help="write the table into this document instead")] = None,
+) -> None:
+    """List the engines by name."""
+    from sluice.cli import engines
+
+    if write is not None and not write.is_file():
+        raise BadFlag(f"--write {write} does not exist")
+    raise typer.Exit(engines.run(as_table, write))
+
+
 @app.command("diff-tokenizers")
 def diff_command(
     left: Annotated[str, typer.Argument(metavar="A", help="SOURCE[@PROCESSOR], such as ./model@hf")],

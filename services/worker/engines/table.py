@@ -1,0 +1,75 @@
+"""What each engine honours, as a table made from the engines' own declarations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from services.common.errors import SluiceError
+from services.worker.capabilities import GUIDED, SAMPLING, Capability
+from services.worker.engine import LLMEngine
+from services.worker.engines import BUILT_IN, find_engine
+
+BEGIN = "<!-- made by `sluice engines --write`; do not edit -->"
+END = "<!-- end of what is made -->"
+
+_IN_AND_OUT = frozenset(
+    {Capability.TOKEN_IDS, Capability.TEXT, Capability.MESSAGES, Capability.PROMPT_EMBEDS, Capability.TEXT_OUT}
+    | {Capability.LOGPROBS, Capability.PROMPT_LOGPROBS, Capability.EMBEDDINGS}
+)
+_OPERATION = frozenset(Capability) - _IN_AND_OUT - GUIDED - SAMPLING
+_GROUPS = {
+    "In and out": _IN_AND_OUT,
+    "Guided decoding": GUIDED,
+    "Sampling and stopping": SAMPLING,
+    "Placement and operation": _OPERATION,
+}
+
+
+def built_in_engines() -> dict[str, type[LLMEngine]]:
+    """Those whose module is there, by name; none of them imports its engine's package for this."""
+    found = {}
+    for name in BUILT_IN:
+        try:
+            found[name] = find_engine(name)
+        except SluiceError:
+            continue
+    return found
+
+
+def table(engines: Mapping[str, type[LLMEngine]]) -> str:
+    """Markdown: a line a capability, a column an engine."""
+    lines = [_line("capability", engines), _line("---", ["---"] * len(engines))]
+    for title, group in _GROUPS.items():
+        lines.append(_line(f"**{title}**", [""] * len(engines)))
+        lines += [
+            _line(f"`{capability}`", [_cell(capability, engine) for engine in engines.values()])
+            for capability in Capability
+            if capability in group
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def with_table(text: str) -> str:
+    """A document with the table of today between its marks."""
+    head, _, rest = text.partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    return f"{head}{BEGIN}\n\n{table(built_in_engines())}\n{END}{tail}"
+
+
+def write(file: Path) -> bool:
+    """Puts the table of today into a file; True when that changed it."""
+    before = file.read_text("utf-8")
+    after = with_table(before)
+    file.write_text(after, "utf-8")
+    return after != before
+
+
+def _line(first: str, cells: Iterable[str]) -> str:
+    return "| " + " | ".join((first, *cells)) + " |"
+
+
+def _cell(capability: Capability, engine: type[LLMEngine]) -> str:
+    if capability in engine.CAPABILITIES:
+        return "yes"
+    return "no effect" if capability in engine.ACCEPTED else "–"
