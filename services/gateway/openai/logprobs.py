@@ -44,7 +44,8 @@ class Naming:
 
 def chat_logprobs(tokens: Sequence[ShownToken], naming: Naming) -> dict[str, Any]:
     """The `logprobs` of a chat's choice."""
-    return {"content": [_chat_token(token, token.position, naming) for token in tokens if token.position is not None]}
+    content = [_chat_token(token, token.position, naming) for token in tokens if token.position is not None]
+    return {"content": content, "refusal": None}
 
 
 def completion_logprobs(tokens: Sequence[ShownToken], naming: Naming) -> dict[str, Any]:

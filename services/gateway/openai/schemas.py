@@ -200,8 +200,26 @@ Messages = Annotated[
             "minItems": 1,
             "items": {
                 "type": "object",
-                "properties": {"role": {"enum": ["system", "developer", "user", "assistant", "tool"]}},
-                "required": ["role"],
+                "properties": {
+                    "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
+                    "content": {
+                        "anyOf": [
+                            {"type": "string"},
+                            {
+                                "type": "array",
+                                "items": {
+                                    "type": "object",
+                                    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+                                    "required": ["type", "text"],
+                                },
+                            },
+                            {"type": "null"},
+                        ]
+                    },
+                    "tool_calls": {"type": "array", "items": {"type": "object"}},
+                    "tool_call_id": {"type": "string"},
+                },
+                "required": ["role", "content"],
             },
         }
     ),

@@ -1,0 +1,102 @@
+"""The OpenAPI document against the running suite: whatever it allows and much that it does not, every answer is one
+that the document names. `SLUICE_TEST_SCHEMATHESIS=1000` tries more than CI does."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from random import Random
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from schemathesis import Case, GenerationMode
+from schemathesis.schemas import BaseSchema
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from tests.support.suite import Suite
+
+CI_EXAMPLES = 20
+EXAMPLES = int(os.environ.get("SLUICE_TEST_SCHEMATHESIS", CI_EXAMPLES))
+CHECKS = [
+    schemathesis.checks.not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+]
+LONGEST_S = 60
+REQUIRED = {"model", "messages", "prompt", "input", "tokens"}
+
+
+@pytest.fixture(scope="module")
+def hurried() -> Iterator[Suite]:
+    """Short answers, so that requests without a limit end soon."""
+    with Suite("--speedup", "1000", env={"SLUICE_WORKER_CONTEXT_LENGTH": "1024"}) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def document(hurried: Suite) -> BaseSchema:
+    return schemathesis.openapi.from_url(f"{hurried.url}/openapi.json")
+
+
+ENDPOINTS = [
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/completions"),
+    ("POST", "/v1/embeddings"),
+    ("POST", "/v1/chat/completions/render"),
+    ("POST", "/tokenize"),
+    ("POST", "/detokenize"),
+    ("GET", "/v1/models"),
+    ("GET", "/v1/models/{model}"),
+    ("GET", "/health"),
+    ("GET", "/ready"),
+    ("GET", "/metrics"),
+]
+
+
+def test_every_endpoint_is_tried(document: BaseSchema) -> None:
+    found = [operation.ok() for operation in document.get_all_operations()]
+    assert sorted((operation.method.upper(), operation.path) for operation in found) == sorted(ENDPOINTS)
+
+
+def bearable(body: dict[str, Any], random: Random) -> dict[str, Any]:
+    """Mostly a model that is there and few fields that could exclude each other, or all would be refused for that."""
+    few = random.sample(sorted(body), k=min(len(body), random.choice([0, 1, 2, 4, 8, 200])))
+    kept = {name: value for name, value in body.items() if name in REQUIRED or name in few}
+    if isinstance(body.get("model"), str) and random.random() < 0.9:
+        kept["model"] = "tekken"
+    return kept
+
+
+@pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
+@pytest.mark.parametrize(("method", "path"), ENDPOINTS)
+def test_every_answer_is_one_that_the_document_names(
+    document: BaseSchema, method: str, path: str, mode: GenerationMode
+) -> None:
+    operation = document[path][method]
+    if mode is GenerationMode.NEGATIVE and not operation.body:
+        return  # nothing can be wrong with it
+
+    @settings(
+        max_examples=EXAMPLES,
+        deadline=None,
+        derandomize=EXAMPLES <= CI_EXAMPLES,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=operation.as_strategy(generation_mode=mode), random=st.randoms(use_true_random=False))
+    def attempt(case: Case, random: Random) -> None:
+        if isinstance(case.body, dict):
+            case.body = bearable(case.body, random)
+        case.call_and_validate(checks=CHECKS, timeout=LONGEST_S)
+
+    attempt()
