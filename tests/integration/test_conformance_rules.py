@@ -11,12 +11,15 @@ import pytest
 import pytest_asyncio
 
 from services.worker.conformance import Patience, Target, Verdict, Watcher, run, select
+from tests.support.broken_routers import FLAWS as SPOILED
+from tests.support.broken_routers import spoiling
 from tests.support.broken_workers import Honest, broken
 from tests.support.tiny_models import build_tiny_model
 from tests.support.worker_flaws import FLAWS
 from tests.support.workers import hosted
 
-ELSEWHERE = {"registration", "heartbeat", "kv-events", "kv-event-numbers", "resync", "drain"}
+ELSEWHERE = {*SPOILED, "drain"}
+ALWAYS = ("one-terminal", "usage", "load-returns")
 SPEEDUP = 100.0
 CONTEXT = 20_000
 
@@ -64,10 +67,65 @@ async def test_an_honest_proxy_is_no_flaw(address: str) -> None:
     assert [result for result in report.results if result.verdict is Verdict.FAILED] == []
 
 
-@pytest.mark.parametrize("name", sorted(FLAWS))
-async def test_a_broken_worker_fails_the_rule_it_breaks_and_no_other(address: str, name: str) -> None:
+def part_of(name: str) -> list[str]:
+    """The rules of the same part of the contract, and a few that every flaw might touch."""
+    parts = {rule.name: rule.part for rule in select()}
+    return [rule for rule in parts if parts[rule] == parts[name] or rule in ALWAYS]
+
+
+async def failures(address: str, name: str, rules: list[str]) -> list[str]:
     flaw = FLAWS[name]()
     patience = replace(Patience(), settle_s=1.5) if flaw.slow else Patience()
     async with broken(address, flaw) as proxy:
-        report = await run(Target(proxy), patience=patience)
-    assert report.failed == [name], [(result.rule.name, result.seen) for result in report.results]
+        report = await run(Target(proxy), select(rules), patience)
+    return report.failed
+
+
+@pytest.mark.parametrize("name", sorted(FLAWS))
+async def test_a_broken_worker_fails_the_rule_it_breaks(address: str, name: str) -> None:
+    assert await failures(address, name, part_of(name)) == [name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(FLAWS))
+async def test_a_broken_worker_fails_no_other_rule(address: str, name: str) -> None:
+    assert await failures(address, name, []) == [name]
+
+
+@pytest.mark.parametrize("name", sorted(SPOILED))
+async def test_a_worker_that_tells_its_router_wrong_things_fails_the_rule_about_them(folder: Path, name: str) -> None:
+    watcher = Watcher()
+    await watcher.start()
+    # What does not come is waited for; one second is two heartbeats of the interval that the kit asks for.
+    patience = replace(Patience(), settle_s=4.0 if name in ("heartbeat", "kv-events") else 20.0)
+    async with (
+        spoiling(watcher.address, SPOILED[name]) as router,
+        hosted(folder, speedup=SPEEDUP, routers=[router]) as host,
+    ):
+        report = await run(Target(f"127.0.0.1:{host.server.port}", watcher=watcher), select(SPOILED), patience)
+    await watcher.close()
+    assert report.failed == [name], report.results
+
+
+async def test_a_worker_that_does_not_stop_fails_drain(address: str) -> None:
+    async def nothing() -> None:
+        return
+
+    report = await run(Target(address, stop=nothing), select(["drain"]), replace(Patience(), settle_s=0.5))
+    assert report.failed == ["drain"]
+
+
+async def test_the_two_parts_of_a_request_are_tried_on_a_pair_of_workers(folder: Path) -> None:
+    async with (
+        hosted(folder, speedup=SPEEDUP, role="prefill") as prefill,
+        hosted(folder, speedup=SPEEDUP, role="decode") as decode,
+    ):
+        peer, address = (f"127.0.0.1:{host.server.port}" for host in (prefill, decode))
+        first = await run(Target(peer))
+        second = await run(Target(address, prefill_peer=peer))
+        unpaired = await run(Target(address), select(["decode"]))
+    assert (first.failed, second.failed) == ([], [])
+    assert "prefill" in first.with_verdict(Verdict.PASSED)
+    assert "max-tokens" in first.with_verdict(Verdict.NOT_CHECKED)
+    assert {"decode", "max-tokens"} <= set(second.with_verdict(Verdict.PASSED))
+    assert unpaired.with_verdict(Verdict.NOT_CHECKED) == ["decode"]
