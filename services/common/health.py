@@ -17,11 +17,15 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 
+LIVE = "live"
+"""A name whose status is SERVING as long as the process answers at all, also while it loads or drains."""
+
+
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # the package has no types
     """What every service answers about itself; the empty name stands for the whole server."""
 
     def __init__(self) -> None:
-        self._statuses: dict[str, int] = {}
+        self._statuses: dict[str, int] = {LIVE: SERVING}
         self._changed = asyncio.Event()
         self._over = False
 
@@ -33,8 +37,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # the packa
     def close(self) -> None:
         """Nothing is served any more: watchers hear that and their calls end."""
         self._over = True
-        for service in self._statuses:
-            self._statuses[service] = NOT_SERVING
+        self._statuses = {name: SERVING if name == LIVE else NOT_SERVING for name in self._statuses}
         self._tell()
 
     def _tell(self) -> None:

@@ -30,11 +30,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--service", default="", help="use this service's SLUICE_<SERVICE>_TLS_* variables; unset means plain text"
     )
     parser.add_argument("--server-name", default="", help="name in the service's certificate; default: --service")
+    parser.add_argument(
+        "--live", action="store_true", help="ask only whether the gRPC service answers, not whether it takes requests"
+    )
     arguments = parser.parse_args(argv)
     if arguments.address.startswith(("http://", "https://")):
         problem = probe_http(arguments.address)
     else:
-        problem = probe_grpc(arguments.address, arguments.service, arguments.server_name or arguments.service)
+        name = arguments.server_name or arguments.service
+        problem = probe_grpc(arguments.address, arguments.service, name, "live" if arguments.live else "")
     if problem:
         print(f"probe: {arguments.address} {problem}", file=sys.stderr)
     return 1 if problem else 0
@@ -53,13 +57,14 @@ def probe_http(url: str) -> str:
         return f"cannot be reached: {getattr(error, 'reason', error)}"
 
 
-def probe_grpc(address: str, service: str, server_name: str) -> str:
+def probe_grpc(address: str, service: str, server_name: str, checked: str = "") -> str:
     """What keeps the gRPC service at `address` from being ready; empty when nothing does.
 
     Args:
         address: host:port.
         service: whose TLS variables apply; empty for plain text.
         server_name: the name its certificate carries; matters only with TLS.
+        checked: name that gRPC health is asked about; empty for the whole server.
     """
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -71,7 +76,7 @@ def probe_grpc(address: str, service: str, server_name: str) -> str:
     with opened as channel:
         health = health_pb2_grpc.HealthStub(channel)
         try:
-            answer = health.Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
+            answer = health.Check(health_pb2.HealthCheckRequest(service=checked), timeout=TIMEOUT_S)
         except grpc.RpcError as error:
             return f"cannot be reached: {error.code().name}" if isinstance(error, grpc.Call) else "cannot be reached"
     if answer.status == health_pb2.HealthCheckResponse.SERVING:

@@ -23,7 +23,7 @@ class GrpcServer:
     """One listening gRPC server.
 
     Register servicers on `server`, then `start`. Health answers NOT_SERVING until `set_serving(True)` and again from
-    the first moment of `stop`.
+    the first moment of `stop`; for the name "live" it answers SERVING all the time.
     """
 
     def __init__(

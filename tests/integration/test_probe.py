@@ -48,6 +48,15 @@ async def test_a_service_that_is_not_ready_fails_and_says_so() -> None:
         await server.stop(0)
 
 
+@pytest.mark.parametrize("serving", [True, False])
+async def test_a_service_that_loads_or_drains_is_alive(serving: bool) -> None:
+    server = await start(serving=serving)
+    try:
+        assert await ask(f"127.0.0.1:{server.port}", "--live") == (0, "")
+    finally:
+        await server.stop(0)
+
+
 async def test_nobody_there_fails_with_one_sentence() -> None:
     server = await start(serving=True)
     address = f"127.0.0.1:{server.port}"
