@@ -47,6 +47,7 @@ class Follower:
         self._waiting: deque[tuple[int, EngineBatch]] = deque(maxlen=MOST_WAITING)
         self._times: OrderedDict[int, float] = OrderedDict()
         self._rebuilds = False
+        self._joins = False
         self._since_rebuild = REBUILD_EVERY
         instruments = meter("worker")
         self._gaps = instruments.create_counter(
@@ -61,6 +62,9 @@ class Follower:
 
     def live(self, sequence: int, batch: EngineBatch) -> None:
         """A batch as the engine published it."""
+        if self._joins:
+            self._joins = False
+            self.expected = sequence
         if self.replay_from is not None:
             self._waiting.append((sequence, batch))
         elif sequence == self.expected:
@@ -97,6 +101,16 @@ class Follower:
             self.expected = waiting[0][0]
         for sequence, batch in waiting:
             self.live(sequence, batch)
+
+    def begin_at(self, sequence: int) -> None:
+        """A snapshot follows that starts with this number: nothing of before counts any more."""
+        self._begin_again()
+        self.expected = sequence
+
+    def interrupted(self) -> None:
+        """The engine goes on where it is now, and nobody knows what was missed before."""
+        self._lose("the engine does not say what happened meanwhile")
+        self._joins = True
 
     def unreadable(self, sequence: int) -> None:
         """A batch that says nothing we understand."""

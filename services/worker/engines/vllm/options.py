@@ -21,16 +21,18 @@ _OF_SETTINGS = {
 """Settings of the worker and what vLLM calls them; those that nobody set are vLLM's to choose."""
 
 
-def command_line(settings: WorkerSettings, model: str) -> list[str]:
-    """Flags for vLLM's parser: the worker's settings, then --engine-args, then what followed `--`.
+def command_line(settings: WorkerSettings, model: str, given: Mapping[str, Any] | None = None) -> list[str]:
+    """Flags for vLLM's parser: the worker's settings, then --engine-args, then what followed `--`; --model is first.
 
     Args:
         model: folder or hub id.
+        given: options of vLLM instead of those in --engine-args.
 
     Raises:
         SluiceError: INVALID_ARGUMENT when --engine-args is not readable, or names the model.
     """
-    given = parse_engine_args(settings.engine_args)
+    if given is None:
+        given = parse_engine_args(settings.engine_args)
     for name in ("model", "served_model_name"):
         if name in given or any(_names(flag, name) for flag in settings.engine_flags):
             raise invalid(f"vLLM's option {name} is the worker's --model.", param="engine_args")

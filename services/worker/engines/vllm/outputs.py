@@ -70,7 +70,7 @@ class Flight:
         if self._prompt_top is not None and output.prompt_logprobs:
             ids = output.prompt_token_ids or ()
             pairs = zip(ids, output.prompt_logprobs, strict=False)
-            positions = [position(token_id, found, self._prompt_top) for token_id, found in pairs if found]
+            positions = [position(token_id, found or {}, self._prompt_top) for token_id, found in pairs]
         self._sink.begin(self._cached, positions)
 
     def _logprobs(self, token_ids: Sequence[int], found: Any) -> list[PositionLogprobs]:
@@ -110,5 +110,5 @@ def position(token_id: int, found: Mapping[int, Any], top: int) -> PositionLogpr
 
 def _logprob(token_id: int, entry: Any) -> TokenLogprob:
     if entry is None:
-        return TokenLogprob(token_id, LOWEST_LOGPROB)
+        return TokenLogprob(token_id, 0.0)  # the first token of a prompt, before which there is nothing
     return TokenLogprob(token_id, max(entry.logprob, LOWEST_LOGPROB), entry.rank or 0)

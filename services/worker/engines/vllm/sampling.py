@@ -30,7 +30,6 @@ _SAME_NAME = (
     "thinking_token_budget",
 )
 _GUIDED = {"json_schema": "json", "regex": "regex", "ebnf": "grammar", "structural_tag": "structural_tag"}
-_SIGNED_64 = 1 << 63
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +89,6 @@ def _sampling(sampling: Sampling, defaults: Mapping[str, Any]) -> dict[str, Any]
     for name in _SAME_NAME:
         if (value := getattr(sampling, name)) is not None:
             arguments[name] = value
-    if (seed := arguments.get("seed")) is not None and seed >= _SIGNED_64:
-        arguments["seed"] = seed - 2 * _SIGNED_64  # the same 64 bits, as the engine keeps them
     if sampling.logit_bias:
         arguments["logit_bias"] = dict(sampling.logit_bias)
     if sampling.allowed_token_ids:

@@ -1,0 +1,97 @@
+"""What a vLLM gRPC server says about itself. Pure: reads attributes of its answers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from services.common import models
+from services.worker.capabilities import GUIDED, SAMPLING, Capability
+from services.worker.engine import EngineConfig
+from services.worker.engines.vllm.sampling import Facts
+from services.worker.generation import Role
+from services.worker.settings import WorkerSettings
+
+_NOT_IN_MESSAGES = frozenset(
+    {
+        Capability.ALLOWED_TOKEN_IDS,
+        Capability.BAD_WORDS,
+        Capability.THINKING_TOKEN_BUDGET,
+        Capability.ENGINE_OPTIONS,
+    }
+)
+CAPABILITIES = frozenset(
+    {
+        Capability.TOKEN_IDS,
+        Capability.LOGPROBS,
+        Capability.PROMPT_LOGPROBS,
+        *GUIDED,
+        *(SAMPLING - _NOT_IN_MESSAGES),
+        Capability.DATA_PARALLEL_RANK,
+        Capability.EMBEDDINGS,
+        Capability.KV_EVENTS,
+        Capability.PREFILL,
+        Capability.DECODE,
+        Capability.CLEAR_CACHE,
+        Capability.PROFILE,
+    }
+)
+
+
+def capabilities(model: Any, server: Any, *, has_events: bool) -> frozenset[Capability]:
+    """Those of a running server; `model` and `server` are its GetModelInfo and GetServerInfo."""
+    if not model.is_generation:
+        return frozenset({Capability.TOKEN_IDS, Capability.EMBEDDINGS})
+    missing = {Capability.EMBEDDINGS}
+    if server.data_parallel_size < 2:
+        missing.add(Capability.DATA_PARALLEL_RANK)
+    if not has_events:
+        missing.add(Capability.KV_EVENTS)
+    if not server.kv_connector:
+        missing |= {Capability.PREFILL, Capability.DECODE}
+    return CAPABILITIES - missing
+
+
+def request_facts(model: Any) -> Facts:
+    """What requests must be mapped with."""
+    try:
+        defaults = json.loads(model.default_sampling_params_json or "{}")
+    except ValueError:
+        defaults = {}
+    return Facts(int(model.max_context_length), defaults if isinstance(defaults, dict) else {})
+
+
+def total_blocks(loads: Any, block_size: int) -> int:
+    """KV-cache blocks of a rank, from GetLoads; 0: the server does not say."""
+    tokens = max((load.max_total_num_tokens for load in loads.loads), default=0)
+    return int(tokens) // block_size if block_size else 0
+
+
+def engine_config(
+    settings: WorkerSettings, path: Path, source: str, model: Any, server: Any, loads: Any, *, has_events: bool
+) -> EngineConfig:
+    """The card.
+
+    Args:
+        path: the model's tokenizer files.
+        source: what stands for them on the card.
+    """
+    return EngineConfig(
+        model=settings.spec.name,
+        source=source,
+        processor=settings.spec.processor or models.detect_processor(path),
+        fingerprint=models.fingerprint(path),
+        context_length=int(model.max_context_length),
+        vocab_size=int(model.vocab_size),
+        block_size=int(server.block_size),
+        total_blocks=total_blocks(loads, int(server.block_size)),
+        max_sequences=int(server.max_num_seqs),
+        max_batched_tokens=0,
+        eos_token_ids=tuple(sorted(model.eos_token_ids)),
+        capabilities=frozenset(capabilities(model, server, has_events=has_events)),
+        data_parallel_size=max(int(server.data_parallel_size), 1),
+        role=Role[settings.role.upper()],
+        engine="vllm-grpc",
+        engine_version=loads.version,
+    )

@@ -1,0 +1,142 @@
+"""A connection to one vLLM gRPC server."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+
+from services.common.channels import open_channel
+from services.common.errors import ErrorKind, SluiceError
+from services.worker.engines.vllm_grpc import wire
+
+CALL_S = 10.0
+PROFILE_S = 60.0
+MOST_EMBEDDED_AT_ONCE = 64
+
+_KINDS = {
+    grpc.StatusCode.INVALID_ARGUMENT: ErrorKind.INVALID_ARGUMENT,
+    grpc.StatusCode.NOT_FOUND: ErrorKind.NOT_FOUND,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: ErrorKind.OVERLOADED,
+    grpc.StatusCode.FAILED_PRECONDITION: ErrorKind.FAILED_PRECONDITION,
+    grpc.StatusCode.UNIMPLEMENTED: ErrorKind.FAILED_PRECONDITION,
+    grpc.StatusCode.DEADLINE_EXCEEDED: ErrorKind.RESPONSE_TIMEOUT,
+    grpc.StatusCode.CANCELLED: ErrorKind.CANCELLED,
+    grpc.StatusCode.UNAVAILABLE: ErrorKind.ENGINE_SHUTDOWN,
+}
+
+
+class Client:
+    """Calls with deadlines, and errors in the house's taxonomy.
+
+    Raises:
+        SluiceError: FAILED_PRECONDITION when the messages' package is not installed.
+    """
+
+    def __init__(self, address: str) -> None:
+        try:
+            from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
+            from smg_grpc_proto.generated import common_pb2
+        except ImportError as error:
+            raise SluiceError(
+                ErrorKind.FAILED_PRECONDITION,
+                "The engine vllm-grpc needs vLLM's messages: install sluice[vllm-grpc].",
+                param="engine",
+            ) from error
+        self._pb: Any = vllm_engine_pb2
+        self._common: Any = common_pb2
+        self.channel = open_channel(address)
+        self._stub: Any = vllm_engine_pb2_grpc.VllmEngineStub(self.channel)
+
+    async def close(self) -> None:
+        """Ends every call."""
+        await self.channel.close()
+
+    async def model_info(self) -> Any:
+        """GetModelInfo."""
+        return await self._call(self._stub.GetModelInfo, self._pb.GetModelInfoRequest())
+
+    async def server_info(self) -> Any:
+        """GetServerInfo."""
+        return await self._call(self._stub.GetServerInfo, self._pb.GetServerInfoRequest())
+
+    async def loads(self) -> Any:
+        """GetLoads."""
+        return await self._call(self._stub.GetLoads, self._pb.GetLoadsRequest(include=["core"]))
+
+    async def healthy(self) -> bool:
+        """HealthCheck; SluiceError when it is not answered."""
+        answer = await self._call(self._stub.HealthCheck, self._pb.HealthCheckRequest())
+        return bool(answer.healthy)
+
+    async def flush_cache(self) -> None:
+        """SluiceError(FAILED_PRECONDITION) while requests hold blocks."""
+        answer = await self._call(self._stub.FlushCache, self._common.FlushCacheRequest())
+        if not answer.success:
+            raise SluiceError(
+                ErrorKind.FAILED_PRECONDITION, f"vLLM cannot clear its cache: {answer.message}", code="cache_in_use"
+            )
+
+    async def profile(self, start: bool) -> None:
+        """Starts or stops the profiler the server was configured with."""
+        method = self._stub.StartProfile if start else self._stub.StopProfile
+        request = self._common.StartProfileRequest() if start else self._common.StopProfileRequest()
+        answer = await self._call(method, request, PROFILE_S)
+        if not answer.success:
+            raise SluiceError(ErrorKind.FAILED_PRECONDITION, f"vLLM does not profile: {answer.message}")
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """Frees what requests hold; unknown ones are ignored."""
+        await self._call(self._stub.Abort, self._pb.AbortRequest(request_ids=request_ids))
+
+    async def embed(self, name: str, inputs: Sequence[array[int]], timeout_s: float) -> list[bytes]:
+        """Vectors in the order of the inputs, a bounded number under way at a time."""
+        limit = asyncio.Semaphore(MOST_EMBEDDED_AT_ONCE)
+
+        async def one(index: int, token_ids: array[int]) -> bytes:
+            request = self._pb.EmbedRequest(
+                request_id=f"{name}-{index}", tokenized=self._pb.TokenizedInput(input_ids=token_ids)
+            )
+            async with limit:
+                return wire.read_vector(await self._call(self._stub.Embed, request, timeout_s))
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(one(index, token_ids)) for index, token_ids in enumerate(inputs)]
+        except BaseExceptionGroup as failures:
+            raise next(
+                (error for error in failures.exceptions if isinstance(error, SluiceError)), failures.exceptions[0]
+            ) from None
+        return [task.result() for task in tasks]
+
+    def generate(self, message: Any) -> Any:
+        """The call of one generation: an async iterator of GenerateResponse."""
+        return self._stub.Generate(message)
+
+    def subscribe(self, start: int) -> Any:
+        """The call that follows KV events from a sequence number on; 0: from the beginning, or from now."""
+        return self._stub.SubscribeKvEvents(self._common.SubscribeKvEventsRequest(start_sequence_number=start))
+
+    def tokenizer(self) -> Any:
+        """The call that streams the tokenizer's files as a zip archive."""
+        return self._stub.GetTokenizer(self._common.GetTokenizerRequest())
+
+    async def _call(self, method: Any, request: Any, timeout_s: float = CALL_S) -> Any:
+        try:
+            return await method(request, timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise error_of(error) from error
+
+
+def error_of(error: grpc.aio.AioRpcError) -> SluiceError:
+    """What the server, or the lack of one, means for a request."""
+    kind = _KINDS.get(error.code(), ErrorKind.INTERNAL)
+    if kind is ErrorKind.ENGINE_SHUTDOWN:
+        return SluiceError(kind, "vLLM's server cannot be reached; another worker can serve the request.")
+    if kind is ErrorKind.INTERNAL:
+        return SluiceError(kind, "vLLM's server failed on this request.")
+    details = (error.details() or error.code().name).splitlines()[0][:500]
+    return SluiceError(kind, f"vLLM's server refuses the request: {details}")
