@@ -35,12 +35,14 @@ class Seat:
         chooser: picks its tokens.
         seed: of its block hashes.
         adapter: name of its LoRA adapter; empty: none.
+        priority: lower ones leave the waiting line first.
     """
 
-    def __init__(self, chooser: Chooser, seed: int, adapter: str) -> None:
+    def __init__(self, chooser: Chooser, seed: int, adapter: str, priority: int) -> None:
         self.chooser = chooser
         self.seed = seed
         self.adapter = adapter
+        self.priority = priority
         self.cached = 0
         self.began = False
         self.token_id = 0
@@ -210,6 +212,10 @@ class Batcher(ContinuousBatchingManager):  # type: ignore[misc]
                 self._names.seed = seat.seed
                 mark(state, complete_blocks)
 
+        def by_priority() -> list[Any]:
+            return sorted(line(), key=self._priority_of)
+
+        line, processor.scheduler._get_waiting_candidates = processor.scheduler._get_waiting_candidates, by_priority
         processor.prepare_next_batch, processor.update_batch = prepare_next_batch, update_batch
         cache.search_prefix_match, cache.mark_complete_blocks = search_prefix_match, mark_complete_blocks
         for allocator in cache.cache_allocators.values():
@@ -218,6 +224,10 @@ class Batcher(ContinuousBatchingManager):  # type: ignore[misc]
     def _adapter_of(self, key: str) -> str:
         seat = self.seats.get(key)
         return seat.adapter if seat is not None else ""
+
+    def _priority_of(self, state: Any) -> int:
+        seat = self.seats.get(state.request_id)
+        return seat.priority if seat is not None else 0
 
     def _sample(self, scores: torch.Tensor, output_ids: torch.Tensor) -> None:
         """In place of the library's: each request by its own options. scores [1, requests, vocabulary]."""

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from typing import Any, ClassVar, Self
 
-from services.common.errors import ErrorKind, SluiceError, internal, invalid, overloaded
+from services.common.errors import ErrorKind, SluiceError, internal, invalid, not_found, overloaded
 from services.common.hashing import seed_for
 from services.worker.cache_events import KvEventSource
 from services.worker.capabilities import SAMPLING, Capability
@@ -38,6 +38,8 @@ class TransformersEngine(LLMEngine):
         | {
             Capability.TOKEN_IDS,
             Capability.LOGPROBS,
+            Capability.PROMPT_LOGPROBS,
+            Capability.PRIORITY,
             Capability.CACHE_SALT,
             Capability.LORA,
             Capability.LORA_LOADING,
@@ -59,8 +61,8 @@ class TransformersEngine(LLMEngine):
         self._source = KvEventSource(rank=0)
         self._started: Started | None = None
         self._stopping = False
-        # One pass at a time: embeddings share the cores with the steps.
-        self._embedding = asyncio.Lock()
+        # Passes beside the steps share the cores with them: one at a time.
+        self._passes = asyncio.Lock()
 
     @classmethod
     def from_args(cls, settings: WorkerSettings) -> Self:
@@ -100,10 +102,10 @@ class TransformersEngine(LLMEngine):
         live = Live(str(next(self._keys)), request, sink, plan, limit)
         self._live[live.key] = self._by_request[request.request_id] = live
         self._idle.clear()
-        if request.guided is None:
+        if request.guided is None and request.prompt_logprobs is None:
             self._seat(started, live, None)
         else:
-            self.tasks.spawn(self._seat_guided(started, live), f"grammar-{live.key}")
+            self.tasks.spawn(self._prepare(started, live), f"prepare-{live.key}")
 
     async def generate(self, request: GenerateRequest, context: GenerateContext) -> AsyncGenerator[Delta, None]:
         stream = DeltaStream()
@@ -163,7 +165,7 @@ class TransformersEngine(LLMEngine):
         width = int(started.folder.config["hidden_size"])
         if dimensions > width:
             raise invalid(f"dimensions is {dimensions}; this model's embeddings have {width}.", param="dimensions")
-        async with self._embedding:
+        async with self._passes:
             vectors = await asyncio.to_thread(
                 embed,
                 started.model,
@@ -180,15 +182,22 @@ class TransformersEngine(LLMEngine):
     async def control(self, action: str, arguments: Mapping[str, str]) -> dict[str, str]:
         started = self._ready()
         if action == "load_lora":
-            await asyncio.to_thread(started.load_adapter, _argument(arguments, "name"), _argument(arguments, "path"))
+            name, path = _argument(arguments, "name"), _argument(arguments, "path")
+            self._refuse_in_use(name)
+            await asyncio.to_thread(started.load_adapter, name, path)
         elif action == "unload_lora":
             name = _argument(arguments, "name")
-            if any(live.request.lora == name for live in self._live.values()):
-                raise _cannot(f"LoRA adapter {name!r} is in use; unload it when its requests have ended.")
-            started.adapters.unload(name)
+            self._refuse_in_use(name)
+            if name not in started.adapters.names:
+                raise not_found(f"LoRA adapter {name!r} is not loaded.", param="name", code="adapter_not_found")
+            await asyncio.to_thread(started.unload_adapter, name)
         else:
             return await super().control(action, arguments)
         return {"adapters": ",".join(started.adapters.names)}
+
+    def _refuse_in_use(self, name: str) -> None:
+        if any(live.request.lora == name for live in self._live.values()):
+            raise _cannot(f"LoRA adapter {name!r} is in use; try again when its requests have ended.")
 
     def _ready(self) -> Started:
         if self._started is None:
@@ -201,10 +210,15 @@ class TransformersEngine(LLMEngine):
         if not started.add(live.key, request, live.plan, constraint, seed, live.limit):
             self._end(live, FinishReason.ERROR, error=_gone())
 
-    async def _seat_guided(self, started: Started, live: Live) -> None:
-        """Compiling a grammar takes a while; the request may be over by then."""
+    async def _prepare(self, started: Started, live: Live) -> None:
+        """What takes a while before a request can be seated; it may be over by then."""
         try:
-            constraint = await asyncio.to_thread(started.constraint, live.request)
+            constraint = None
+            if live.request.guided is not None:
+                constraint = await asyncio.to_thread(started.constraint, live.request)
+            if live.request.prompt_logprobs is not None:
+                async with self._passes:
+                    live.prompt_logprobs = await asyncio.to_thread(started.score, live.request)
         except SluiceError as error:
             self._end(live, FinishReason.ERROR, error=error)
             return

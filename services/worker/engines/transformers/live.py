@@ -14,15 +14,19 @@ class Live:
     Args:
         key: its name in the batching thread, never used twice.
         limit: most tokens it may get.
+
+    Attributes:
+        prompt_logprobs: come with its first token, where they were asked for.
     """
 
-    __slots__ = ("_cached", "_last", "_sink", "_tokens", "key", "limit", "plan", "request")
+    __slots__ = ("_cached", "_last", "_sink", "_tokens", "key", "limit", "plan", "prompt_logprobs", "request")
 
     def __init__(self, key: str, request: GenerateRequest, sink: Sink, plan: SamplingPlan, limit: int) -> None:
         self.key = key
         self.request = request
         self.plan = plan
         self.limit = limit
+        self.prompt_logprobs: list[PositionLogprobs] = []
         self._sink = sink
         self._tokens = 0
         self._cached = 0
@@ -31,7 +35,7 @@ class Live:
     def begin(self, cached_tokens: int) -> None:
         """Right before its first token."""
         self._cached = cached_tokens
-        self._sink.begin(cached_tokens)
+        self._sink.begin(cached_tokens, self.prompt_logprobs)
 
     def push(self, token_id: int, logprobs: PositionLogprobs | None) -> None:
         """Its next token."""

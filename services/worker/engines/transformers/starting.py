@@ -16,7 +16,7 @@ from services.worker.engines.transformers.options import Options
 from services.worker.engines.transformers.sampling import History, SamplingPlan
 from services.worker.engines.transformers.sizing import Plan, Shape, fit
 from services.worker.engines.transformers.step import Listener
-from services.worker.generation import GenerateRequest, Role
+from services.worker.generation import GenerateRequest, PositionLogprobs, Role
 from services.worker.settings import WorkerSettings
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Started:
 
         token_ids = request.token_ids.tolist()
         chooser = Chooser(plan, History(token_ids, request.resumed_tokens), constraint, self.model.device)
-        return self.batcher.add(key, Seat(chooser, seed, request.lora), token_ids, limit)
+        return self.batcher.add(key, Seat(chooser, seed, request.lora, request.priority), token_ids, limit)
 
     def constraint(self, request: GenerateRequest) -> Constraint:
         """Compiles a request's grammar; slow. SluiceError(INVALID_ARGUMENT) when it cannot be used."""
@@ -64,10 +64,23 @@ class Started:
         resumed = request.token_ids[len(request.token_ids) - request.resumed_tokens :]
         return self.grammars.constraint(request.guided, resumed.tolist())
 
+    def score(self, request: GenerateRequest) -> list[PositionLogprobs]:
+        """Log-probabilities of a request's prompt; slow. SluiceError(INVALID_ARGUMENT) when it is too long."""
+        from services.worker.engines.transformers.scoring import score_prompt
+
+        return score_prompt(self.model, request.token_ids, request.prompt_logprobs or 0, self.adapters, request.lora)
+
     def load_adapter(self, name: str, path: str) -> None:
         """Loads an adapter between two steps; slow. SluiceError(INVALID_ARGUMENT) when it does not fit."""
+        if name in self.adapters.names:
+            self.unload_adapter(name)
         with self.batcher.pause():
             self.adapters.load(name, Path(path))
+
+    def unload_adapter(self, name: str) -> None:
+        """Forgets an adapter that no request uses, and prefixes: another one of that name would find its blocks."""
+        self.adapters.unload(name)
+        self.batcher.forget_prefixes()
 
 
 def start_engine(settings: WorkerSettings, options: Options, listener: Listener) -> Started:

@@ -1,0 +1,39 @@
+"""Log-probabilities of a prompt's own tokens, by one plain forward pass beside the paged ones; needs torch."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import torch
+
+from services.common.errors import invalid
+from services.worker.engines.transformers.lora import Adapters
+from services.worker.engines.transformers.sampler import position_logprobs
+from services.worker.generation import PositionLogprobs
+
+MOST_LOGITS = 1 << 28
+"""Positions times vocabulary of one pass: 1 GiB in float32."""
+
+
+def score_prompt(
+    model: Any, token_ids: array[int], alternatives: int, adapters: Adapters, lora: str
+) -> list[PositionLogprobs]:
+    """One entry for each token but the first, which nothing comes before.
+
+    Raises:
+        SluiceError: INVALID_ARGUMENT when the prompt is too long to hold all its logits.
+    """
+    if len(token_ids) * int(model.config.get_text_config().vocab_size) > MOST_LOGITS:
+        raise invalid("The prompt is too long for prompt_logprobs on this engine.", param="prompt_logprobs")
+    if len(token_ids) < 2:
+        return []
+    ids = torch.tensor([token_ids.tolist()], dtype=torch.long, device=model.device)
+    try:
+        with torch.no_grad():
+            adapters.select([(lora, ids.shape[1])])
+            logits = model(input_ids=ids[:, :-1], use_cache=False).logits[0]
+            rows = torch.log_softmax(logits.float(), dim=-1).cpu()
+    finally:
+        adapters.select(())
+    return [position_logprobs(row, token_id, alternatives) for row, token_id in zip(rows, token_ids[1:], strict=True)]
