@@ -67,7 +67,7 @@ def completion_requests(fields: CompletionRequest, request_id: str, max_choices:
     if fields.best_of is not None and fields.best_of != (fields.n or 1):
         raise _unsupported("best_of", "it is accepted only where it equals n")
     prompts = fields.prompts
-    if len(prompts) * (fields.n or 1) > max_choices:
+    if (fields.n or 1) <= max_choices < len(prompts) * (fields.n or 1):
         raise invalid(
             f"{len(prompts)} prompts times n are more than {max_choices} choices.", param="prompt", code="invalid_value"
         )

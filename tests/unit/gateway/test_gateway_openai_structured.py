@@ -1,0 +1,281 @@
+"""Constraints on the output: every name for them arrives, mistakes are said in bounded time with their field."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.common.errors import ErrorKind, SluiceError
+from services.gateway.generation import GenerationRequest, Guided
+from services.gateway.openai.checking import check
+from services.gateway.openai.forced_calls import forced_call
+from services.gateway.openai.json_schema import check_regex, check_schema
+from services.gateway.openai.schemas import ChatCompletionRequest, CompletionRequest
+from services.gateway.openai.translate import chat_request, completion_requests
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+TEXT = '{"type":"object","properties":{"a":{"type":"integer"}},"required":["a"]}'
+JSON_TEXT = Guided("json_schema", TEXT)
+TAG = {"type": "structural_tag", "structures": [], "triggers": ["<f"]}
+
+
+def chat(forces: bool = False, **fields: Any) -> GenerationRequest:
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}
+    return chat_request(body, check(ChatCompletionRequest, body), "chatcmpl-1", 8, forces)
+
+
+def complete(**fields: Any) -> GenerationRequest:
+    return completion_requests(check(CompletionRequest, {"model": "m", "prompt": "x", **fields}), "cmpl-1", 8)[0]
+
+
+@pytest.mark.parametrize("make", [chat, complete])
+@pytest.mark.parametrize(
+    ("fields", "guided", "capability", "field"),
+    [
+        ({"response_format": {"type": "json_object"}}, Guided("json_object"), "guided_json", "response_format"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}},
+            Guided("json_schema", TEXT),
+            "guided_json",
+            "response_format",
+        ),
+        (
+            {"response_format": TAG},
+            Guided("structural_tag", json.dumps(TAG, separators=(",", ":"))),
+            "structural_tag",
+            "response_format",
+        ),
+        (
+            {"structured_outputs": {"json": SCHEMA}},
+            Guided("json_schema", TEXT),
+            "guided_json",
+            "structured_outputs.json",
+        ),
+        ({"structured_outputs": {"json": TEXT}}, Guided("json_schema", TEXT), "guided_json", "structured_outputs.json"),
+        (
+            {"structured_outputs": {"json_object": True}},
+            Guided("json_object"),
+            "guided_json",
+            "structured_outputs.json_object",
+        ),
+        (
+            {"structured_outputs": {"choice": ["a", "b"]}},
+            Guided("choice", ("a", "b")),
+            "guided_choice",
+            "structured_outputs.choice",
+        ),
+        ({"structured_outputs": {"regex": "a+"}}, Guided("regex", "a+"), "guided_regex", "structured_outputs.regex"),
+        ({"guided_json": SCHEMA}, Guided("json_schema", TEXT), "guided_json", "guided_json"),
+        ({"guided_regex": r"\p{L}+"}, Guided("regex", r"\p{L}+"), "guided_regex", "guided_regex"),
+        ({"guided_choice": ["x"]}, Guided("choice", ("x",)), "guided_choice", "guided_choice"),
+        ({"guided_grammar": 'root ::= "a"'}, Guided("ebnf", 'root ::= "a"'), "guided_grammar", "guided_grammar"),
+        ({"regex": "[0-9]"}, Guided("regex", "[0-9]"), "guided_regex", "regex"),
+        ({"ebnf": 'root ::= "a"'}, Guided("ebnf", 'root ::= "a"'), "guided_grammar", "ebnf"),
+        ({"json_schema": TEXT}, Guided("json_schema", TEXT), "guided_json", "json_schema"),
+    ],
+)
+def test_every_name_for_a_constraint_arrives(
+    make: Any, fields: dict[str, Any], guided: Guided, capability: str, field: str
+) -> None:
+    request = make(**fields)
+    assert request.guided == guided
+    assert (capability, field) in [(need, name.split(".json_schema")[0]) for need, name in request.needs]
+    assert not request.guided_calls
+
+
+def test_text_is_no_constraint() -> None:
+    assert chat(response_format={"type": "text"}).guided is None
+    assert chat(response_format=None).guided is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "yaml"}}, "response_format.type"),
+        ({"response_format": "json"}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "n"}}}, "response_format"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+            "response_format.json_schema.name",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "float"}}}},
+            "response_format.json_schema.schema",
+        ),
+        ({"response_format": {"type": "text", "schema": {}}}, "response_format"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+        ({"structured_outputs": {"json": True}}, "structured_outputs.json"),
+        ({"structured_outputs": {"structural_tag": "[]"}}, "structured_outputs.structural_tag"),
+        ({"guided_json": {"type": "object", "required": "a"}}, "guided_json"),
+        ({"guided_json": []}, "guided_json"),
+        ({"guided_regex": "("}, "guided_regex"),
+        ({"guided_regex": ""}, "guided_regex"),
+        ({"regex": "a" * 5000}, "regex"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_choice": [""]}, "guided_choice[0]"),
+        ({"guided_grammar": "  "}, "guided_grammar"),
+        ({"ebnf": ""}, "ebnf"),
+        ({"json_schema": "nonsense"}, "json_schema"),
+        ({"regex": "a", "ebnf": "b"}, "ebnf"),
+        ({"response_format": {"type": "json_object"}, "guided_choice": ["a"]}, "guided_choice"),
+        ({"guided_decoding_backend": "outlines"}, "guided_decoding_backend"),
+    ],
+)
+def test_mistakes_name_their_field(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(SluiceError) as caught:
+        chat(**fields)
+    assert (caught.value.kind, caught.value.param) == (ErrorKind.INVALID_ARGUMENT, param)
+    assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        True,
+        {"type": []},
+        {"properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": {"b": {"anyOf": [{"type": "string"}, {"enum": [1]}]}}},
+        {"items": [{"type": "string"}], "minItems": 2, "additionalProperties": False},
+        {"type": ["string", "null"], "pattern": "^[a-z]+$"},
+        {"$ref": "#"},
+    ],
+)
+def test_schemas_that_are_some(schema: Any) -> None:
+    if schema is True:
+        with pytest.raises(SluiceError):
+            check_schema(schema, "f")
+    else:
+        check_schema(schema, "f")
+
+
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        ({"properties": {"a": {"type": "str"}}}, "/properties/a/type"),
+        ({"anyOf": []}, "/anyOf"),
+        ({"$ref": "https://example.com/schema"}, "/$ref"),
+        ({"$ref": "#/$defs/missing"}, "/$ref"),
+        ({"items": 5}, "/items"),
+        ({"enum": []}, "/enum"),
+        ({"maxLength": -1}, "/maxLength"),
+        ({"minimum": "1"}, "/minimum"),
+        ({"pattern": "("}, "/pattern"),
+        ({"patternProperties": {"[": {}}}, "/patternProperties"),
+        ({"properties": []}, "/properties"),
+    ],
+)
+def test_schemas_that_are_none_say_where(schema: Any, place: str) -> None:
+    with pytest.raises(SluiceError, match=place.replace("$", r"\$")) as caught:
+        check_schema(schema, "response_format")
+    assert caught.value.param == "response_format"
+
+
+def test_hostile_schemas_are_refused_in_bounded_time() -> None:
+    deep: Any = {}
+    for _ in range(900):
+        deep = {"items": deep}
+    wide = {"properties": {str(index): {} for index in range(50_000)}}
+    started = time.monotonic()
+    for schema in (deep, wide, {"pattern": "(" * 4000}, {"pattern": "a{1,60000}" * 400 + "("}):
+        with pytest.raises(SluiceError):
+            check_schema(schema, "f")
+    assert time.monotonic() - started < 20
+
+
+def assert_typed(checks: Callable[[], None], param: str) -> None:
+    """It passes, or fails with an error that names the parameter; anything else comes through."""
+    failure = None
+    try:
+        checks()
+    except SluiceError as error:
+        failure = error
+    assert failure is None or failure.param == param
+
+
+@given(st.text(max_size=80))
+def test_any_text_is_a_pattern_or_a_typed_error(pattern: str) -> None:
+    assert_typed(lambda: check_regex(pattern, "regex"), "regex")
+
+
+KEYWORDS = st.sampled_from(
+    ["type", "properties", "items", "anyOf", "enum", "required", "$ref", "$defs", "pattern", "minLength", "not"]
+)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda children: (
+        st.lists(children, max_size=3) | st.dictionaries(KEYWORDS | st.text(max_size=3), children, max_size=4)
+    ),
+    max_leaves=20,
+)
+
+
+@settings(max_examples=400)
+@given(JSON)
+def test_any_json_is_a_schema_or_a_typed_error(schema: Any) -> None:
+    assert_typed(lambda: check_schema(schema, "f"), "f")
+
+
+def tool(name: str, parameters: Any = None) -> dict[str, Any]:
+    return {
+        "type": "function",
+        "function": {"name": name, **({} if parameters is None else {"parameters": parameters})},
+    }
+
+
+def test_a_demanded_call_becomes_a_schema() -> None:
+    request = chat(forces=True, tools=[tool("f", SCHEMA), tool("g")], tool_choice="required")
+    assert request.guided is not None
+    schema = json.loads(str(request.guided.grammar))
+    assert [call["properties"]["name"]["const"] for call in schema["anyOf"]] == ["f", "g"]
+    assert schema["anyOf"][0]["properties"]["parameters"] == SCHEMA
+    assert request.guided_calls
+    assert ("guided_json", "tool_choice") in request.needs
+    assert request.parsing is not None
+    assert (request.parsing.tool_parser, request.parsing.reasoning_parser) == ("llama3_json", "")
+
+    named = chat(
+        forces=True, tools=[tool("f", SCHEMA), tool("g")], tool_choice={"type": "function", "function": {"name": "g"}}
+    )
+    assert named.guided is not None
+    assert json.loads(str(named.guided.grammar))["properties"]["name"] == {"const": "g"}
+
+
+@pytest.mark.parametrize("more", [{}, {"tool_choice": "auto"}, {"tool_choice": "none"}])
+def test_without_a_demand_there_is_no_constraint(more: dict[str, Any]) -> None:
+    request = chat(forces=True, tools=[tool("f")], **more)
+    assert request.guided is None
+    assert not request.guided_calls
+
+
+def test_engines_without_schemas_are_left_to_the_model() -> None:
+    request = chat(forces=False, tools=[tool("f")], tool_choice="required")
+    assert request.guided is None
+    assert request.parsing is not None
+    assert request.parsing.tool_parser == "auto"
+
+
+def test_definitions_move_to_the_top_and_clashes_are_not_forced() -> None:
+    uses = {"type": "object", "properties": {"a": {"$ref": "#/$defs/A"}}, "$defs": {"A": {"type": "string"}}}
+    clashes = {"type": "object", "properties": {"a": {"$ref": "#/$defs/A"}}, "$defs": {"A": {"type": "number"}}}
+    elsewhere = {"type": "object", "properties": {"a": {"$ref": "#/properties/b"}, "b": {}}}
+    found = forced_call([tool("f", uses), tool("g")], "required")
+    assert found is not None
+    assert json.loads(str(found.grammar))["$defs"] == {"A": {"type": "string"}}
+    assert forced_call([tool("f", uses), tool("g", clashes)], "required") is None
+    assert forced_call([tool("f", elsewhere)], "required") is None
+
+
+def test_a_constraint_and_a_demanded_call_exclude_each_other() -> None:
+    with pytest.raises(SluiceError) as caught:
+        chat(forces=True, tools=[tool("f")], tool_choice="required", response_format={"type": "json_object"})
+    assert caught.value.param == "response_format"
