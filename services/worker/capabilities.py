@@ -45,6 +45,10 @@ class Capability(StrEnum):
     """Options of the engine's own, passed on as they are."""
     MIN_TOKENS = "min_tokens"
     IGNORE_EOS = "ignore_eos"
+    RESUME = "resume"
+    """Counts resumed tokens as output: what a seed or a penalty does goes on where it was."""
+    RESUME_GUIDED = "resume_guided"
+    """Takes a constraint up in its middle, after the resumed tokens."""
 
     PRIORITY = "priority"
     CACHE_SALT = "cache_salt"

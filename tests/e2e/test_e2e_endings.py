@@ -23,7 +23,7 @@ USER = [{"role": "user", "content": "Go on and on about rivers."}]
 @pytest.fixture
 def slow() -> Iterator[Suite]:
     """Engine steps of some 6 ms, as on hardware."""
-    with Suite("--speedup", "1") as suite:
+    with Suite("--speedup", "1", env={"SLUICE_GATEWAY_MIGRATION": "false"}) as suite:
         yield suite
 
 
@@ -95,7 +95,7 @@ async def events(response: httpx.Response) -> AsyncIterator[dict[str, object]]:
             yield json.loads(line.removeprefix("data: "))
 
 
-async def test_a_worker_that_dies_ends_its_streams_with_an_error_event(slow: Suite) -> None:
+async def test_without_migration_a_worker_that_dies_ends_its_streams_with_an_error_event(slow: Suite) -> None:
     async with httpx.AsyncClient(base_url=slow.url, timeout=30) as client:
         body = {**LONG, "messages": USER}
         async with client.stream("POST", "/v1/chat/completions", json=body) as response:

@@ -14,6 +14,8 @@ CAPABILITIES = _HONOURED_SAMPLING | {
     Capability.GUIDED_JSON,
     Capability.GUIDED_REGEX,
     Capability.GUIDED_CHOICE,
+    Capability.RESUME,
+    Capability.RESUME_GUIDED,
     Capability.PRIORITY,
     Capability.CACHE_SALT,
     Capability.LORA,

@@ -1,0 +1,360 @@
+"""The gateway's pipeline in the test's own loop, with workers that can be cut and postprocess replicas that can die.
+
+All over real gRPC; only preprocess and the router are stood for, because what is under test happens after a generation
+was placed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
+
+import grpc
+
+from services.common.errors import SluiceError, unavailable
+from services.common.packing import pack_u32, unpack_u32
+from services.common.runner import Stop
+from services.common.server import GrpcServer
+from services.common.settings import GrpcServiceSettings
+from services.common.tasks import TaskOwner
+from services.gateway.clients.catalogue import Catalogue, WorkerEntry
+from services.gateway.clients.preprocess import PreprocessClient
+from services.gateway.clients.router import RouterClient
+from services.gateway.fleet import Fleet
+from services.gateway.generation import Finish, GenerationRequest, Route, Sampling, StopRules, TextPrompt, Tokenized
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.migration import MigrationPolicy, Migrator
+from services.gateway.pipeline import Pipeline
+from services.gateway.placement import Placement
+from services.gateway.switchboard import Switchboard
+from services.postprocess import service as postprocess
+from services.postprocess.library import VocabularyLibrary
+from services.postprocess.opening import Opener
+from services.postprocess.settings import PostprocessSettings
+from services.worker.engines.mock.vocabulary import Vocabulary, load_vocabulary
+from services.worker.hosting import WorkerHost
+from sluice.v1 import postprocess_pb2, postprocess_pb2_grpc, worker_pb2, worker_pb2_grpc
+from tests.support.workers import hosted
+
+WAIT_S = 60
+CONTEXT = 4096
+
+
+async def until(what: Callable[[], bool]) -> None:
+    """Looks again and again; TimeoutError when it does not come true."""
+    async with asyncio.timeout(WAIT_S):
+        while not what():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+class Knife:
+    """Cuts a worker's session when it has sent so many tokens in all; None never."""
+
+    def __init__(self) -> None:
+        self.after: int | None = None
+        self.cuts = 0
+
+    def set(self, after: int | None) -> None:
+        self.after = after
+
+
+class _CutContext:
+    """A session's context that breaks in the middle of a message, as a dying process does."""
+
+    def __init__(self, context: Any, knife: Knife) -> None:
+        self._context = context
+        self._knife = knife
+        self._broken = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    def done(self) -> bool:
+        return self._broken or self._context.done()
+
+    async def write(self, batch: worker_pb2.TokenBatch) -> None:
+        left = self._knife.after
+        if left is None:
+            await self._context.write(batch)
+            return
+        slots, counts, ids = unpack_u32(batch.slots), unpack_u32(batch.counts), unpack_u32(batch.token_ids)
+        last = any(extra.finish_reason for extra in batch.extras)
+        if sum(counts) < left or (sum(counts) == left and not last):
+            self._knife.after = left - sum(counts)
+            await self._context.write(batch)
+            return
+        kept = array("I")
+        for count in counts:
+            kept.append(min(count, left))
+            left -= kept[-1]
+        begun = [worker_pb2.TokenExtra(slot=e.slot, cached_tokens=e.cached_tokens) for e in batch.extras]
+        await self._context.write(
+            worker_pb2.TokenBatch(
+                slots=pack_u32(slots),
+                counts=pack_u32(kept),
+                token_ids=pack_u32(_first(ids, counts, kept)),
+                extras=[new for new, old in zip(begun, batch.extras, strict=True) if old.HasField("cached_tokens")],
+            )
+        )
+        self._knife.after = None
+        self._knife.cuts += 1
+        self._broken = True
+        await self._context.abort(grpc.StatusCode.UNAVAILABLE, "cut")
+
+
+def _first(ids: array[int], counts: Sequence[int], kept: Sequence[int]) -> array[int]:
+    """Of each row's ids, as many as are kept."""
+    left, start = array("I"), 0
+    for count, number in zip(counts, kept, strict=True):
+        left += ids[start : start + number]
+        start += count
+    return left
+
+
+class _CutService(worker_pb2_grpc.WorkerServicer):
+    def __init__(self, host: WorkerHost, knife: Knife) -> None:
+        self._host = host
+        self._knife = knife
+
+    async def Session(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
+        await self._host.service.Session(request_iterator, cast(Any, _CutContext(context, self._knife)))
+
+
+@asynccontextmanager
+async def cuttable(host: WorkerHost, knife: Knife) -> AsyncIterator[str]:
+    """host:port of a server in front of a worker, whose sessions the knife cuts."""
+    server = GrpcServer(GrpcServiceSettings(listen="127.0.0.1:0"), worker_pb2.DESCRIPTOR)
+    worker_pb2_grpc.add_WorkerServicer_to_server(cast(Any, _CutService(host, knife)), server.server)
+    await server.start()
+    await server.set_serving(True)
+    try:
+        yield f"127.0.0.1:{server.port}"
+    finally:
+        await server.stop(0)
+
+
+class PostReplica:
+    """A postprocess replica that can be killed, started again on its port, and drained."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.port = 0
+        self.server: GrpcServer | None = None
+        self.service: postprocess.PostprocessService | None = None
+
+    async def start(self) -> None:
+        settings = PostprocessSettings(listen=f"127.0.0.1:{self.port}", models=[f"tiny={self._folder}"])
+        library = VocabularyLibrary(settings.specs, 60)
+        await library.load_all()
+        limits = postprocess.limits_of(settings)
+        self.service = postprocess.PostprocessService(library, limits, Opener(limits.stream))
+        self.server = GrpcServer(settings, postprocess_pb2.DESCRIPTOR)
+        postprocess_pb2_grpc.add_PostprocessServicer_to_server(self.service, self.server.server)
+        await self.server.start()
+        self.port = self.server.port
+        await self.server.set_serving(True)
+
+    async def kill(self) -> None:
+        """Breaks every session at once; nothing is said any more."""
+        server, self.server = self.server, None
+        if server is not None:
+            await server.stop(0)
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+
+class Bookings:
+    """Stands for the router: the first worker that is allowed, and every booking counted."""
+
+    def __init__(self) -> None:
+        self.alive: set[str] = set()
+        self.made = 0
+        self.order: list[str] = []
+
+    async def route(self, request_id: str, model: str, prompt: Tokenized, block_size: int, **more: Any) -> Route:
+        allowed = more["candidates"]
+        chosen = [name for name in self.order if allowed is None or name in allowed]
+        if not chosen:
+            raise unavailable("No worker.", code="no_workers")
+        self.made += 1
+        self.alive.add(f"{request_id}#{self.made}")
+        return Route(chosen[0], reservation_id=f"{request_id}#{self.made}")
+
+    def prefill_complete(self, reservation_id: str) -> None:
+        assert reservation_id in self.alive
+
+    def free(self, reservation_id: str, cached_tokens: int | None = None, output_tokens: int = 0) -> None:
+        self.alive.remove(reservation_id)
+
+
+class _Preprocess:
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+
+    async def tokenize(self, model: str, prompt: Any, *rest: Any) -> Tokenized:
+        eos = pack_u32(self._vocabulary.eos_ids)
+        return Tokenized(pack_u32(self._vocabulary.encode(prompt.text)), b"", "", eos, eos, CONTEXT, b"")
+
+
+@dataclass
+class Heard:
+    """What a client got: everything it can tell apart, but not in which pieces."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: dict[int, list[str]] = field(default_factory=dict)
+    finish: Finish | None = None
+    error: SluiceError | None = None
+    usage: tuple[int, int, int, int] = (0, 0, 0, 0)
+
+    @property
+    def comparable(self) -> Heard:
+        """Without what says that something happened on the way."""
+        finish = self.finish and replace(self.finish, degraded=(), migrations=0)
+        return replace(self, finish=finish)
+
+
+class Client:
+    """A sink that waits for the end."""
+
+    def __init__(self) -> None:
+        self.heard = Heard()
+        self.over = asyncio.Event()
+        self.pieces = 0
+
+    def text(self, piece: str) -> None:
+        self.pieces += 1
+        self.heard.text += piece
+
+    def reasoning(self, piece: str) -> None:
+        self.heard.reasoning += piece
+
+    def tool_call(self, call: int, call_id: str, name: str, arguments: str) -> None:
+        if name:
+            assert call not in self.heard.calls, "a call began twice"
+            self.heard.calls[call] = [call_id, name, ""]
+        self.heard.calls[call][2] += arguments
+
+    def finish(self, finish: Finish) -> None:
+        assert not self.over.is_set()
+        self.heard.finish = finish
+        self.over.set()
+
+    def fail(self, error: SluiceError) -> None:
+        assert not self.over.is_set()
+        self.heard.error = error
+        self.over.set()
+
+
+class Stage:
+    """A running pipeline."""
+
+    def __init__(self, pipeline: Pipeline, bookings: Bookings, hosts: list[WorkerHost], knives: list[Knife]) -> None:
+        self.pipeline = pipeline
+        self.bookings = bookings
+        self.hosts = hosts
+        self.knives = knives
+        self.replicas: list[PostReplica] = []
+
+    @property
+    def texts_connected(self) -> int:
+        """Postprocess replicas that could be given a stream now."""
+        return sum(link.connected for link in self.pipeline.switchboard.texts.links.values())
+
+    @property
+    def fewest_texts(self) -> int:
+        """Streams of the postprocess replica that has least of them."""
+        return min(link.live for link in self.pipeline.switchboard.texts.links.values())
+
+    async def ask(self, request: GenerationRequest) -> Heard:
+        """One request to its end."""
+        client = Client()
+        generation = await self.pipeline.start(request, [cast(Any, client)])
+        await asyncio.wait_for(client.over.wait(), WAIT_S)
+        client.heard.usage = (
+            generation.prompt_tokens,
+            generation.completion_tokens,
+            generation.reasoning_tokens,
+            generation.cached_tokens,
+        )
+        return client.heard
+
+    async def quiet(self) -> None:
+        """Waits until nothing is left anywhere; fails when something stays."""
+        await until(lambda: not self.left())
+
+    def left(self) -> dict[str, int]:
+        """What is still held, by whom; empty when all is given back."""
+        board = self.pipeline.switchboard
+        held = {
+            "streams": board.live,
+            "waiting": board.texts.waiting,
+            "bookings": len(self.bookings.alive),
+            "links": sum(link.live for link in board.texts.links.values()),
+            "workers": sum(host.worker.live_requests for host in self.hosts),
+            "texts": sum(
+                len(session) for replica in self.replicas if replica.service for session in replica.service._sessions
+            ),
+        }
+        return {name: number for name, number in held.items() if number}
+
+
+@asynccontextmanager
+async def staged(
+    folder: Path,
+    workers: int = 2,
+    replicas: int = 1,
+    policy: MigrationPolicy | None = None,
+    post_wait_s: float = 10.0,
+    **worker_fields: Any,
+) -> AsyncIterator[Stage]:
+    """A pipeline with workers `w0`, `w1`, … (chosen in this order) and postprocess replicas, all connected."""
+    async with AsyncExitStack() as stack:
+        died = Stop()
+        tasks = TaskOwner(died.fail)
+        hosts = [await stack.enter_async_context(hosted(folder, **worker_fields)) for _ in range(workers)]
+        knives = [Knife() for _ in hosts]
+        posts = [PostReplica(folder) for _ in range(replicas)]
+        for post in posts:
+            await post.start()
+            stack.push_async_callback(post.kill)
+        bookings = Bookings()
+        metrics = GatewayMetrics()
+        board = Switchboard(10_000, bookings.prefill_complete, bookings.free, metrics, post_wait_s)
+        fleet = Fleet([post.address for post in posts], None, 3.0, board, tasks)
+        catalogue = Catalogue(cast(Any, None), fleet.worker_up, fleet.worker_down)
+        router = cast(RouterClient, bookings)
+        placement = Placement(router, catalogue, fleet, tasks, 5.0)
+        board.migrate = Migrator(
+            policy or MigrationPolicy(), placement, catalogue, fleet, board, metrics, tasks
+        ).take_over
+        preprocess = cast(PreprocessClient, _Preprocess(load_vocabulary(folder, "hf")))
+        pipeline = Pipeline(preprocess, router, catalogue, fleet, board, placement, post_wait_s)
+        await fleet.postprocess.start()
+        stack.push_async_callback(fleet.postprocess.close)
+        stack.push_async_callback(tasks.close)
+        tasks.spawn(fleet.run_sweeps(), "sweeps")
+        for number, (host, knife) in enumerate(zip(hosts, knives, strict=True)):
+            address = await stack.enter_async_context(cuttable(host, knife))
+            bookings.order.append(f"w{number}")
+            capabilities = frozenset(str(one) for one in host.worker.config.capabilities)
+            entry = WorkerEntry(f"w{number}", address, 1, "tiny", 16, CONTEXT, 0, capabilities, 0)
+            catalogue._up(entry)
+        stage = Stage(pipeline, bookings, hosts, knives)
+        stage.replicas = posts
+        await until(lambda: fleet.connected_workers == workers and stage.texts_connected == replicas)
+        yield stage
+        assert not died.failed, "a background task of the gateway died"
+
+
+def asking(name: str, text: str, **more: Any) -> GenerationRequest:
+    """A request for one choice; keywords as GenerationRequest has them."""
+    fields: dict[str, Any] = {"sampling": Sampling(seed=7), "stop": StopRules(max_tokens=400), **more}
+    return GenerationRequest(name, "tiny", TextPrompt(text), 1, **fields)
