@@ -53,7 +53,7 @@ class Flight:
             self.end(FinishReason.ERROR, error=abort_error(finish))  # its tokens may be some that were told before
             return
         token_ids, first = self._fresh(chunk["output_ids"], int(meta.get("completion_tokens") or 0))
-        stop_at = next((i for i, token_id in enumerate(token_ids) if token_id in self._watched), None)
+        stop_at = self._stop_within(token_ids)
         if stop_at is not None:
             token_ids = token_ids[: stop_at + 1]
         if token_ids:
@@ -87,6 +87,13 @@ class Flight:
         self._skip -= skipped
         first = max(len(output_ids) - count, 0) + skipped
         return list(output_ids[first:]) if count else [], first
+
+    def _stop_within(self, token_ids: Sequence[int]) -> int | None:
+        """Where SGLang should have stopped; None: nowhere."""
+        if not self._watched:
+            return None
+        earliest = max(self.request.stop.min_tokens - self._told, 0)
+        return next((i for i, one in enumerate(token_ids) if i >= earliest and one in self._watched), None)
 
     def _begin(self, meta: Mapping[str, Any]) -> None:
         if self._cached is None:

@@ -13,6 +13,7 @@ import signal
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -99,7 +100,8 @@ class Hosted:
             raise
         except Exception as error:
             log.debug("SGLang does not start", exc_info=True)
-            raise SluiceError(ErrorKind.FAILED_PRECONDITION, f"SGLang does not start: {_sentence(error)}") from error
+            reason = self._last_words() or _sentence(error)
+            raise SluiceError(ErrorKind.FAILED_PRECONDITION, f"SGLang does not start: {reason}") from error
         self.manager.owner = tasks
         self.manager.auto_create_handle_loop()
         if self.manager._subprocess_watchdog is not None:  # ends the whole process; ours tells the worker
@@ -113,10 +115,16 @@ class Hosted:
     def load(self) -> Sequence[Load]:
         """Load by rank, from the memory that schedulers write it to."""
         page = int(self.manager.config_value("page_size"))
+        ranks = int(self.manager.config_value("dp_size"))
         cached = self.events.cached_blocks()
         by_rank = {one.dp_rank: one for one in self.manager.load_snapshot_reader.read_all()}
-        ranks = int(self.manager.config_value("dp_size"))
-        return [_load(by_rank.get(rank), page, cached[rank] if rank < len(cached) else 0) for rank in range(ranks)]
+        loads = [_load(by_rank.get(rank), page, cached[rank] if rank < len(cached) else 0) for rank in range(ranks)]
+        if ranks > 1:
+            return loads
+        # What the scheduler wrote is some steps old; who is alive is known here.
+        alive = len(self.manager.rid_to_state)
+        waiting = min(loads[0].waiting_requests, alive)
+        return [replace(loads[0], running_requests=alive - waiting, waiting_requests=waiting)]
 
     async def close(self) -> None:
         """Ends the schedulers; may be called twice, and while SGLang is still starting."""
@@ -166,6 +174,11 @@ class Hosted:
             watch.close()
             log.error("a process of SGLang has ended", extra={"pid": pid})
             on_failure("sglang", SluiceError(ErrorKind.ENGINE_SHUTDOWN, "A process of SGLang has ended."))
+
+    def _last_words(self) -> str:
+        with contextlib.suppress(OSError):
+            return Path(self._rendezvous, str(self.sglang.LAST_WORDS)).read_text("utf-8")[:500]
+        return ""
 
     async def _in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)

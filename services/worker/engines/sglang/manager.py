@@ -34,6 +34,7 @@ from services.worker.engines.sglang import processes
 from services.worker.engines.sglang.options import Flags
 
 __all__ = [
+    "LAST_WORDS",
     "RENDEZVOUS",
     "VERSION",
     "EmbeddingReqInput",
@@ -52,7 +53,7 @@ __all__ = [
     "shut_down",
 ]
 
-RENDEZVOUS = processes.RENDEZVOUS
+RENDEZVOUS, LAST_WORDS = processes.RENDEZVOUS, processes.LAST_WORDS
 VERSION: str = sglang.__version__
 logging.getLogger("sglang").setLevel(logging.WARNING)
 Listener = Callable[[dict[str, Any]], None]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -11,6 +13,8 @@ from services.worker.engines.sglang import stand_ins
 
 RENDEZVOUS = "SLUICE_SGLANG_RENDEZVOUS"
 """Environment variable: the folder where this engine's processes find each other."""
+LAST_WORDS = "last-words"
+"""File in that folder: why a scheduler ended."""
 
 
 def run_scheduler(server_args: Any, port_args: Any, *args: Any, **kwargs: Any) -> None:
@@ -24,13 +28,35 @@ def run_scheduler(server_args: Any, port_args: Any, *args: Any, **kwargs: Any) -
     # The worker drains on these signals, and a terminal sends them to the whole group.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    folder = Path(os.environ[RENDEZVOUS])
     if server_args.nnodes == 1:
-        _meet_in_a_file(os.environ[RENDEZVOUS])
+        _meet_in_a_file(folder)
+    if server_args.enable_lora or server_args.lora_paths:
+        stand_ins.forgo_pinned_memory()
+    if server_args.log_level != "debug":
+        logging.getLogger("sglang.srt.managers.scheduler").addFilter(LastWords(folder / LAST_WORDS))
     port_args.detokenizer_ipc_name = port_args.tokenizer_ipc_name
     run_scheduler_process(server_args, port_args, *args, **kwargs)
 
 
-def _meet_in_a_file(folder: str) -> None:
+class LastWords(logging.Filter):
+    """Of the traceback with which a scheduler ends, its last line, in the log and where the worker reads it."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """See logging.Filter."""
+        text = record.getMessage()
+        if text.startswith("Scheduler hit an exception"):
+            reason = text.strip().splitlines()[-1].strip()
+            self._path.write_text(reason, "utf-8")
+            record.msg, record.args = f"The scheduler ends: {reason}", ()
+        return True
+
+
+def _meet_in_a_file(folder: Path) -> None:
     """The schedulers of one machine find each other through a file: torch's TCP store listens on every interface."""
     import torch.distributed
 

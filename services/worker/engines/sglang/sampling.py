@@ -122,13 +122,16 @@ def _sampling(sampling: Sampling, facts: Facts) -> dict[str, Any]:
 
 
 def _stop(stop: Stop, room: int) -> dict[str, Any]:
-    params: dict[str, Any] = {"max_new_tokens": room if stop.max_tokens is None else min(stop.max_tokens, room)}
-    if stop.min_tokens:
-        params["min_new_tokens"] = min(stop.min_tokens, params["max_new_tokens"])
+    """With ignore_eos SGLang stops at no id at all; it still avoids them until min_new_tokens, so it is told them."""
+    limit = room if stop.max_tokens is None else min(stop.max_tokens, room)
+    params: dict[str, Any] = {"max_new_tokens": limit}
+    ends = stop_ids(stop)
+    if ends:
+        params["stop_token_ids"] = sorted(ends)
     if stop.ignore_eos:
         params["ignore_eos"] = True
-    elif stop.stop_token_ids:
-        params["stop_token_ids"] = sorted(stop.stop_token_ids)
+    if stop.min_tokens and (ends or not stop.ignore_eos):
+        params["min_new_tokens"] = min(stop.min_tokens, limit)
     return params
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from typing import Any, NoReturn
@@ -27,6 +28,26 @@ def install() -> None:
     if importlib.util.find_spec(KERNELS) is None:
         os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
         sys.meta_path.append(_KernelFinder())
+
+
+def forgo_pinned_memory() -> None:
+    """Where torch has no accelerator it refuses to pin memory for one, which SGLang's adapters ask for all the same."""
+    import torch
+
+    if torch.cuda.is_available():
+        return
+
+    def unpinned(make: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(make)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            kwargs.pop("pin_memory", None)
+            return make(*args, **kwargs)
+
+        return wrapper
+
+    for name in ("arange", "empty", "full", "ones", "tensor", "zeros"):
+        setattr(torch, name, unpinned(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda tensor, *args, **kwargs: tensor
 
 
 class _Kernel:
