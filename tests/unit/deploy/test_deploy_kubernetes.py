@@ -93,7 +93,8 @@ def matches(selector: Object, labels: dict[str, str]) -> bool:
         assert expression["operator"] == "In"
         if labels.get(expression["key"]) not in expression["values"]:
             return False
-    return selector.get("matchLabels", {}).items() <= labels.items()
+    wanted: dict[str, str] = selector.get("matchLabels", {})
+    return wanted.items() <= labels.items()
 
 
 def ports_of(workload: Object) -> dict[str, int]:
