@@ -22,6 +22,7 @@ from services.worker import conformance
 from services.worker.conformance import Patience, Report, Result, Rule, Target, Verdict, Watcher, junit
 from sluice.cli.plan import BadFlag
 
+Stop = Callable[[], Awaitable[None]]
 KEPT, BROKEN = 0, 1
 STYLES = {
     Verdict.PASSED: "green",
@@ -55,6 +56,12 @@ def list_rules(console: Console) -> None:
     console.print(table)
 
 
+def markdown() -> str:
+    """Every rule as a table for the documentation."""
+    rows = [f"| `{rule.name}` | {rule.proves} | {rule.clause} |" for rule in conformance.select()]
+    return "\n".join(["| rule | what it proves | clause |", "| --- | --- | --- |", *rows, ""])
+
+
 def run(options: Options, console: Console) -> int:
     """Tests and prints; the exit code: 0 when no rule was broken, 1 when one was.
 
@@ -67,9 +74,9 @@ def run(options: Options, console: Console) -> int:
         raise BadFlag("--patience must be above 0")
     # What a rule finds is in the table; the log of the kit's own router is not for its readers.
     logging.getLogger("services").setLevel(logging.CRITICAL)
-    chosen = _chosen(options.rules)
+    chosen, stop = _chosen(options.rules), _stopper(options.stop_command)
     try:
-        report = asyncio.run(_run(options, chosen, console))
+        report = asyncio.run(_run(options, chosen, stop, console))
     except SluiceError as error:
         raise BadFlag(f"{options.address}: {error.message}") from error
     console.print(_table(report))
@@ -86,7 +93,7 @@ def _chosen(names: Sequence[str]) -> Sequence[Rule]:
         raise BadFlag(error.message) from error
 
 
-async def _run(options: Options, chosen: Sequence[Rule], console: Console) -> Report:
+async def _run(options: Options, chosen: Sequence[Rule], stop: Stop | None, console: Console) -> Report:
     async with AsyncExitStack() as opened:
         watcher = None
         if options.router_listen:
@@ -98,7 +105,7 @@ async def _run(options: Options, chosen: Sequence[Rule], console: Console) -> Re
             _credentials(options),
             watcher,
             prefill_peer=options.prefill_peer,
-            stop=_stopper(options.stop_command),
+            stop=stop,
         )
         status = opened.enter_context(console.status("asking the worker"))
         names = iter([*(rule.name for rule in chosen[1:]), "the end"])
@@ -113,13 +120,21 @@ def _credentials(options: Options) -> grpc.ChannelCredentials | None:
     return channel_credentials(TlsSettings(tls_ca=options.tls_ca, tls_cert=options.tls_cert, tls_key=options.tls_key))
 
 
-def _stopper(command: str) -> Callable[[], Awaitable[None]] | None:
-    words = shlex.split(command)
+def _stopper(command: str) -> Stop | None:
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise BadFlag(f"--stop-command cannot be read: {error}") from error
     if not words:
         return None
 
     async def stop() -> None:
-        child = await asyncio.create_subprocess_exec(*words)
+        try:
+            child = await asyncio.create_subprocess_exec(*words)
+        except OSError as error:
+            raise SluiceError(
+                ErrorKind.FAILED_PRECONDITION, f"The stop command cannot be run: {error.strerror}."
+            ) from error
         if await child.wait() != 0:
             raise SluiceError(ErrorKind.FAILED_PRECONDITION, f"The stop command ended with {child.returncode}.")
 

@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from services.common.errors import SluiceError
+from services.worker.conformance import Report, Result, Rule, Verdict, junit, select
+from sluice.cli import conformance
+from sluice.cli.main import main
+
+PAGE = Path(__file__).parents[3] / "docs" / "conformance.md"
+
+
+def run(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr("sys.argv", ["sluice", "conformance", *arguments])
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return int(ended.value.code or 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "ADDRESS"),
+        (("nowhere",), "host:port"),
+        (("127.0.0.1:1",), "cannot be reached"),
+        (("127.0.0.1:1", "--rule", "no-such-rule"), "no-such-rule"),
+        (("127.0.0.1:1", "--patience", "0"), "--patience"),
+        (("127.0.0.1:1", "--tls-ca", "/no/such/file"), "tls-ca"),
+        (("127.0.0.1:1", "--stop-command", "kill 'me"), "--stop-command"),
+    ],
+)
+def test_what_is_wrong_is_one_sentence_and_exit_code_two(
+    arguments: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*arguments, monkeypatch=monkeypatch) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("sluice: ")
+    assert said in error
+    assert "Traceback" not in error
+
+
+def test_the_list_names_every_rule(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--list", monkeypatch=monkeypatch) == 0
+    shown = capsys.readouterr().out
+    assert [rule.name for rule in select() if rule.name not in shown] == []
+
+
+def test_the_page_lists_the_rules_of_the_code() -> None:
+    assert PAGE.read_text().endswith(conformance.markdown())
+
+
+def test_rules_have_names_of_their_own_and_say_what_they_prove() -> None:
+    rules = select()
+    assert len({rule.name for rule in rules}) == len(rules) > 70
+    assert all(rule.proves.endswith(".") and rule.clause for rule in rules)
+    assert [rule.name for rule in rules if rule.disturbs] == [rules[-1].name]
+
+
+def test_rules_are_selected_in_the_order_of_a_run() -> None:
+    assert [rule.name for rule in select(["drain", "info", "cancel"])] == ["info", "cancel", "drain"]
+    with pytest.raises(SluiceError, match="no rule nonsense"):
+        select(["nonsense", "info"])
+
+
+def result(verdict: Verdict, seen: str) -> Result:
+    async def check(_: object) -> str:
+        return seen
+
+    return Result(Rule(f"rule-{verdict.name.lower()}", "It holds.", "somewhere.proto", check), verdict, seen, 0.25)
+
+
+def test_a_report_becomes_junit(tmp_path: Path) -> None:
+    report = Report("127.0.0.1:1", "mock 1")
+    report.results = [
+        result(Verdict.PASSED, "fine"),
+        result(Verdict.FAILED, "a <b> & \x00 \x1b[31m \udcff"),
+        result(Verdict.NOT_CLAIMED, "refused"),
+        result(Verdict.NOT_CHECKED, "no router"),
+    ]
+    junit.write(report, tmp_path / "report.xml")
+    suite = ElementTree.parse(tmp_path / "report.xml").getroot()[0]
+    assert {name: suite.attrib[name] for name in ("tests", "failures", "skipped", "errors")} == {
+        "tests": "4",
+        "failures": "1",
+        "skipped": "2",
+        "errors": "0",
+    }
+    failure = suite.find("testcase[@name='rule-failed']/failure")
+    assert failure is not None
+    assert failure.attrib["message"].startswith("a <b> & ")
+    assert "somewhere.proto" in (failure.text or "")
+    skipped = [case.attrib["message"] for case in suite.iter("skipped")]
+    assert skipped == ["not claimed: refused", "not checked: no router"]
+    assert report.failed == ["rule-failed"]
