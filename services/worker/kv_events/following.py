@@ -107,6 +107,11 @@ class Follower:
         self._begin_again()
         self.expected = sequence
 
+    def join(self) -> None:
+        """The next batch is the first one that can be had, whatever its number; nothing was claimed before."""
+        self._translator.heal()
+        self._joins = True
+
     def interrupted(self) -> None:
         """The engine goes on where it is now, and nobody knows what was missed before."""
         self._lose("the engine does not say what happened meanwhile")

@@ -70,8 +70,12 @@ class Translator:
         A block that is stored later proves that those before it are there, so the mirror heals as the engine works.
         """
         self._forget()
-        self._heals = True
+        self.heal()
         return self._take()
+
+    def heal(self) -> None:
+        """From now on a stored block counts as proof of those before it."""
+        self._heals = True
 
     def reset(self) -> list[KvEvent]:
         """It is another engine from now on."""

@@ -181,3 +181,29 @@ def test_who_listens_late_hears_what_is_there() -> None:
     publisher.step(3)
     source.follower.live(*publisher.step(4))
     assert source.degraded == "kv_events_lost"
+
+
+def test_who_joins_late_without_a_replay_takes_the_first_batch_as_it_comes() -> None:
+    publisher, heard = Publisher(), Heard(can_replay=False)
+    publisher.step(1)
+    heard.follower.join()
+    heard.follower.live(*publisher.step(2))
+    heard.follower.live(*publisher.step(3))
+    assert (heard.held, heard.follower.losses) == (hashes({2, 3}), 0)
+
+
+def test_an_interrupted_stream_claims_nothing_of_before() -> None:
+    publisher, heard = Publisher(), Heard(can_replay=False)
+    heard.follower.live(*publisher.step(1))
+    heard.follower.interrupted()
+    publisher.step(2)
+    heard.follower.live(*publisher.step(3))
+    assert (heard.held, heard.follower.losses) == (hashes({3}), 1)
+
+
+def test_a_snapshot_replaces_everything() -> None:
+    publisher, heard = Publisher(), Heard(can_replay=False)
+    heard.follower.live(*publisher.step(1))
+    heard.follower.begin_at(7)
+    heard.follower.live(7, EngineBatch([EngineStored([5], None, array("I", [5] * 4), 4)], 9.0))
+    assert (heard.held, heard.follower.expected) == (hashes({5}), 8)

@@ -8,6 +8,7 @@ import socket
 import time
 from array import array
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -198,7 +199,12 @@ class VllmGrpcEngine(LLMEngine):
         await self._server.stop()
 
     def load(self) -> Sequence[Load]:
-        return self._loads
+        """As the server said last, and not less than what is under way from here."""
+        if len(self._loads) > 1:
+            return self._loads
+        told = self._loads[0]
+        ours = len(self._driven) - told.waiting_requests
+        return [replace(told, running_requests=ours)] if ours > told.running_requests else self._loads
 
     def kv_event_sources(self) -> Sequence[KvEventSource]:
         return self._sources
@@ -251,14 +257,7 @@ class VllmGrpcEngine(LLMEngine):
     def _note(self, loads: Sequence[Load]) -> None:
         held = [source.translator.held() for source in self._sources]
         self._loads = [
-            Load(
-                running_requests=load.running_requests,
-                waiting_requests=load.waiting_requests,
-                used_blocks=load.used_blocks,
-                cached_blocks=held[rank] if rank < len(held) else 0,
-                prefill_tokens=load.prefill_tokens,
-            )
-            for rank, load in enumerate(loads)
+            replace(load, cached_blocks=held[rank]) if rank < len(held) else load for rank, load in enumerate(loads)
         ] or [Load()]
 
 

@@ -46,6 +46,9 @@ class GrpcFeed:
         """One stream to its end; True when it carried anything."""
         heard = False
         start = self._next() if self._resumes else 0
+        for source in self._sources:
+            if source.follower.expected == 0:
+                source.follower.join()
         call = self._client.subscribe(start)
         try:
             await call.initial_metadata()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from services.worker.engines.vllm.handoff import Handoff
@@ -35,12 +36,14 @@ class Reading:
         self._tokens += len(token_ids)
         self._last = token_ids[-1]
         top, prompt_top = self._request.logprobs, self._request.prompt_logprobs
-        positions = [] if top is None else wire.read_logprobs(chunk.output_logprobs, token_ids, top)
+        positions: Sequence[PositionLogprobs] = (
+            () if top is None else wire.read_logprobs(chunk.output_logprobs, token_ids, top)
+        )
         if self._begun:
             return Delta(token_ids, logprobs=positions)
         self._begun = True
         self._cached = min(chunk.cached_tokens, len(self._request.token_ids))
-        prompt: list[PositionLogprobs] = []
+        prompt: Sequence[PositionLogprobs] = ()
         if prompt_top is not None:
             prompt = wire.read_prompt_logprobs(chunk.input_logprobs, prompt_top)
         return Delta(token_ids, cached_tokens=self._cached, logprobs=positions, prompt_logprobs=prompt)
