@@ -155,7 +155,9 @@ def _add_operations(app: FastAPI, readiness: Readiness) -> None:
         state = readiness.state()
         return Response(orjson.dumps(state), 200 if state["ready"] else 503, media_type="application/json")
 
-    text = {200: {"description": "Prometheus' text format.", "content": {"text/plain": {"schema": {"type": "string"}}}}}
+    text: dict[int | str, Any] = {
+        200: {"description": "Prometheus' text format.", "content": {"text/plain": {"schema": {"type": "string"}}}}
+    }
 
     @app.get("/metrics", tags=["Operations"], response_class=Response, responses=text)
     async def metrics() -> Response:
