@@ -45,6 +45,9 @@ class EventStream(Response):
 
     Args:
         max_unsent: most characters that may wait for a client that does not read.
+
+    Attributes:
+        before_start: called with the response right before its headers go out; may still change them.
     """
 
     media_type = "text/event-stream"
@@ -61,6 +64,7 @@ class EventStream(Response):
         self._sender: DirectSender | None = None
         self._asked = False
         self._ended = False
+        self.before_start: Callable[[Response], None] = _as_it_is
 
     def notify(self, first: bool = False) -> None:
         """The source has something to write; the first of it goes out without waiting for a round."""
@@ -87,6 +91,7 @@ class EventStream(Response):
                 await error_response(failure)(scope, receive, send)
                 return
             if not self._done.is_set():
+                self.before_start(self)
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                 self._sender = DirectSender(send, self._write, self._end)
                 self._write()
@@ -116,6 +121,10 @@ class EventStream(Response):
                 self._sender.send({"type": "http.response.body", "body": data, "more_body": not self._ended})
         if self._ended and not self._sender.blocked:
             self._done.set()
+
+
+def _as_it_is(response: Response) -> None:
+    pass
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:

@@ -75,8 +75,9 @@ PLAIN = Detail()
 
 
 def degraded(finish: Finish) -> dict[str, Any]:
-    """Which fallbacks a choice took, an extension; nothing when it took none."""
-    return {"degraded": list(finish.degraded)} if finish.degraded else {}
+    """Which fallbacks a choice took and how often its worker changed, an extension; nothing when all went well."""
+    said: dict[str, Any] = {"degraded": list(finish.degraded)} if finish.degraded else {}
+    return {**said, "migrations": finish.migrations} if finish.migrations else said
 
 
 def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int, reasoning_tokens: int = 0) -> dict[str, Any]:
@@ -235,7 +236,8 @@ class CompletionFormat:
 
     def closing(self, index: int, finish: Finish, detail: Detail = PLAIN) -> bytes:
         """The chunk that says how the choice ended."""
-        stopped = b',"stop_reason":%b' % orjson.dumps(stop_reason(finish))
+        more = {"stop_reason": stop_reason(finish), **degraded(finish)}
+        stopped = b"," + orjson.dumps(more)[1:-1]
         return self._event(index, "", orjson.dumps(finish_reason(finish)), stopped, detail)
 
     def usage_event(self, counts: dict[str, Any]) -> bytes:

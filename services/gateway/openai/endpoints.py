@@ -18,6 +18,7 @@ from services.gateway.clients.pieces import TokenPieces
 from services.gateway.generation import GenerationRequest
 from services.gateway.http.body import read_json
 from services.gateway.http.event_stream import EventStream, run_unless_gone
+from services.gateway.http.marks import mark
 from services.gateway.http.pacing import Pacer
 from services.gateway.openai.annotating import Annotator, TokenSink
 from services.gateway.openai.answers import ChatFormat, CompletionFormat, Format
@@ -135,7 +136,8 @@ class OpenAIEndpoints:
         choices = StreamedChoices(form, number, fields.include_usage, _drops_reasoning(generations), make)
         stream = choices.stream = EventStream(choices, self._pacer, self._settings.max_unsent_kb << 10, {})
         await self._start(generations, choices.sinks, choices.usage, asked)
-        _mark_degraded(stream, choices.usage)
+        used = choices.usage.generations  # the response must not be kept alive by what it calls
+        stream.before_start = lambda response: mark(response, used)
         return stream
 
     async def _collect(
@@ -158,7 +160,7 @@ class OpenAIEndpoints:
         finally:
             choices.cancel()
         response = Response(orjson.dumps(answer), media_type="application/json")
-        _mark_degraded(response, choices.usage)
+        mark(response, choices.usage.generations)
         return response
 
     async def _start(self, generations: list[GenerationRequest], choices: Any, usage: Usage, asked: Wishes) -> None:
@@ -215,12 +217,3 @@ def _of_prompt(form: Format, choices: CollectedChoices) -> dict[str, Any]:
     """What a chat's answer says of its prompt."""
     first = choices.sinks[0] if choices.sinks else None
     return first.of_prompt() if isinstance(first, DetailedCollectedChoice) and not form.prompt_in_choice else {}
-
-
-def _mark_degraded(response: Response, usage: Usage) -> None:
-    reasons = {reason for generation in usage.generations for reason in generation.degraded}
-    reasons |= {
-        reason for generation in usage.generations for stream in generation.streams for reason in stream.degraded
-    }
-    if reasons:
-        response.headers["x-sluice-degraded"] = ",".join(sorted(reasons))
