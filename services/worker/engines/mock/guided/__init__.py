@@ -35,6 +35,10 @@ def guided_text(guided: Guided, random: Random) -> str:
             return json.dumps(Examples(schema, random).of(schema), ensure_ascii=False)
     except OutOfReach as limit:
         raise invalid(f"The mock engine cannot follow this {guided.kind}: {limit}.", param="response_format") from None
+    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError):
+        raise invalid(
+            f"This {guided.kind} has a keyword with a value of the wrong kind.", param="response_format"
+        ) from None
     except RecursionError:
         raise invalid(f"This {guided.kind} is nested too deeply.", param="response_format") from None
     raise invalid(f"The mock engine does not understand {guided.kind}.", param="response_format")

@@ -162,7 +162,7 @@ class Examples:
         least, most = schema.get("minItems", 0), schema.get("maxItems", math.inf)
         wanted = min(max(least, len(first), 1 if depth < OPTIONAL_UNTIL else 0), most)
         made: list[Any] = [self.of(part, depth + 1) for part in first[: int(wanted)]]
-        for _ in range(4 * int(min(wanted, MOST_VALUES))):
+        for _ in range(16 * (1 + int(min(wanted, MOST_VALUES)))):
             if len(made) >= wanted:
                 return made
             value = self.of(schema.get("items", True), depth + 1)

@@ -1,0 +1,136 @@
+"""The canary: it notices an engine that hangs or fails, is not fooled by a busy one, and hears when it is back."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.common.errors import ErrorKind, SluiceError
+from services.worker.canary import UNHEALTHY, Canary
+from services.worker.delivery import StreamDelivery
+from services.worker.engines.mock import MockEngine
+from services.worker.generation import FinishReason, Role
+from services.worker.settings import WorkerSettings
+from services.worker.worker import Worker
+from tests.support.engines import CONFIG, ScriptedEngine, request, until
+from tests.support.tiny_models import build_tiny_model
+
+TRY_S = 0.2
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@asynccontextmanager
+async def watched(folder: Path, failures: int = 2, **fields: Any) -> AsyncIterator[tuple[Worker, Canary, list[str]]]:
+    settings = WorkerSettings(model=f"tiny={folder}", **{"speedup": 1e6, **fields})
+    worker = Worker(MockEngine.from_args(settings), "w", strict=True)
+    said: list[str] = []
+    worker.on_serving = said.append
+    await worker.start()
+    try:
+        yield worker, Canary(worker, TRY_S, TRY_S, failures), said
+    finally:
+        await worker.cleanup()
+
+
+@pytest.mark.parametrize("role", ["aggregated", "prefill", "decode"])
+async def test_a_sound_engine_passes_whatever_its_role(folder: Path, role: str) -> None:
+    async with watched(folder, role=role) as (worker, canary, said):
+        canary._timeout_s = 20.0
+        assert await canary.try_once()
+        assert not said
+        assert worker.load()[0].used_blocks == 0
+        assert worker.load()[0].cached_blocks == 0
+        assert worker.live_requests == 0
+
+
+async def test_a_hang_takes_it_out_fails_what_runs_and_ends(folder: Path) -> None:
+    async with watched(folder, fault=["hang"]) as (worker, canary, said):
+        delivery = StreamDelivery()
+        worker.submit(request(), delivery)
+        assert not await canary.try_once()
+        assert said == []  # once is no proof
+        assert not await canary.try_once()
+        assert said == [UNHEALTHY]
+        assert worker.phases.name == UNHEALTHY
+        async with asyncio.timeout(5):
+            terminal = [delta async for delta in delivery.deltas()][-1]
+        assert terminal.finish_reason is FinishReason.ERROR
+        assert terminal.error is not None
+        assert (terminal.error.kind, terminal.error.code) == (ErrorKind.ENGINE_SHUTDOWN, "engine_unhealthy")
+        assert terminal.error.retryable
+        with pytest.raises(SluiceError) as refusal:
+            worker.submit(request("next"), StreamDelivery())
+        assert refusal.value.code == "engine_unhealthy"
+        assert not await canary.try_once()
+        assert said == [UNHEALTHY]  # said once
+        await worker.engine.control("inject_fault", {"fault": "none"})
+        canary._timeout_s = 20.0
+        assert await canary.try_once()
+        assert said == [UNHEALTHY, ""]
+        assert worker.phases.name == ""
+        worker.submit(request("again"), StreamDelivery())
+        await worker.drain(10)
+
+
+@pytest.mark.parametrize("fault", ["refuse", "error_after=1"])
+async def test_failures_count_like_a_hang(folder: Path, fault: str) -> None:
+    async with watched(folder, failures=1, fault=[fault]) as (_, canary, said):
+        assert not await canary.try_once()
+        assert said == [UNHEALTHY]
+
+
+async def test_a_busy_engine_is_not_a_dead_one(folder: Path) -> None:
+    async with watched(folder, failures=1, fault=["hang"]) as (worker, canary, said):
+
+        async def others_are_answered() -> None:
+            await asyncio.sleep(TRY_S / 2)
+            worker.last_sign_s = time.monotonic()
+
+        _, passed = await asyncio.gather(others_are_answered(), canary.try_once())
+        assert passed
+        assert not said
+
+
+async def test_it_tries_only_after_a_quiet_while_and_goes_on_by_itself(folder: Path) -> None:
+    async with watched(folder) as (worker, canary, said):
+        running = asyncio.create_task(canary.run())
+        await worker.engine.control("inject_fault", {"fault": "hang"})
+        await until(lambda: said == [UNHEALTHY])
+        await worker.engine.control("inject_fault", {"fault": "none"})
+        await until(lambda: said == [UNHEALTHY, ""])
+        assert not running.done()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_a_decode_worker_that_runs_no_prompts_has_none() -> None:
+    class Decoding(ScriptedEngine):
+        async def start(self, worker_id: str) -> Any:
+            return replace(CONFIG, role=Role.DECODE)
+
+    worker = Worker(Decoding(), "w")
+    await worker.start()
+    async with asyncio.timeout(5):
+        await Canary(worker, 0.01, 0.01, 1).run()
+
+
+async def test_an_engine_that_raises_is_unhealthy_not_the_end_of_the_canary() -> None:
+    class Raising(ScriptedEngine):
+        def submit(self, *_: Any) -> None:
+            raise RuntimeError("secret")
+
+    worker = Worker(Raising(), "w")
+    await worker.start()
+    assert not await Canary(worker, 1.0, 1.0, 1).try_once()
+    assert worker.phases.name == UNHEALTHY

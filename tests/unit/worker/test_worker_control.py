@@ -1,0 +1,219 @@
+"""Operating a worker: adapters on the card, sleep in order, limits, embeddings, starts that fail."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.common.errors import ErrorKind, SluiceError
+from services.worker import control
+from services.worker.control import ASLEEP, Controls
+from services.worker.delivery import StreamDelivery
+from services.worker.embedding import embed
+from services.worker.engine import Embedded, EngineConfig
+from services.worker.engines.mock import MockEngine
+from services.worker.engines.mock.loading import check_memory
+from services.worker.memory import available_bytes
+from services.worker.settings import WorkerSettings
+from services.worker.worker import Worker
+from tests.support.engines import CONFIG, ScriptedEngine, request
+from tests.support.tiny_models import build_tiny_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@asynccontextmanager
+async def mock(folder: Path, **fields: Any) -> AsyncIterator[tuple[Worker, Controls]]:
+    settings = WorkerSettings(model=f"tiny={folder}", **{"speedup": 1e6, **fields})
+    worker = Worker(MockEngine.from_args(settings), "w", strict=True, max_live=settings.max_live)
+    await worker.start()
+    try:
+        yield worker, Controls(worker, lambda: True)
+    finally:
+        await worker.cleanup()
+
+
+async def served(worker: Worker, name: str = "r", **fields: Any) -> list[int]:
+    delivery = StreamDelivery()
+    worker.submit(request(name, **fields), delivery)
+    async with asyncio.timeout(20):
+        return [token_id async for delta in delivery.deltas() for token_id in delta.token_ids]
+
+
+async def test_adapters_come_and_go_and_the_card_says_so(folder: Path) -> None:
+    async with mock(folder) as (worker, controls):
+        changes: list[tuple[str, ...]] = []
+        worker.on_card = lambda: changes.append(worker.config.adapters)
+        with pytest.raises(SluiceError, match="not serve"):
+            await served(worker, model="polite")
+        await controls.run("load_lora", {"name": "polite"})
+        assert await served(worker, model="polite")
+        await controls.run("load_lora", {"name": "rude"})
+        await controls.run("unload_lora", {"name": "polite"})
+        assert changes == [("polite",), ("polite", "rude"), ("rude",)]
+        with pytest.raises(SluiceError) as gone:
+            await served(worker, lora="polite")
+        assert gone.value.kind is ErrorKind.NOT_FOUND
+
+
+@pytest.mark.parametrize(
+    ("action", "arguments", "kind"),
+    [
+        ("load_lora", {}, ErrorKind.INVALID_ARGUMENT),
+        ("load_lora", {"name": "tiny"}, ErrorKind.INVALID_ARGUMENT),
+        ("unload_lora", {"name": "nobody"}, ErrorKind.NOT_FOUND),
+        ("sleep", {"level": "7"}, ErrorKind.INVALID_ARGUMENT),
+        ("inject_fault", {"fault": "flood"}, ErrorKind.INVALID_ARGUMENT),
+    ],
+)
+async def test_an_action_that_is_refused_changes_nothing(
+    folder: Path, action: str, arguments: dict[str, str], kind: ErrorKind
+) -> None:
+    async with mock(folder) as (worker, controls):
+        with pytest.raises(SluiceError) as refusal:
+            await controls.run(action, arguments)
+        assert refusal.value.kind is kind
+        assert worker.config.adapters == ()
+        assert await served(worker)
+
+
+async def test_sleep_waits_for_what_runs_and_refuses_until_wake(folder: Path) -> None:
+    async with mock(folder) as (worker, controls):
+        said: list[str] = []
+        worker.on_serving = said.append
+        await served(worker, "warm", prompt=range(3, 40))
+        assert worker.load()[0].cached_blocks > 0
+        delivery = StreamDelivery()
+        worker.submit(request("running", max_tokens=300, ignore_eos=True), delivery)
+        await controls.run("sleep", {"level": "2"})
+        assert delivery.ended
+        assert delivery.delivered == 300
+        assert said == [ASLEEP]
+        assert worker.load()[0].cached_blocks == 0
+        with pytest.raises(SluiceError) as refusal:
+            await served(worker)
+        assert (refusal.value.code, refusal.value.retryable) == ("asleep", True)
+        with pytest.raises(SluiceError):
+            await embed(worker, "tiny", [array("I", [1])], 0, "")
+        await controls.run("wake", {})
+        assert said == [ASLEEP, ""]
+        assert await served(worker)
+
+
+async def test_sleep_gives_up_on_requests_that_do_not_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "QUIET_S", 0.01)
+    async with mock(folder, fault=["hang"]) as (worker, controls):
+        worker.submit(request(), StreamDelivery())
+        with pytest.raises(SluiceError) as refusal:
+            await controls.run("sleep", {})
+        assert refusal.value.kind is ErrorKind.FAILED_PRECONDITION
+        assert worker.phases.name == ""
+
+
+async def test_what_an_engine_does_not_have_is_refused() -> None:
+    worker = Worker(ScriptedEngine(), "w")
+    await worker.start()
+    for action in ("sleep", "wake", "clear_cache", "load_lora", "unload_lora", "start_profile", "inject_fault"):
+        with pytest.raises(SluiceError) as refusal:
+            await Controls(worker, lambda: False).run(action, {"name": "x"})
+        assert refusal.value.kind is ErrorKind.FAILED_PRECONDITION
+    with pytest.raises(SluiceError, match="not registered"):
+        await Controls(worker, lambda: False).run("resync", {})
+    assert await Controls(worker, lambda: True).run("resync", {}) == {}
+
+
+async def test_the_request_over_the_limit_is_overloaded(folder: Path) -> None:
+    async with mock(folder, max_live=2, fault=["hang"]) as (worker, _):
+        worker.submit(request("a"), StreamDelivery())
+        worker.submit(request("b"), StreamDelivery())
+        with pytest.raises(SluiceError) as refusal:
+            worker.submit(request("c"), StreamDelivery())
+        assert refusal.value.kind is ErrorKind.OVERLOADED
+        worker.abort("a")
+        worker.submit(request("c"), StreamDelivery())
+
+
+async def test_embeddings_follow_their_inputs(folder: Path) -> None:
+    async with mock(folder, adapters=["polite"], embedding_width=16) as (worker, _):
+        inputs = [array("I", [3, 4]), array("I", [5])]
+        plain = await embed(worker, "tiny", inputs, 0, "")
+        assert plain.prompt_tokens == 3
+        assert [len(vector) for vector in plain.vectors] == [64, 64]
+        assert plain == await embed(worker, "tiny", inputs, 0, "")
+        adapted = await embed(worker, "polite", inputs, 4, "")
+        assert [len(vector) for vector in adapted.vectors] == [16, 16]
+        assert adapted == await embed(worker, "tiny", inputs, 4, "polite")
+
+
+@pytest.mark.parametrize("vectors", [[], [b""], [b"abc"], [bytes(4), bytes(4)]])
+async def test_an_engine_that_embeds_wrongly_is_found_out(vectors: Sequence[bytes]) -> None:
+    class Wrong(ScriptedEngine):
+        async def start(self, worker_id: str) -> EngineConfig:
+            return replace(CONFIG, capabilities=frozenset({"embeddings"}))
+
+        async def embed(self, inputs: Sequence[array[int]], dimensions: int, lora: str = "") -> Embedded:
+            return Embedded(vectors, 1)
+
+    worker = Worker(Wrong(), "w")
+    await worker.start()
+    with pytest.raises(SluiceError) as error:
+        await embed(worker, "tiny", [array("I", [1])], 0, "")
+    assert error.value.kind is ErrorKind.INTERNAL
+
+
+@pytest.mark.parametrize(
+    ("cause", "said"),
+    [
+        (MemoryError(), "not enough memory"),
+        (ValueError("no config.json in folder\nTraceback: secret"), "ValueError: no config.json in folder."),
+        (SluiceError(ErrorKind.NOT_FOUND, "Model folder x does not exist."), "Model folder x does not exist."),
+    ],
+)
+async def test_an_engine_that_cannot_start_is_one_sentence(cause: Exception, said: str) -> None:
+    class Unable(ScriptedEngine):
+        async def start(self, worker_id: str) -> EngineConfig:
+            raise cause
+
+    worker = Worker(Unable(), "w")
+    with pytest.raises(SluiceError) as error:
+        await worker.start()
+    assert said in error.value.message
+    assert "secret" not in error.value.message
+    assert "\n" not in error.value.message
+
+
+def test_blocks_that_do_not_fit_into_memory_are_refused() -> None:
+    free = available_bytes()
+    assert free is None or free > 0
+    check_memory(16_384)
+    if free is not None:
+        with pytest.raises(SluiceError, match="not enough memory"):
+            check_memory(10**12)
+
+
+async def test_phases_are_told_while_it_starts() -> None:
+    seen: list[tuple[str, float | None]] = []
+
+    class Loading(ScriptedEngine):
+        async def start(self, worker_id: str) -> EngineConfig:
+            self.on_phase("loading weights", 0.5)
+            seen.append((worker.phases.name, worker.phases.share))
+            self.on_phase("warming up", None)
+            seen.append((worker.phases.name, worker.phases.share))
+            return CONFIG
+
+    worker = Worker(Loading(), "w")
+    assert worker.phases.name == "starting"
+    await worker.start()
+    assert seen == [("loading weights", 0.5), ("warming up", None)]
+    assert (worker.phases.name, worker.phases.share) == ("", None)
