@@ -12,12 +12,16 @@ from services.postprocess.parsers.events import CallArguments, CallStart, Conten
 from services.postprocess.parsers.registry import ParserNames, build
 
 
-def tool(name: str) -> dict[str, Any]:
+def tool(name: str, **properties: Any) -> dict[str, Any]:
     """A tool of the OpenAI form."""
-    return {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}
+    return {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": properties}}}
 
 
-TOOLS = (tool("get_weather"), tool("f"), tool("g"))
+TOOLS = (
+    tool("get_weather", city={"type": "string"}, days={"type": "integer"}),
+    tool("f", city={"type": "string"}),
+    tool("g"),
+)
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,38 @@ RECORDED: dict[tuple[str, str], tuple[str, ...]] = {
         "<｜tool▁calls▁end｜>",
         "<think>\n</think><｜tool▁call▁begin｜>type<｜tool▁sep｜>f\n```json\n{}\n```<｜tool▁call▁end｜>",
     ),
+    ("qwen3_coder", "qwen3"): (
+        '<think>\nHm 🤔\n</think>\n\nText.\n<tool_call>\n<function=get_weather>\n<parameter=city>\nZürich "🌧️"\n\nx\n'
+        '</parameter>\n<parameter=days>\n3\n</parameter>\n<parameter=deep>\n{"a": [1]}\n</parameter>\n</function>\n'
+        "</tool_call>\n<tool_call>\n<function=f>\n</function>\n</tool_call>",
+        "<function=g>\n<parameter=a>True</parameter><parameter=b>nota\tbene</parameter></function> rest",
+        "<tool_call>\n<function=f>\n<parameter=city>\nZür",
+        "<tool_call>\n<function=f>\noops</function></tool_call> more",
+        "<function= >no name</function>",
+    ),
+    ("glm45", ""): (
+        "Look.\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Zürich 🌧️</arg_value>\n"
+        "<arg_key>days</arg_key>\n<arg_value>[1, 2]</arg_value>\n</tool_call>\n<tool_call>f</tool_call>",
+        '<tool_call>{"name": "f"}</tool_call>',
+        "<tool_call>f<arg_key>a</arg_key>oops</tool_call> more",
+        "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>cut",
+    ),
+    ("minimax_m2", ""): (
+        '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Zürich 🌧️</parameter>\n'
+        '<parameter name="n">1.5</parameter>\n</invoke>\n<invoke name="f">\n</invoke>\n</minimax:tool_call> done',
+        '<invoke name="f"><parameter nam="a">1</parameter></invoke> more',
+    ),
+    ("kimi_k2", ""): (
+        "One.<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+        f"{_CITY}<|tool_call_end|><|tool_call_begin|>functions.f:1<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+        "<|tool_calls_section_end|>",
+        "<|tool_call_begin|>no separator {}<|tool_call_end|>",
+        "<|tool_call_begin|>f:0<|tool_call_argument_begin|>{oops}<|tool_call_end|> more",
+    ),
+    ("granite", ""): (
+        f'<|tool_call|>[{{"name": "get_weather", "arguments": {_CITY}}}, {{"name": "f", "arguments": {{}}}}]',
+        "<|tool_call|>nothing",
+    ),
     ("", "think"): ("<think>\n一二三 😀\n</think>\n\nThe answer.", "  <thin air", "<think></think>"),
     ("harmony", "harmony"): (
         "<|channel|>analysis<|message|>I must look.<|end|><|start|>assistant<|channel|>commentary to=functions."
@@ -154,6 +190,45 @@ MARKUP: dict[tuple[str, str], tuple[str, ...]] = {
         "\n```",
         "</think>",
     ),
+    ("qwen3_coder", "qwen3"): (
+        "<tool_call>",
+        "</tool_call>",
+        "<function=f>",
+        "<function=get_weather>",
+        "</function>",
+        "<parameter=city>\n",
+        "<parameter=x>",
+        "\n</parameter>",
+        "</param",
+        "<think>",
+        "</think>",
+    ),
+    ("glm45", ""): (
+        "<tool_call>f",
+        "</tool_call>",
+        "<arg_key>city</arg_key>",
+        "<arg_key>x</arg_key>",
+        "<arg_value>",
+        "</arg_value>",
+        "</arg",
+    ),
+    ("minimax_m2", ""): (
+        "<minimax:tool_call>",
+        "</minimax:tool_call>",
+        '<invoke name="f">',
+        "</invoke>",
+        '<parameter name="city">',
+        "</parameter>",
+        "</par",
+    ),
+    ("kimi_k2", ""): (
+        "<|tool_calls_section_begin|>",
+        "<|tool_call_begin|>functions.f:0",
+        "<|tool_call_argument_begin|>",
+        "<|tool_call_end|>",
+        "<|tool_call_",
+    ),
+    ("granite", ""): ("<|tool_call|>", "<|tool_call|>[", '{"name": "g", "arguments": {}}', "<|tool_"),
     ("", "think"): ("<think>", "</think>", "</think", "<th"),
     ("harmony", "harmony"): (
         "<|start|>assistant",

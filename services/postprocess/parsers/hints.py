@@ -61,6 +61,16 @@ _THINKERS = (
 )
 
 
+_FORMS = (
+    ("<minimax:tool_call>", "minimax_m2"),
+    ("<|tool_call_argument_begin|>", "kimi_k2"),
+    ("<function=", "qwen3_coder"),
+    ("<arg_key>", "glm45"),
+    ("<|tool_call|>", "granite"),
+)
+"""What a template writes that no other family's does, most telling first."""
+
+
 def native_names(engine: str, found: ParserNames, template: str) -> ParserNames:
     """The engine's own parsers for a model whose built-in ones are `found`; empty where it has none."""
     tools, reasonings = _NATIVE[engine]
@@ -80,8 +90,11 @@ def _tool(template: str, special: frozenset[str]) -> str:
         return "harmony"
     if "<｜tool▁call▁begin｜>" in template or "<｜tool▁call▁begin｜>" in special:
         return "deepseek_v3"
+    for mark, name in _FORMS:
+        if mark in template:
+            return name
     if "<tool_call>" in template:
-        return "" if "<function=" in template or "<arg_key>" in template else "hermes"
+        return "hermes"
     if "[TOOL_CALLS]" in special or "[TOOL_CALLS]" in template:
         return "mistral"
     if "func_name1(" in template or "<|python_start|>" in special:

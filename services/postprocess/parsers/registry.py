@@ -10,11 +10,14 @@ from services.common.errors import invalid
 from services.postprocess.parsers.contract import Chain, Parser, ParserContext
 from services.postprocess.parsers.deepseek import DeepSeekParser
 from services.postprocess.parsers.engines import ENGINES, bare, engine_of, nearest
+from services.postprocess.parsers.granite import GraniteParser
 from services.postprocess.parsers.harmony import HarmonyParser
 from services.postprocess.parsers.hermes import HermesParser
+from services.postprocess.parsers.kimi import KimiParser
 from services.postprocess.parsers.llama import LlamaJsonParser
 from services.postprocess.parsers.mistral import MistralParser
 from services.postprocess.parsers.pythonic import PythonicParser
+from services.postprocess.parsers.tag_families import GlmParser, MiniMaxParser, Qwen3CoderParser
 from services.postprocess.parsers.think import ImpliedThinkParser, MistralThinkParser, ThinkParser
 
 AUTO = "auto"
@@ -29,6 +32,11 @@ TOOL_PARSERS: dict[str, type[Parser]] = {
     "deepseek_r1": DeepSeekParser,
     "deepseek_v3": DeepSeekParser,
     "harmony": HarmonyParser,
+    "qwen3_coder": Qwen3CoderParser,
+    "glm45": GlmParser,
+    "kimi_k2": KimiParser,
+    "minimax_m2": MiniMaxParser,
+    "granite": GraniteParser,
 }
 
 REASONING_PARSERS: dict[str, type[Parser]] = {

@@ -218,7 +218,10 @@ def test_auto_is_what_the_model_needs() -> None:
     ("template", "special", "names"),
     [
         (CHATML, [], ParserNames("hermes", "think")),
-        ("<tool_call>\n<function=name>", [], ParserNames()),
+        ("<tool_call>\n<function=name>", [], ParserNames("qwen3_coder", "")),
+        ("<tool_call>{{ name }}<arg_key>", [], ParserNames("glm45", "")),
+        ("<minimax:tool_call><invoke name=", [], ParserNames("minimax_m2", "")),
+        ("<|tool_call_argument_begin|>", [], ParserNames("kimi_k2", "")),
         ("[TOOL_CALLS]", ["[THINK]"], ParserNames("mistral", "mistral")),
         ("<｜tool▁call▁begin｜> <｜Assistant｜> </think>", [], ParserNames("deepseek_v3", "deepseek_r1")),
         ("<｜tool▁call▁begin｜> <think>", [], ParserNames("deepseek_v3", "think")),

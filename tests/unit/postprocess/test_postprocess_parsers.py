@@ -32,6 +32,16 @@ SHAPES = {
     "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
     f"{CITY}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{{}}\n```<｜tool▁call▁end｜>"
     "<｜tool▁calls▁end｜>",
+    "qwen3_coder": "<tool_call>\n<function=get_weather>\n<parameter=city>\nZürich 🌧️\n</parameter>\n</function>\n"
+    "</tool_call>\n<tool_call>\n<function=f>\n</function>\n</tool_call>",
+    "glm45": "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Zürich 🌧️</arg_value>\n</tool_call>\n"
+    "<tool_call>f\n</tool_call>",
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Zürich 🌧️</parameter>\n'
+    '</invoke>\n<invoke name="f">\n</invoke>\n</minimax:tool_call>',
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+    f"{CITY}<|tool_call_end|><|tool_call_begin|>functions.f:1<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+    "<|tool_calls_section_end|>",
+    "granite": f'<|tool_call|>[{{"name": "get_weather", "arguments": {CITY}}}, {{"name": "f", "arguments": {{}}}}]',
     "harmony": f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{CITY}<|call|><|start|>"
     "assistant<|channel|>commentary to=functions.f<|message|>{}<|call|>",
 }
@@ -68,6 +78,25 @@ def test_arguments_are_told_before_they_are_complete(name: str) -> None:
     events = [event for char in text[:cut] for event in parser.feed(char)]
     assert [event.name for event in events if isinstance(event, CallStart)] == ["get_weather"]
     assert "".join(event.text for event in events if isinstance(event, CallArguments)) == '{"city": "Zür'
+
+
+def test_values_between_tags_have_the_types_of_the_schema() -> None:
+    tags = "".join(
+        f"<parameter={key}>\n{value}\n</parameter>"
+        for key, value in (("city", "007"), ("days", " 3 "), ("flag", "True"), ("list", "[1, 'x']"), ("nan", "NaN"))
+    )
+    said = one("qwen3_coder", f"<function=get_weather>{tags}</function>")
+    assert said.degraded == frozenset()
+    assert json.loads(said.calls[0][1]) == {"city": "007", "days": 3, "flag": True, "list": "[1, 'x']", "nan": "NaN"}
+
+
+def test_the_outer_tags_may_be_missing_and_a_values_own_line_breaks_stay() -> None:
+    said = one("qwen3_coder", "<function=f><parameter=city>\n\na\n\n</parameter></function>")
+    assert json.loads(said.calls[0][1]) == {"city": "\na\n"}
+
+
+def test_the_ids_of_kimi_are_the_models_own() -> None:
+    assert [call[2] for call in one("kimi_k2", SHAPES["kimi_k2"]).calls] == ["functions.get_weather:0", "functions.f:1"]
 
 
 MALFORMED = {

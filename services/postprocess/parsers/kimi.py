@@ -1,0 +1,49 @@
+"""Kimi K2: `<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{…}<|tool_call_end|>`; the head is the id."""
+
+from __future__ import annotations
+
+import re
+
+from services.postprocess.parsers.calls import Body, CallParser, Named
+from services.postprocess.parsers.json_scan import Malformed
+from services.postprocess.parsers.objects import Arguments, is_name, read_head
+
+SEPARATOR = "<|tool_call_argument_begin|>"
+
+_HEAD = re.compile(rf"\s*((?:functions\.)?(\S+?)(?::\d+)?)\s*{re.escape(SEPARATOR)}\s*").fullmatch
+
+
+class KimiBody(Body):
+    """One call."""
+
+    def __init__(self) -> None:
+        self._head = ""
+        self._arguments: Arguments | None = None
+
+    def push(self, text: str, at: int) -> tuple[int, Named | str | None]:
+        """See Body."""
+        if self._arguments is not None:
+            at, news = self._arguments.push(text, at)
+            self.done, self.calling = self._arguments.done, self._arguments.calling
+            return at, news
+        stop, self._head = read_head(self._head, text, at)
+        if stop == len(text):
+            return stop, None
+        found = _HEAD(self._head)
+        if found is None or not is_name(found[2]):
+            raise Malformed(stop)
+        self._arguments, self.calling = Arguments(), True
+        return stop, Named(found[2], found[1])
+
+
+class KimiParser(CallParser):
+    """Calls of Kimi K2."""
+
+    starts = ("<|tool_call_begin|>",)
+    ends = ("<|tool_call_end|>",)
+    swallowed = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
+    markers = frozenset((*starts, *ends, *swallowed, SEPARATOR))
+
+    def body(self) -> Body:
+        """See CallParser."""
+        return KimiBody()

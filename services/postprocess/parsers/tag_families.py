@@ -1,0 +1,52 @@
+"""The families that write arguments between tags: Qwen3-Coder, GLM 4.5 and later, MiniMax M2."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from services.postprocess.parsers.calls import Body, CallParser
+from services.postprocess.parsers.contract import ParserContext
+from services.postprocess.parsers.tagged import Form, TaggedBody, types_of
+
+
+class TaggedParser(CallParser):
+    """Calls in one of the forms."""
+
+    form: ClassVar[Form]
+
+    def __init__(self, context: ParserContext) -> None:
+        super().__init__(context)
+        self._types = types_of(context.tools)
+
+    def body(self) -> Body:
+        """See CallParser."""
+        return TaggedBody(self.form, self._types)
+
+
+class Qwen3CoderParser(TaggedParser):
+    """`<tool_call><function=f><parameter=x>…</parameter></function></tool_call>`; the outer tags may be missing."""
+
+    starts = ("<function=",)
+    ends = ("</function>",)
+    swallowed = ("<tool_call>", "</tool_call>")
+    markers = frozenset(swallowed)
+    form = Form((">",), "<parameter=", ">", "", "</parameter>", "</function>", lines=True)
+
+
+class GlmParser(TaggedParser):
+    """`<tool_call>f<arg_key>x</arg_key><arg_value>…</arg_value></tool_call>`."""
+
+    starts = ("<tool_call>",)
+    ends = ("</tool_call>",)
+    markers = frozenset((*starts, *ends, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"))
+    form = Form(("\n", "<"), "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "</tool_call>")
+
+
+class MiniMaxParser(TaggedParser):
+    """`<minimax:tool_call><invoke name="f"><parameter name="x">…</parameter></invoke></minimax:tool_call>`."""
+
+    starts = ('<invoke name="',)
+    ends = ("</invoke>",)
+    swallowed = ("<minimax:tool_call>", "</minimax:tool_call>")
+    markers = frozenset(swallowed)
+    form = Form(('">',), '<parameter name="', '">', "", "</parameter>", "</invoke>")
