@@ -1,0 +1,329 @@
+"""Operating a worker over real gRPC: control, embeddings, health by generations, and what its router hears of it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from array import array
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from services.common.channels import open_channel
+from services.common.errors import ErrorKind, SluiceError
+from services.common.grpc_errors import from_rpc_error
+from services.common.packing import pack_u32
+from services.common.runner import Stop
+from services.common.server import GrpcServer
+from services.common.settings import GrpcServiceSettings
+from services.worker.engine import EngineConfig
+from services.worker.engines.mock import MockEngine
+from services.worker.hosting import WorkerHost
+from services.worker.settings import WorkerSettings
+from sluice.v1 import common_pb2, router_pb2, router_pb2_grpc, worker_pb2
+from tests.support.engines import until
+from tests.support.tiny_models import build_tiny_model
+from tests.support.workers import Caller, generation, hosted, stub_of
+
+Action = worker_pb2.ControlRequest
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+class Listening(router_pb2_grpc.RouterServicer):
+    """A router that remembers who is registered, and refuses older starts as the real one does."""
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+        self.cards: list[common_pb2.ModelCard] = []
+        self.present: set[str] = set()
+        self.snapshots = 0
+        self._epochs: dict[str, int] = {}
+        self._streams: dict[str, Any] = {}
+
+    async def Attach(self, request_iterator: object, context: Any) -> None:
+        first = (await context.read()).registration
+        name = first.worker_id
+        if first.epoch < self._epochs.get(name, 0):
+            detail = common_pb2.ErrorDetail(kind=6, message="An older start.", code="stale_epoch")
+            metadata = (("sluice-error-bin", detail.SerializeToString()),)
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "An older start.", metadata)
+        self._epochs[name] = first.epoch
+        self._streams[name] = context
+        self.present.add(name)
+        self.cards.append(first.card)
+        self.heard.append(f"register {name}")
+        await context.write(
+            router_pb2.AttachResponse(attached=router_pb2.Attached(lease_ms=3000, heartbeat_interval_ms=50))
+        )
+        try:
+            while isinstance(message := await context.read(), router_pb2.AttachRequest):
+                if self._streams.get(name) is not context:
+                    return
+                if message.HasField("leave"):
+                    self.present.discard(name)
+                    self.heard.append(f"leave {message.leave.reason}")
+                if message.HasField("snapshot") and message.snapshot.last:
+                    self.snapshots += 1
+        finally:
+            if self._streams.get(name) is context:
+                self.present.discard(name)
+                self.heard.append(f"gone {name}")
+
+
+@pytest.fixture
+async def listening() -> AsyncIterator[tuple[Listening, str]]:
+    log = Listening()
+    server = GrpcServer(GrpcServiceSettings(listen="127.0.0.1:0"), router_pb2.DESCRIPTOR)
+    router_pb2_grpc.add_RouterServicer_to_server(log, server.server)
+    await server.start()
+    await server.set_serving(True)
+    yield log, f"127.0.0.1:{server.port}"
+    await server.stop(0)
+
+
+async def act(host: WorkerHost, action: int, **arguments: str) -> dict[str, str]:
+    async with stub_of(host) as stub:
+        answer = await stub.Control(worker_pb2.ControlRequest(action=action, arguments=arguments))  # type: ignore[arg-type]
+    return dict(answer.results)
+
+
+async def refusal(call: Any) -> SluiceError:
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await call
+    return from_rpc_error(raised.value, "worker")
+
+
+async def serving(host: WorkerHost) -> bool:
+    channel = open_channel(f"127.0.0.1:{host.server.port}")
+    try:
+        answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+    finally:
+        await channel.close()
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+async def phase(host: WorkerHost) -> str:
+    async with stub_of(host) as stub:
+        return (await stub.GetInfo(worker_pb2.GetInfoRequest())).phase
+
+
+async def test_a_loaded_adapter_reaches_the_router_while_the_worker_stays_in_its_answers(
+    folder: Path, listening: tuple[Listening, str]
+) -> None:
+    router, address = listening
+    async with hosted(folder, routers=[address], worker_id="w") as host:
+        await until(lambda: router.present)
+        await act(host, Action.ACTION_LOAD_LORA, name="polite")
+        await until(lambda: len(router.cards) == 2)
+        await until(lambda: host.registration is not None and host.registration.attached.is_set())
+        assert list(router.cards[-1].adapters) == ["polite"]
+        assert router.present == {"w"}
+        async with stub_of(host) as stub:
+            async for _ in stub.Generate(generation("r", model="polite", max_tokens=2)):
+                pass
+        await act(host, Action.ACTION_UNLOAD_LORA, name="polite")
+        await until(lambda: len(router.cards) == 3)
+        assert list(router.cards[-1].adapters) == []
+        assert router.present == {"w"}
+        assert router.heard == ["register w"] * 3
+        snapshots = router.snapshots
+        await act(host, Action.ACTION_RESYNC)
+        await until(lambda: router.snapshots > snapshots)
+    assert router.heard[3] == "leave shutdown"
+
+
+async def test_a_sleeping_worker_is_out_of_discovery_and_comes_back(
+    folder: Path, listening: tuple[Listening, str]
+) -> None:
+    router, address = listening
+    async with hosted(folder, routers=[address], worker_id="w") as host:
+        await until(lambda: router.present)
+        await act(host, Action.ACTION_SLEEP)
+        await until(lambda: not router.present)
+        assert await phase(host) == "asleep"
+        assert not await serving(host)
+        async with stub_of(host) as stub:
+            error = await refusal(stub.Generate(generation("r")).read())
+        assert (error.kind, error.code) == (ErrorKind.UNAVAILABLE, "asleep")
+        await act(host, Action.ACTION_WAKE)
+        await until(lambda: router.present)
+        assert await serving(host)
+        assert await phase(host) == ""
+        assert router.heard[:2] == ["register w", "leave asleep"]
+
+
+async def test_a_hang_is_noticed_and_forgiven(folder: Path, listening: tuple[Listening, str]) -> None:
+    router, address = listening
+    fields = {"canary_s": 0.1, "canary_timeout_s": 0.3, "canary_failures": 2}
+    async with hosted(folder, routers=[address], worker_id="w", **fields) as host, stub_of(host) as stub:
+        await until(lambda: router.present)
+        assert await act(host, Action.ACTION_INJECT_FAULT, fault="hang") == {"fault": "hang"}
+        caller = Caller(stub)
+        await caller.send({1: generation("stuck")})
+        await caller.ended(1)
+        assert caller.terminals[1].error.code == "engine_unhealthy"
+        assert caller.terminals[1].error.retryable
+        await until(lambda: not router.present)
+        assert await phase(host) == "unhealthy"
+        assert not await serving(host)
+        await caller.send({2: generation("refused")})
+        await caller.ended(2)
+        assert caller.terminals[2].error.code == "engine_unhealthy"
+        await act(host, Action.ACTION_INJECT_FAULT, fault="none")
+        await until(lambda: router.present)
+        await caller.send({3: generation("served", max_tokens=3, ignore_eos=True)})
+        await caller.ended(3)
+        assert len(caller.token_ids[3]) == 3
+        await caller.close()
+
+
+async def test_the_older_of_two_workers_with_one_id_ends_with_a_sentence(
+    folder: Path, listening: tuple[Listening, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    router, address = listening
+    stop = Stop()
+    settings = WorkerSettings(
+        listen="127.0.0.1:0", model=f"tiny={folder}", speedup=1e6, routers=[address], worker_id="w", grace_s=0.0
+    )
+    older = WorkerHost(settings, stop)
+    await older.start()
+    try:
+        await until(lambda: router.present)
+        async with hosted(folder, routers=[address], worker_id="w") as newer:
+            await until(lambda: len(router.cards) == 2)
+            assert older.registration is not None
+            assert older.registration._attachment is not None
+            older.registration._attachment.drop()
+            await until(stop.is_set)
+            assert stop.failed
+            assert "another process has registered as worker w" in caplog.text
+            assert newer.registration is not None
+            assert newer.registration.attached.is_set()
+    finally:
+        await older.shut_down()
+
+
+async def test_a_starting_worker_answers_probes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loading = asyncio.Event()
+    start = MockEngine.start
+
+    async def slow(self: MockEngine, worker_id: str) -> EngineConfig:
+        self.on_phase("loading weights", 0.25)
+        await loading.wait()
+        return await start(self, worker_id)
+
+    monkeypatch.setattr(MockEngine, "start", slow)
+    settings = WorkerSettings(listen="127.0.0.1:0", model=f"tiny={folder}", grace_s=0.0)
+    host = WorkerHost(settings, Stop())
+    starting = asyncio.create_task(host.start())
+    try:
+        await until(lambda: host.server.port and host.worker.phases.name == "loading weights")
+        assert not await serving(host)
+        async with stub_of(host) as stub:
+            info = await stub.GetInfo(worker_pb2.GetInfoRequest())
+            assert (info.phase, info.phase_share) == ("loading weights", 0.25)
+            assert info.epoch == host.worker.epoch
+            assert not info.HasField("card")
+            error = await refusal(stub.Generate(generation("early")).read())
+            assert error.code == "worker_starting"
+            loading.set()
+            await starting
+            assert (await stub.GetInfo(worker_pb2.GetInfoRequest())).card.model == "tiny"
+        assert await serving(host)
+    finally:
+        await host.shut_down()
+
+
+async def test_embeddings_arrive_packed_and_counted(folder: Path) -> None:
+    async with hosted(folder, embedding_width=8) as host, stub_of(host) as stub:
+        prompts = [worker_pb2.TokenPrompt(token_ids=pack_u32(ids)) for ids in ([3, 4, 5], [6])]
+        answer = await stub.Embed(worker_pb2.EmbedRequest(request_id="e", model="tiny", inputs=prompts))
+        assert answer.usage.prompt_tokens == 4
+        assert [len(one.values) for one in answer.embeddings] == [32, 32]
+        values = array("f")
+        values.frombytes(answer.embeddings[0].values)
+        assert sum(value * value for value in values) == pytest.approx(1.0, rel=1e-5)
+        for bad, kind in [
+            (worker_pb2.EmbedRequest(model="other", inputs=prompts), ErrorKind.NOT_FOUND),
+            (worker_pb2.EmbedRequest(model="tiny"), ErrorKind.INVALID_ARGUMENT),
+            (worker_pb2.EmbedRequest(model="tiny", inputs=prompts, dimensions=9), ErrorKind.INVALID_ARGUMENT),
+            (
+                worker_pb2.EmbedRequest(model="tiny", inputs=[worker_pb2.TokenPrompt(token_ids=b"\1")]),
+                ErrorKind.INVALID_ARGUMENT,
+            ),
+        ]:
+            assert (await refusal(stub.Embed(bad))).kind is kind
+
+
+async def test_logprobs_and_constraints_travel(folder: Path) -> None:
+    async with hosted(folder) as host, stub_of(host) as stub:
+        asked = generation("r", max_tokens=5, ignore_eos=True)
+        asked.output.logprobs = 2
+        asked.output.prompt_logprobs = 1
+        asked.sampling.temperature = 0.7
+        deltas = [delta async for delta in stub.Generate(asked)]
+        tokens = b"".join(delta.token_ids for delta in deltas)
+        positions = [position for delta in deltas for position in delta.extra.logprobs]
+        assert pack_u32(position.chosen.token_id for position in positions) == tokens
+        assert all(len(position.top) == 2 for position in positions)
+        assert sum(len(delta.extra.prompt_logprobs) for delta in deltas) == 4
+        caller = Caller(stub)
+        choice = generation("choice")
+        choice.guided.choice.choices.extend(["gate"])
+        refused = generation("refused")
+        refused.guided.regex = "(?=x)y"
+        await caller.send({1: choice, 2: refused})
+        await caller.ended(1, 2)
+        assert caller.terminals[1].finish_reason == common_pb2.FINISH_REASON_STOP
+        assert caller.terminals[2].error.kind == ErrorKind.INVALID_ARGUMENT
+        assert caller.terminals[2].error.param == "response_format"
+        await caller.close()
+
+
+async def test_five_hundred_random_cancels_leave_nothing_behind(folder: Path) -> None:
+    chance = random.Random(7)
+    async with hosted(folder, speedup=50.0, total_blocks=400, max_sequences=32) as host, stub_of(host) as stub:
+        caller = Caller(stub)
+        for first in range(0, 500, 50):
+            slots = range(first, first + 50)
+            await caller.send(
+                {
+                    slot: generation(f"r-{slot}", [9 + slot % 7] * chance.randint(1, 200), ignore_eos=True)
+                    for slot in slots
+                }
+            )
+            for slot in chance.sample(list(slots), 50):
+                await asyncio.sleep(chance.choice((0, 0, 0.001, 0.003)))
+                await caller.send(cancels=[slot])
+        await caller.ended(*range(500))
+        assert host.worker.live_requests == 0
+        load = host.engine.load()[0]
+        assert (load.running_requests, load.waiting_requests, load.used_blocks, load.prefill_tokens) == (0, 0, 0, 0)
+        assert {terminal.finish_reason for terminal in caller.terminals.values()} <= {
+            common_pb2.FINISH_REASON_CANCELLED,
+            common_pb2.FINISH_REASON_LENGTH,
+        }
+        await caller.send({600: generation("after", max_tokens=3, ignore_eos=True)})
+        await caller.ended(600)
+        await caller.close()
+
+
+async def test_a_session_ends_in_order_when_the_worker_does(folder: Path) -> None:
+    async with hosted(folder) as host, stub_of(host) as stub:
+        call = stub.Session()
+        await call.write(
+            worker_pb2.WorkerSessionRequest(starts=[worker_pb2.SessionStart(slot=1, request=generation("r"))])
+        )
+        await until(lambda: host.service.sessions)
+        await host.shut_down()
+        while await call.read() is not grpc.aio.EOF:
+            pass
+        assert await call.code() is grpc.StatusCode.OK
