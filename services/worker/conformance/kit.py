@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 import grpc
 
 from services.common.channels import open_channel
-from services.common.errors import SluiceError, invalid
+from services.common.errors import SluiceError, invalid, unavailable
 from services.common.grpc_errors import from_rpc_error
 from services.worker.conformance import rules
 from services.worker.conformance.patience import Patience
@@ -68,9 +68,12 @@ async def run(
 async def _introduction(channel: grpc.aio.Channel, patience: Patience) -> worker_pb2.GetInfoResponse:
     stub = worker_pb2_grpc.WorkerStub(channel)
     try:
-        return await stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=patience.answer_s)
+        info = await stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=patience.answer_s)
     except grpc.aio.AioRpcError as error:
         raise from_rpc_error(error, "worker") from error
+    if info.phase and not info.card.model:
+        raise unavailable(f"The worker does not serve yet, it is {info.phase}; try again when it does.")
+    return info
 
 
 async def _try(rule: Rule, subject: Subject) -> Result:

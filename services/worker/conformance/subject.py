@@ -24,6 +24,7 @@ from services.worker.conformance.watching import Watcher
 from sluice.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 
 PROMPT_TOKENS = 24
+PROMPT_BLOCKS = 4
 OUTPUT_TOKENS = 12
 LONG_TOKENS = 10_000
 UNKNOWN_VOCABULARY = 256
@@ -80,6 +81,12 @@ class Subject:
         """Ids nobody has sent before, away from both ends of the vocabulary, where the special ones tend to be."""
         size = self.card.vocab_size or UNKNOWN_VOCABULARY
         return [self._random.randrange(size // 10, max(size * 9 // 10, 1)) for _ in range(length)]
+
+    def block_prompt(self) -> list[int]:
+        """A fresh prompt of a few whole cache blocks and a bit, as far as the context has room for it."""
+        block, context = self.card.block_size, self.card.context_length
+        blocks = min(PROMPT_BLOCKS, max((context - OUTPUT_TOKENS) // block - 1, 1)) if context else PROMPT_BLOCKS
+        return self.prompt(blocks * block + 3)
 
     def request(
         self,

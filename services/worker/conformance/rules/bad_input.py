@@ -6,9 +6,11 @@ from services.common.errors import ErrorKind
 from services.common.packing import pack_u32
 from services.worker.capabilities import Capability
 from services.worker.conformance.refusals import INVALID, UNSUPPORTED, refused
-from services.worker.conformance.rule import NotClaimed, rule
+from services.worker.conformance.rule import NotChecked, NotClaimed, rule
 from services.worker.conformance.subject import Subject
 from sluice.v1 import common_pb2
+
+MOST_TOKENS = 2_000_000
 
 
 @rule("bad-token-ids", "Ids outside the vocabulary are INVALID_ARGUMENT.", "common.proto, ModelCard.vocab_size")
@@ -27,6 +29,8 @@ async def bad_empty_prompt(subject: Subject) -> str:
 async def bad_long_prompt(subject: Subject) -> str:
     if not subject.card.context_length:
         raise NotClaimed("The card does not say how long the context is.")
+    if subject.card.context_length > MOST_TOKENS:
+        raise NotChecked("A prompt longer than this context does not fit into a message.")
     return await refused(subject, subject.request(subject.prompt(subject.card.context_length + 1)), *INVALID)
 
 

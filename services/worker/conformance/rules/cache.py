@@ -9,7 +9,6 @@ from services.worker.conformance.rule import NotChecked, NotClaimed, expect, rul
 from services.worker.conformance.subject import Subject
 from sluice.v1 import worker_pb2
 
-BLOCKS = 4
 CLEAR = worker_pb2.ControlRequest.ACTION_CLEAR_CACHE
 
 
@@ -21,11 +20,7 @@ def _prompt(subject: Subject) -> list[int]:
     """A few whole blocks and a bit."""
     if not _has_prefix_cache(subject):
         raise NotClaimed("The card has no block_size with kv_events: no prefix cache to look at.")
-    blocks = BLOCKS
-    context = subject.card.context_length
-    while blocks > 1 and context and (blocks + 1) * subject.card.block_size > context:
-        blocks -= 1
-    return subject.prompt(blocks * subject.card.block_size + 3)
+    return subject.block_prompt()
 
 
 async def _ask(subject: Subject, prompt: list[int], salt: str = "") -> Heard:

@@ -8,7 +8,6 @@ from services.worker.conformance.rule import NotChecked, NotClaimed, expect, rul
 from services.worker.conformance.subject import Subject
 from services.worker.conformance.watching import RankView, Watcher
 
-BLOCKS = 4
 SNAPSHOTS = 10
 
 
@@ -33,10 +32,6 @@ async def _watched_cache(subject: Subject) -> Watcher:
     if not subject.claims(Capability.KV_EVENTS):
         raise NotClaimed("The card does not claim kv_events.")
     return await _watcher(subject)
-
-
-def _prompt(subject: Subject) -> list[int]:
-    return subject.prompt(BLOCKS * subject.card.block_size + 1)
 
 
 async def _told(subject: Subject, watcher: Watcher, prompt: list[int]) -> RankView | None:
@@ -89,11 +84,12 @@ async def heartbeat(subject: Subject) -> str:
 )
 async def kv_events(subject: Subject) -> str:
     watcher = await _watched_cache(subject)
-    prompt = _prompt(subject)
+    prompt = subject.block_prompt()
     await subject.ask(subject.request(prompt, max_tokens=2))
     view = await _told(subject, watcher, prompt)
-    expect(view is not None, f"The {BLOCKS} blocks of a prompt were not told within {subject.patience.settle_s:g} s.")
-    return f"{BLOCKS} blocks of a fresh prompt were told."
+    blocks = len(prompt) // subject.card.block_size
+    expect(view is not None, f"The {blocks} blocks of a prompt were not told within {subject.patience.settle_s:g} s.")
+    return f"{blocks} blocks of a fresh prompt were told."
 
 
 @rule("kv-event-numbers", "Event batches are numbered without holes.", "router.proto, KvEventBatch.sequence")
@@ -101,7 +97,7 @@ async def kv_event_numbers(subject: Subject) -> str:
     watcher = await _watched_cache(subject)
     batches = sum(view.batches for view in watcher.ranks.values())
     for _ in range(6):
-        await subject.ask(subject.request(_prompt(subject), max_tokens=2))
+        await subject.ask(subject.request(subject.block_prompt(), max_tokens=2))
     await watcher.until(
         lambda: sum(view.batches for view in watcher.ranks.values()) > batches, subject.patience.settle_s
     )
@@ -115,7 +111,7 @@ async def kv_event_numbers(subject: Subject) -> str:
 @rule("resync", "A snapshot holds what the events before it told, no more and no less.", "router.proto, Snapshot")
 async def resync(subject: Subject) -> str:
     watcher = await _watched_cache(subject)
-    prompt = _prompt(subject)
+    prompt = subject.block_prompt()
     await subject.ask(subject.request(prompt, max_tokens=2))
     await watcher.until(lambda: bool(watcher.ranks), subject.patience.settle_s)
     expect(bool(watcher.ranks), "The worker never told anything of its cache.")

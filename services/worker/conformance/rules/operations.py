@@ -9,12 +9,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from services.common.errors import ErrorKind
-from services.worker.conformance.heard import REASONS
+from services.worker.conformance.heard import REASONS, Heard
 from services.worker.conformance.rule import Broken, NotChecked, expect, rule
 from services.worker.conformance.subject import POLL_S, Subject
 from sluice.v1 import common_pb2, worker_pb2
 
 SERVICE = worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
+DRAINED_TOKENS = 200
 SERVING = health_pb2.HealthCheckResponse.SERVING
 ENDS = (REASONS.FINISH_REASON_STOP, REASONS.FINISH_REASON_LENGTH)
 GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
@@ -79,10 +80,15 @@ async def drain(subject: Subject) -> str:
     if stop is None:
         raise NotChecked("The kit may not stop the worker: give --stop-command, such as 'kill PID'.")
     async with subject.session() as caller:
-        (running,) = await caller.start(subject.endless(max_tokens=64))
+        (running,) = await caller.start(subject.endless(max_tokens=DRAINED_TOKENS))
         await caller.began(running)
         await stop()
         await _leaves_health(subject)
+        while not running.terminals:
+            late = await caller.ask_one(subject.request(max_tokens=1))
+            if late.reason == REASONS.FINISH_REASON_ERROR:
+                _check_turned_away(late)
+                break
         await caller.ended(running)
         expect(running.reason in ENDS, f"The running request ended with {running.describe()}.")
     refusal = await _later_request(subject)
@@ -107,14 +113,18 @@ async def _later_request(subject: Subject) -> str:
         except Broken as gone:
             return f"{gone}"
         if heard.reason == REASONS.FINISH_REASON_ERROR:
-            error = heard.terminal.error
-            expect(
-                int(error.kind) == ErrorKind.ENGINE_SHUTDOWN and error.retryable,
-                f"A later request is refused with kind {error.kind}, retryable {error.retryable}: {error.message}",
-            )
-            return error.message
+            return _check_turned_away(heard)
         await asyncio.sleep(POLL_S)  # the grace period: what was routed here before the news spread
     raise Broken(f"Requests were still taken {subject.patience.settle_s:g} s after the worker was told to stop.")
+
+
+def _check_turned_away(heard: Heard) -> str:
+    error = heard.terminal.error
+    expect(
+        int(error.kind) == ErrorKind.ENGINE_SHUTDOWN and error.retryable,
+        f"A later request is refused with kind {error.kind}, retryable {error.retryable}: {error.message}",
+    )
+    return error.message
 
 
 async def _health(subject: Subject, service: str, gone: bool = False) -> int:
