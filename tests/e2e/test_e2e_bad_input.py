@@ -134,4 +134,5 @@ def test_operations_endpoints(http: httpx.Client) -> None:
     assert "sluice_gateway_http_requests" in metrics
     document = http.get("/openapi.json").json()
     assert "/v1/chat/completions" in document["paths"]
-    assert "messages" in json.dumps(document["paths"]["/v1/chat/completions"])
+    assert "ChatCompletionRequest" in json.dumps(document["paths"]["/v1/chat/completions"]["post"]["requestBody"])
+    assert "messages" in document["components"]["schemas"]["ChatCompletionRequest"]["properties"]

@@ -120,28 +120,14 @@ def test_without_tools_there_are_no_calls(mistral: openai.OpenAI, more: Any) -> 
 
 
 def test_one_call_only(mistral: openai.OpenAI) -> None:
-    answer: Any = mistral.chat.completions.create(
+    raw = mistral.chat.completions.with_raw_response.create(
         model="tekken", messages=asking(MISTRAL), tools=TOOLS, parallel_tool_calls=False
     )
-    choice = answer.choices[0]
+    choice: Any = raw.parse().choices[0]
+    assert raw.headers["x-sluice-degraded"] == "tool_choice_not_honoured"
     assert [call.function.name for call in choice.message.tool_calls] == ["get_weather"]
     assert "get_time" in choice.message.content
     assert choice.degraded == ["tool_choice_not_honoured"]
-
-
-@pytest.mark.parametrize(
-    ("choice", "names"),
-    [("required", []), ({"type": "function", "function": {"name": "get_weather"}}, ["get_weather"])],
-)
-def test_a_demand_that_the_model_does_not_meet_is_said(mistral: openai.OpenAI, choice: Any, names: list[str]) -> None:
-    script = MISTRAL if names else "I would rather not."
-    raw = mistral.chat.completions.with_raw_response.create(
-        model="tekken", messages=asking(script), tools=TOOLS, tool_choice=choice
-    )
-    answer: Any = raw.parse().choices[0]
-    assert [call.function.name for call in answer.message.tool_calls or ()] == names
-    assert answer.degraded == ["tool_choice_not_honoured"]
-    assert raw.headers["x-sluice-degraded"] == "tool_choice_not_honoured"
 
 
 def test_reasoning_and_calls_of_a_thinking_model(qwen: openai.OpenAI) -> None:

@@ -91,7 +91,8 @@ class OpenAIEndpoints:
 
     async def model(self, name: str) -> dict[str, Any]:
         """One of them; SluiceError(NOT_FOUND or UNAVAILABLE) when nobody serves it."""
-        entry = self._pipeline.catalogue.model(name)
+        catalogue = self._pipeline.catalogue
+        entry = catalogue.models.get(name) or catalogue.model(name)
         await self._parity.freshen()
         return self._shown(name, entry)
 

@@ -1,0 +1,86 @@
+"""Embeddings with the official client."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+
+from tests.support.suite import Suite
+
+
+@pytest.fixture(scope="module")
+def client(suite: Suite) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{suite.url}/v1", api_key="unused", max_retries=0, timeout=60) as made:
+        yield made
+
+
+def test_floats_and_base64_are_the_same_vectors(client: openai.OpenAI) -> None:
+    texts = ["A heron stands in the reeds.", "Schleuse 🚢"]
+    as_client_likes = client.embeddings.create(model="tekken", input=texts)  # asks for base64 by itself
+    as_floats = client.embeddings.create(model="tekken", input=texts, encoding_format="float")
+    for one, other in zip(as_client_likes.data, as_floats.data, strict=True):
+        assert one.embedding == pytest.approx(other.embedding)
+    assert [entry.index for entry in as_floats.data] == [0, 1]
+    assert (as_floats.object, as_floats.data[0].object, as_floats.model) == ("list", "embedding", "tekken")
+    assert as_floats.usage.prompt_tokens == as_floats.usage.total_tokens > 10
+    raw = client.embeddings.with_raw_response.create(model="tekken", input="x", encoding_format="base64")
+    assert isinstance(raw.http_response.json()["data"][0]["embedding"], str)
+
+
+def test_texts_and_their_tokens_embed_alike(client: openai.OpenAI, suite: Suite) -> None:
+    ids = httpx.post(f"{suite.url}/tokenize", json={"prompt": "river"}).json()["tokens"]
+    text, tokens, lists = (
+        client.embeddings.create(model="tekken", input=given).data for given in ("river", ids, [ids, ids])
+    )
+    assert text[0].embedding == tokens[0].embedding == lists[0].embedding == lists[1].embedding
+    assert len(lists) == 2
+
+
+def test_dimensions(client: openai.OpenAI) -> None:
+    whole = client.embeddings.create(model="tekken", input="river").data[0].embedding
+    short = client.embeddings.create(model="tekken", input="river", dimensions=8).data[0].embedding
+    assert len(short) == 8 < len(whole)
+    assert sum(value * value for value in short) == pytest.approx(1, abs=1e-3)
+
+
+def test_many_inputs_keep_their_order(client: openai.OpenAI) -> None:
+    texts = [f"text number {index}" for index in range(600)]
+    together = client.embeddings.create(model="tekken", input=texts).data
+    assert [entry.index for entry in together] == list(range(600))
+    for index in (0, 255, 256, 599):
+        alone = client.embeddings.create(model="tekken", input=texts[index]).data[0].embedding
+        assert together[index].embedding == pytest.approx(alone, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": [[]]}, "input"),
+        ({"input": [1, "a"]}, "input"),
+        ({"input": [2_000_000_000]}, "input"),
+        ({"input": "word " * 100_000}, "input"),
+        ({"input": ["x"] * 3000}, "input"),
+        ({"dimensions": 0}, "dimensions"),
+        ({"dimensions": 60_000}, "dimensions"),
+        ({"encoding_format": "hex"}, "encoding_format"),
+    ],
+)
+def test_mistakes_name_their_field(client: openai.OpenAI, fields: dict[str, object], param: str) -> None:
+    arguments = {"input": "x", "encoding_format": "float", **fields}
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.embeddings.create(model="tekken", **arguments)  # type: ignore[arg-type]
+    assert caught.value.param == param
+
+
+def test_long_inputs_can_be_cut(client: openai.OpenAI) -> None:
+    answer = client.embeddings.create(model="tekken", input="word " * 100, extra_body={"truncate_prompt_tokens": 7})
+    assert answer.usage.prompt_tokens == 7
+
+
+def test_an_unknown_model(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError):
+        client.embeddings.create(model="nope", input="x")
