@@ -1,0 +1,197 @@
+"""Processes are killed with kill -9 under load: every client gets the answer it would have got."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+
+from sluice.v1 import router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
+from tests.support.loose_suite import LooseSuite
+from tests.support.tiny_models import build_tiny_model
+
+WAIT_S = 120
+STREAMS = 200
+CALLS = (
+    "<think>It wants the weather in München 🌦.</think>Let me look."
+    '<tool_call>\n{"name": "get_weather", "arguments": {"city": "München", "days": [1, 2, 3]}}\n</tool_call>'
+)
+TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}]
+
+
+@pytest.fixture(scope="module")
+def suite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LooseSuite]:
+    model = build_tiny_model(tmp_path_factory.mktemp("survive") / "tiny")
+    with LooseSuite(model) as running:
+        yield running
+
+
+def body(number: int) -> dict[str, Any]:
+    if number % 5 == 0:
+        said, more = f"Number {number}: <<<script: {CALLS}>>>", {"tools": TOOLS}
+    else:
+        said, more = f"Tell me of number {number}.", {"max_tokens": 40 + number % 30}
+    return {"model": "tiny", "messages": [{"role": "user", "content": said}], "seed": number, **more}
+
+
+class Answer:
+    """What a client can tell apart, whether it streamed or not."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.reasoning = ""
+        self.calls: dict[int, list[str]] = {}
+        self.finish_reason = ""
+        self.tokens = 0
+        self.choice: dict[str, Any] = {}
+
+    def take(self, delta: dict[str, Any]) -> None:
+        self.text += delta.get("content") or ""
+        self.reasoning += delta.get("reasoning_content") or ""
+        for index, call in enumerate(delta.get("tool_calls") or ()):
+            kept = self.calls.setdefault(call.get("index", index), ["", ""])
+            kept[0] += call["function"].get("name") or ""
+            kept[1] += call["function"].get("arguments") or ""
+
+    @property
+    def same(self) -> tuple[object, ...]:
+        return self.text, self.reasoning, self.calls, self.finish_reason, self.tokens
+
+
+async def whole(client: httpx.AsyncClient, number: int) -> Answer:
+    response = await client.post("/v1/chat/completions", json=body(number))
+    assert response.status_code == 200, response.text
+    answer, said = Answer(), response.json()
+    answer.choice = said["choices"][0]
+    answer.take(answer.choice["message"])
+    answer.finish_reason = answer.choice["finish_reason"]
+    answer.tokens = said["usage"]["completion_tokens"]
+    return answer
+
+
+async def streamed(client: httpx.AsyncClient, number: int, begun: list[int]) -> Answer:
+    answer = Answer()
+    asked = {**body(number), "stream": True, "stream_options": {"include_usage": True}}
+    async with client.stream("POST", "/v1/chat/completions", json=asked) as response:
+        assert response.status_code == 200, await response.aread()
+        async for line in response.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            assert "error" not in event, event
+            for choice in event["choices"]:
+                answer.take(choice["delta"])
+                if choice["finish_reason"]:
+                    answer.choice = choice
+                    answer.finish_reason = choice["finish_reason"]
+            if event.get("usage"):
+                answer.tokens = event["usage"]["completion_tokens"]
+            if number not in begun and answer.text + answer.reasoning:
+                begun.append(number)
+    return answer
+
+
+async def disturbed(suite: LooseSuite, numbers: range, victim: str) -> list[Answer]:
+    """The streams' answers, while a process is killed as soon as half of them have begun."""
+    begun: list[int] = []
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=suite.url, timeout=WAIT_S, limits=limits) as client:
+        asked = [asyncio.create_task(streamed(client, number, begun)) for number in numbers]
+        async with asyncio.timeout(WAIT_S):
+            while len(begun) < len(numbers) // 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        suite.end(victim, signal.SIGKILL)
+        return await asyncio.gather(*asked)
+
+
+async def undisturbed(suite: LooseSuite, numbers: range) -> list[Answer]:
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=suite.url, timeout=WAIT_S, limits=limits) as client:
+        return await asyncio.gather(*(whole(client, number) for number in numbers))
+
+
+async def test_a_killed_postprocess_replica_under_200_streams(suite: LooseSuite) -> None:
+    numbers = range(STREAMS)
+    told = await undisturbed(suite, numbers)
+    heard = await disturbed(suite, numbers, "postprocess-0")
+    assert [answer.same for answer in heard] == [answer.same for answer in told]
+    marked = sum("postprocess_replaced" in answer.choice.get("degraded", ()) for answer in heard)
+    assert marked > 0, "nothing was disturbed"
+    assert {answer.finish_reason for answer in heard} >= {"tool_calls", "length"}
+    suite.start("postprocess-0")
+    await asyncio.to_thread(suite.wait_ready, 2)
+    await nothing_is_left(suite)
+
+
+async def test_a_killed_worker_under_load(suite: LooseSuite) -> None:
+    numbers = range(1000, 1060)
+    told = await undisturbed(suite, numbers)
+    heard = await disturbed(suite, numbers, "worker-0")
+    assert [answer.same for answer in heard] == [answer.same for answer in told]
+    assert sum(answer.choice.get("migrations", 0) for answer in heard) > 0, "nothing was disturbed"
+    suite.start("worker-0")
+    await asyncio.to_thread(suite.wait_ready, 2)
+    await nothing_is_left(suite)
+
+
+async def test_a_drained_worker_hands_over_what_outlasts_its_drain(suite: LooseSuite) -> None:
+    async with httpx.AsyncClient(base_url=suite.url, timeout=WAIT_S) as client:
+        asked = {**body(1), "max_tokens": 1500, "ignore_eos": True}
+        running = [asyncio.create_task(client.post("/v1/chat/completions", json=asked)) for _ in range(4)]
+        await asyncio.sleep(0.5)
+        suite.end("worker-1", signal.SIGTERM)
+        answers = await asyncio.gather(*running)
+    assert {answer.status_code for answer in answers} == {200}
+    texts = {answer.json()["choices"][0]["message"]["content"] for answer in answers}
+    assert len(texts) == 1, "moved or not, they say the same"
+    moved = [answer for answer in answers if "x-sluice-migrations" in answer.headers]
+    assert moved, "nothing outlasted the drain"
+    assert moved[0].headers["x-sluice-migrations"] == str(moved[0].json()["choices"][0]["migrations"])
+    suite.start("worker-1")
+    await asyncio.to_thread(suite.wait_ready, 2)
+
+
+async def test_a_request_whose_time_is_up_stops_everywhere(suite: LooseSuite) -> None:
+    async with httpx.AsyncClient(base_url=suite.url, timeout=WAIT_S) as client:
+        for headers in ({"x-request-timeout-ms": "400"}, {"grpc-timeout": "400m"}):
+            long = {**body(1), "max_tokens": 3000, "ignore_eos": True}
+            answer = await client.post("/v1/chat/completions", json=long, headers=headers)
+            assert answer.status_code == 504
+            assert answer.json()["error"]["code"] == "request_timeout"
+        for headers in ({"x-request-timeout-ms": "soon"}, {"grpc-timeout": "5"}, {"x-request-timeout-ms": "0"}):
+            answer = await client.post("/v1/chat/completions", json=body(1), headers=headers)
+            assert answer.status_code == 400
+            assert answer.json()["error"]["param"] == next(iter(headers))
+    await nothing_is_left(suite)
+
+
+async def nothing_is_left(suite: LooseSuite) -> None:
+    """No stream, no reservation and no running request stays anywhere."""
+    left: dict[str, float] = {}
+    async with asyncio.timeout(30), httpx.AsyncClient(base_url=suite.url) as client:
+        while True:
+            left = await _left(suite, client)
+            if not any(left.values()):
+                return
+            await asyncio.sleep(0.1)
+
+
+async def _left(suite: LooseSuite, client: httpx.AsyncClient) -> dict[str, float]:
+    metrics = (await client.get("/metrics")).text
+    found = re.search(r"^sluice_gateway_live_streams(?:\{[^}]*\})? (\S+)$", metrics, re.MULTILINE)
+    left = {"streams": float(found[1]) if found else -1.0}
+    async with grpc.aio.insecure_channel(suite.address("router")) as channel:
+        loads = await router_pb2_grpc.RouterStub(channel).GetLoads(router_pb2.GetLoadsRequest())
+        left["reservations"] = sum(load.requests for load in loads.loads)
+    for name in suite.workers:
+        async with grpc.aio.insecure_channel(suite.address(name)) as channel:
+            info = await worker_pb2_grpc.WorkerStub(channel).GetInfo(worker_pb2.GetInfoRequest())
+            left[name] = info.load.running_requests + info.load.waiting_requests
+    return left

@@ -1,0 +1,129 @@
+"""A suite of processes that nobody supervises: tests kill some of them and start them again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import httpx
+
+READY_S = 120
+
+
+def free_port() -> int:
+    """A port nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class LooseSuite:
+    """Gateway, preprocess, router, and any number of postprocess replicas and workers, with a model of a test's own.
+
+    Args:
+        model: folder of the model, served as `tiny`.
+        worker_flags: of every worker; by default a step takes as long as on hardware.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        workers: int = 2,
+        postprocess: int = 2,
+        gateway_flags: tuple[str, ...] = (),
+        worker_flags: tuple[str, ...] = ("--timing", "fixed", "--fixed-step-ms", "10", "--drain-s", "1"),
+    ) -> None:
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._commands: dict[str, list[str]] = {}
+        self.ports: dict[str, int] = {}
+        served = ("--model", f"tiny={model}")
+        several = ("--models", f"tiny={model}")
+        self._add("preprocess", "preprocess", *several)
+        self._add("router", "router")
+        replicas = [f"postprocess-{number}" for number in range(postprocess)]
+        for name in replicas:
+            self._add(name, "postprocess", *several)
+        self.workers = [f"worker-{number}" for number in range(workers)]
+        for name in self.workers:
+            routers = ("--routers", self.address("router"))
+            self._add(name, "worker", "--worker-id", name, *served, *routers, *worker_flags)
+        self._add(
+            "gateway",
+            "gateway",
+            *("--preprocess", self.address("preprocess")),
+            *("--router", self.address("router")),
+            *("--postprocess", ",".join(map(self.address, replicas))),
+            *gateway_flags,
+        )
+
+    @property
+    def url(self) -> str:
+        """Of the gateway."""
+        return f"http://{self.address('gateway')}"
+
+    def address(self, name: str) -> str:
+        """host:port of one process."""
+        return f"127.0.0.1:{self.ports[name]}"
+
+    def _add(self, name: str, service: str, *flags: str) -> None:
+        self.ports[name] = free_port()
+        listen = ("--listen", self.address(name))
+        self._commands[name] = [sys.executable, "-m", f"services.{service}", *listen, *flags]
+
+    def start(self, name: str) -> None:
+        """Starts one process, on the port it had; an earlier one that is about to end may do so first."""
+        if (earlier := self._processes.get(name)) is not None:
+            earlier.wait(30)
+        self._processes[name] = subprocess.Popen(self._commands[name], env=dict(os.environ))
+
+    def end(self, name: str, how: signal.Signals = signal.SIGKILL) -> None:
+        """Signals one process and does not wait."""
+        self._processes[name].send_signal(how)
+
+    def wait_ready(self, workers: int) -> None:
+        """Waits until the gateway has everything and is connected to so many workers."""
+        deadline = time.monotonic() + READY_S
+        state: object = None
+        while time.monotonic() < deadline:
+            with contextlib.suppress(httpx.TransportError):
+                answer = httpx.get(f"{self.url}/ready", timeout=5)
+                state = answer.json()
+                if answer.status_code == 200 and state["workers"] >= workers and self._replicas_are_there(state):
+                    return
+            time.sleep(0.1)
+        raise AssertionError(f"the suite did not become ready: {state}")
+
+    def _replicas_are_there(self, state: dict[str, dict[str, int]]) -> bool:
+        wanted = sum(name.startswith("postprocess") for name in self._commands)
+        return state["services"]["postprocess"] >= wanted
+
+    def __enter__(self) -> Self:
+        for name in self._commands:
+            self.start(name)
+        try:
+            self.wait_ready(len(self.workers))
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends them all."""
+        for process in self._processes.values():
+            if process.poll() is None:
+                process.kill()
+        for process in self._processes.values():
+            process.wait(20)
