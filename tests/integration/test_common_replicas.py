@@ -252,3 +252,70 @@ async def test_closing_leaves_no_task(caplog: pytest.LogCaptureFixture) -> None:
             await ask(chosen)
         await until(lambda: asyncio.all_tasks() <= before)
     assert caplog.text == ""
+
+
+async def test_a_call_that_takes_unusually_long_is_made_elsewhere_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "HEDGE_GUESS_S", 0.05)
+    async with suite(2) as (hosts, chosen):
+        events: list[str] = []
+        chosen.on_event = events.append
+        hosts[0].worker.gate.clear()
+        answers = [
+            (
+                await chosen.call(
+                    lambda stub: cast(Any, stub).GetInfo, worker_pb2.GetInfoRequest(), DEADLINE_S, hedge="info"
+                )
+            ).worker_id
+            for _ in range(12)
+        ]
+        assert set(answers) == {"w1"}
+        assert "hedge_won" in events
+        assert all(replica.outstanding == 0 for replica in chosen.serving)
+
+
+async def test_hedges_have_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "HEDGE_GUESS_S", 0.02)
+    monkeypatch.setattr(replicas, "HEDGE_BURST", 3.0)
+    async with suite(2) as (hosts, chosen):
+        for host in hosts:
+            host.worker.gate.clear()
+        calls = [
+            asyncio.create_task(
+                chosen.call(lambda stub: cast(Any, stub).GetInfo, worker_pb2.GetInfoRequest(), DEADLINE_S, hedge="info")
+            )
+            for _ in range(20)
+        ]
+        await until(lambda: sum(host.worker.calls for host in hosts) >= 23)
+        await asyncio.sleep(0.3)
+        assert sum(host.worker.calls for host in hosts) == 23, "20 calls and 3 more"
+        for host in hosts:
+            host.worker.gate.set()
+        assert len(await asyncio.gather(*calls)) == 20
+
+
+async def test_a_replica_that_never_answers_is_left_alone_and_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "PATIENCE_S", 0.05)
+    async with suite(1) as (hosts, chosen):
+        events: list[str] = []
+        chosen.on_event = events.append
+        hosts[0].worker.gate.clear()
+        codes = []
+        for _ in range(7):
+            with pytest.raises(SluiceError) as refused:
+                await ask(chosen, timeout_s=0.1)
+            codes.append(refused.value.code)
+        assert codes == ["stage_timeout"] * 5 + ["circuit_open"] * 2
+        assert events.count("circuit_opened") == 1
+        hosts[0].worker.gate.set()
+        await until(lambda: chosen.serving[0].breaker.passable)
+        assert await ask(chosen) == "w0"
+        assert chosen.serving[0].breaker.closed
+
+
+async def test_typed_refusals_open_no_circuit() -> None:
+    async with suite(1) as (hosts, chosen):
+        hosts[0].worker.refusal = unavailable("Not now.", code="no_workers")
+        for _ in range(20):
+            with pytest.raises(SluiceError) as refused:
+                await ask(chosen)
+            assert refused.value.code == "no_workers"
