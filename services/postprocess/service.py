@@ -334,6 +334,7 @@ def limits_of(settings: PostprocessSettings) -> SessionLimits:
         stream=Limits(settings.max_stop_strings, settings.max_stop_chars, settings.max_tools_kb << 10),
         max_streams=settings.max_streams,
         max_message_tokens=settings.max_message_tokens,
+        max_row_tokens=settings.max_row_tokens,
         max_waiting_tokens=settings.max_waiting_tokens,
         max_backlog=settings.max_backlog,
     )

@@ -35,6 +35,7 @@ class SessionLimits:
     stream: Limits = field(default_factory=Limits)
     max_streams: int = 16_384
     max_message_tokens: int = 1 << 20
+    max_row_tokens: int = 1 << 16
     max_waiting_tokens: int = 1 << 16
     max_backlog: int = 1 << 20
 
@@ -227,10 +228,13 @@ class PostSession:
         self._took(len(tokens))
         self._metrics.took(len(tokens))
         streams, texts = self._streams, self._answers.texts
-        end = 0
+        end, most = 0, self._limits.max_row_tokens
         for slot, count in zip(slots, counts, strict=True):
             start, end = end, end + count
             stream = streams.get(slot)
+            if count > most and slot in self._live:
+                self.refuse(slot, _too_many(count, most))
+                continue
             if stream is None:
                 self._feed_any(slot, tokens[start:end])
                 continue
@@ -359,3 +363,8 @@ class PostSession:
         """The caller is gone: forgets everything."""
         await self._tasks.close()
         self.close(self._live)
+
+
+def _too_many(count: int, most: int) -> SluiceError:
+    said = f"{count} tokens of one stream at once are too many; the limit is {most}."
+    return SluiceError(ErrorKind.TOO_LARGE, said, param="tokens.counts")

@@ -54,6 +54,7 @@ class PostprocessSettings(LearningSettings, GrpcServiceSettings):
     parser_memory_mb: int = Field(512, ge=16, description="memory a parser's process may take beyond its start, MiB")
     max_tools_kb: int = Field(1024, ge=1, description="tool descriptions of one stream, KiB")
     max_message_tokens: int = Field(1 << 20, ge=1, description="tokens in one message")
+    max_row_tokens: int = Field(1 << 16, ge=1, description="tokens of one stream in one message")
     max_waiting_tokens: int = Field(
         1 << 16, ge=1, description="tokens one stream may hold while its model is still loading"
     )

@@ -174,6 +174,7 @@ async def test_a_killed_copy_costs_nobody_anything(both: Both) -> None:
         stream.feed(ids[: number * 3 + 1])
         streams.append((stream, number * 3 + 1))
     for kill in range(3):
+        await until(lambda: host.pid, WAIT_S)  # 0 while there is none
         os.kill(host.pid, 9)
         for stream, at in streams:
             stream.feed(ids[at + kill * 5 : at + kill * 5 + 5])

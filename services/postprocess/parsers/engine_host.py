@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -204,7 +205,8 @@ class EngineHost(ParserHost):
         pid, self._pid, self._reader, self._writer = self._pid, 0, None, None
         if pid and self._process is not None and self._process.returncode is None:
             # The loader waits for it later, so the number is still its own.
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     async def _kill(self) -> None:
         await self._clear()
@@ -215,5 +217,6 @@ class EngineHost(ParserHost):
         if process is None:
             return
         if process.returncode is None:
-            os.killpg(process.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it has just ended by itself
+                os.killpg(process.pid, signal.SIGKILL)
         await process.wait()

@@ -1,0 +1,172 @@
+"""The engines' own parsers as far as they go without the engines: names, settings, ids, what `auto` means."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from services.common.errors import ErrorKind, SluiceError
+from services.postprocess.library import chosen
+from services.postprocess.opening import Opener, OwnParsers
+from services.postprocess.parsers.contract import ParserContext
+from services.postprocess.parsers.engine_host import EngineHost, Pair
+from services.postprocess.parsers.engines import ENGINES, bare, engine_of
+from services.postprocess.parsers.engines.adapter import EngineParser, Facts
+from services.postprocess.parsers.events import CallArguments, CallStart, Event
+from services.postprocess.parsers.hints import native_names
+from services.postprocess.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, ParserNames, Registry
+from services.postprocess.settings import PostprocessSettings
+from services.postprocess.stream import Limits, StreamOptions
+from tests.support.parsing import TOOLS
+from tests.support.vocabularies import tekken
+
+BOTH = Registry(engines=ENGINES)
+
+
+class Echo(EngineParser):
+    """Says nothing."""
+
+    def step(self, text: str, tokens: list[int], last: bool) -> list[Event]:
+        return []
+
+
+def test_there_are_as_many_names_as_the_packages_ship() -> None:
+    assert {engine: (len(names.tool), len(names.reasoning)) for engine, names in ENGINES.items()} == {
+        "vllm": (58, 42),
+        "sglang": (44, 36),
+    }
+
+
+def test_a_prefix_says_whose_parser_it_is() -> None:
+    assert [engine_of(name) for name in ("vllm:hermes", "sglang:qwen25", "hermes", "mine:Class", "vllm")] == [
+        "vllm",
+        "sglang",
+        "",
+        "",
+        "",
+    ]
+    assert (bare("vllm:hermes"), bare("mine:Class"), bare("")) == ("hermes", "mine:Class", "")
+    BOTH.check(ParserNames("vllm:hermes", "vllm:qwen3"))
+    BOTH.check(ParserNames("sglang:minimax-m2"))
+    BOTH.check(ParserNames("vllm:granite-20b-fc", "auto"))
+
+
+@pytest.mark.parametrize(
+    ("names", "sentence"),
+    [
+        (ParserNames("vllm:hermess"), "vllm 0.33.0 has no such one; nearest: vllm:hermes"),
+        (ParserNames("sglang:deepseek_v3"), "nearest: sglang:deepseekv3"),
+        (ParserNames("", "vllm:qwen2"), "nearest: vllm:qwen3"),
+        (ParserNames("hermess"), "nearest: hermes"),
+        (ParserNames("vllm:hermes", "think"), "do not go together"),
+        (ParserNames("vllm:hermes", "sglang:qwen3"), "do not go together"),
+    ],
+)
+def test_a_wrong_name_is_answered_with_the_nearest(names: ParserNames, sentence: str) -> None:
+    with pytest.raises(SluiceError, match=re.escape(sentence)) as caught:
+        BOTH.check(names)
+    assert caught.value.kind is ErrorKind.INVALID_ARGUMENT
+
+
+def test_an_engine_that_does_not_run_here_is_named_with_its_flag() -> None:
+    with pytest.raises(SluiceError, match="--native-parsers vllm"):
+        Registry().check(ParserNames("vllm:hermes"))
+
+
+def test_the_settings_know_which_engines_they_need() -> None:
+    flags = ["--tool-parsers", "a=vllm:hermes", "--reasoning-parsers", "a=vllm:qwen3", "--vllm-python", "/opt/python"]
+    assert PostprocessSettings.load(flags).engines == {"vllm": "/opt/python"}
+    assert PostprocessSettings.load(["--native-parsers", "sglang,vllm"]).engines == {"sglang": "", "vllm": ""}
+    assert PostprocessSettings.load([]).engines == {}
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--tool-parsers", "a=vllm:hermess"], "nearest: vllm:hermes"),
+        (["--tool-parsers", "a=vllm:hermes", "--reasoning-parsers", "a=think"], "do not go together"),
+        (["--native-parsers", "tgi"], "no engine with parsers"),
+    ],
+)
+def test_wrong_names_end_the_start_with_2(flags: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        PostprocessSettings.load(flags)
+    assert caught.value.code == 2
+    assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("engine", sorted(ENGINES))
+def test_auto_names_parsers_that_the_engine_has(engine: str) -> None:
+    for template in ("", "<arg_key>", "<|tool_calls_section_begin|>", "<minimax:tool_call>", "```json"):
+        for tool in ("", *TOOL_PARSERS):
+            for reasoning in ("", *REASONING_PARSERS):
+                BOTH.check(native_names(engine, ParserNames(tool, reasoning), template))
+    assert native_names(engine, ParserNames("hermes", "think"), "").tool == f"{engine}:hermes"
+
+
+def test_the_operator_decides_about_both_parsers_and_else_the_first_engine() -> None:
+    vocabulary = tekken().vocabulary
+    found, vocabulary.parsers = vocabulary.parsers, ParserNames("hermes", "think")
+    try:
+        none = ParserNames()
+        assert chosen(none, vocabulary, ()) == ParserNames("hermes", "think")
+        assert chosen(none, vocabulary, ("vllm",)) == ParserNames("vllm:hermes", "vllm:qwen3")
+        assert chosen(ParserNames("hermes"), vocabulary, ("vllm",)) == ParserNames("hermes", "think")
+        assert chosen(ParserNames("sglang:qwen25"), vocabulary, ("vllm",)).reasoning == "sglang:qwen3"
+    finally:
+        vocabulary.parsers = found
+
+
+def test_ids_have_the_engines_form_and_are_the_same_again() -> None:
+    for given, form in (
+        ("chatcmpl-tool-" + "0af1" * 8, r"chatcmpl-tool-[0-9a-f]{32}"),
+        ("call_" + "0af1" * 6, r"call_[0-9a-f]{24}"),
+        ("Ab3dE6gH9", r"[0-9A-Za-z]{9}"),
+        ("functions.f:0", r"functions\.f:0"),
+        ("", r"call_[0-9A-Za-z]{24}"),
+    ):
+        told = [Echo(ParserContext(TOOLS, identity=identity)).call(0, given, "f", "{}") for identity in "aab"]
+        starts = [events[0] for events in told if isinstance(events[0], CallStart)]
+        assert all(re.fullmatch(form, start.id) for start in starts), given
+        assert starts[0] == starts[1]
+        assert (starts[0] == starts[2]) == ("functions" in given)
+    written = Echo(ParserContext(TOOLS, identity="a"))
+    written.feed_token("[CALL_ID]Ab3dE6gH9", 7)
+    assert written.call(0, "Ab3dE6gH9", "f", "")[0] == CallStart(0, "Ab3dE6gH9", "f")
+    assert written.call(0, "Ab3dE6gH9", "f", "{") == [CallArguments(0, "{")], "a name begins a call once"
+
+
+async def test_what_is_not_usable_is_said_of_the_pair() -> None:
+    host = EngineHost("vllm", "", 1.0, 64)
+    usable, not_usable = Pair("/m", "hermes", ""), Pair("/m", "openai", "")
+    assert host.facts(usable) is None
+    host._learn(usable, {"keeps_special": True, "keeps_special_always": False})
+    host._learn(not_usable, {"error": "the tokenizer lacks a token."})
+    assert host.facts(usable) == Facts(True, False)
+    assert await host.prepare(usable) == Facts(True, False)
+    with pytest.raises(SluiceError, match="parser openai with this model: the tokenizer lacks a token") as caught:
+        await host.prepare(not_usable)
+    assert caught.value.kind is ErrorKind.FAILED_PRECONDITION
+    with pytest.raises(SluiceError, match="nearest: hermes"):
+        await host.prepare(Pair("/m", "hermez", ""))
+    await host.close()
+
+
+async def test_an_interpreter_that_is_none_is_a_sentence(tmp_path: Path) -> None:
+    script = tmp_path / "python"
+    script.write_text("#!/bin/sh\nexit 3\n")
+    script.chmod(0o755)
+    opener = Opener(Limits(), OwnParsers(engines={"vllm": str(script)}))
+    with pytest.raises(SluiceError, match="do not start"):
+        await opener.start()
+    await opener.close()
+
+
+async def test_template_arguments_must_be_an_object() -> None:
+    opener, vocabulary = Opener(Limits()), tekken().vocabulary
+    for text in (b"[]", b"{"):
+        with pytest.raises(SluiceError) as caught:
+            opener.plan(StreamOptions("m", tool_parser="hermes", template_kwargs_json=text), vocabulary, "r")
+        assert caught.value.param == "chat_template_kwargs"
