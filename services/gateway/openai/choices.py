@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import orjson
 
@@ -11,6 +11,7 @@ from services.common.errors import SluiceError
 from services.gateway.generation import Finish
 from services.gateway.http.event_stream import EventStream
 from services.gateway.openai.answers import DONE, PLAIN, Answer, Detail, Format, ToolCall, error_event, usage
+from services.gateway.openai.naming import renamed
 from services.gateway.pipeline import Generation
 
 
@@ -163,6 +164,7 @@ class StreamedChoices:
         self.unsent = 0
         self.over = False
         self.drop_reasoning = drop_reasoning
+        self.names: Mapping[str, str] = {}  # of fields, as the client knows them
         self._include_usage = include_usage
         self._open = number
         self._error: SluiceError | None = None
@@ -182,7 +184,7 @@ class StreamedChoices:
     def fail(self, error: SluiceError) -> None:
         """The answer cannot go on."""
         if not self.over:
-            self._error = error
+            self._error = renamed(error, self.names)
             self.over = True
             self.usage.cancel()
             self.stream.notify()
@@ -256,6 +258,7 @@ class CollectedChoices:
     ) -> None:
         self.usage = Usage()
         self.drop_reasoning = drop_reasoning
+        self.names: Mapping[str, str] = {}  # of fields, as the client knows them
         self.sinks = [(make or CollectedChoice)(self) for _ in range(number)]
         self.done = asyncio.Event()
         self.error: SluiceError | None = None
@@ -270,7 +273,7 @@ class CollectedChoices:
     def fail(self, error: SluiceError) -> None:
         """The answer cannot be given."""
         if self.error is None:
-            self.error = error
+            self.error = renamed(error, self.names)
             self.usage.cancel()
             self.done.set()
 

@@ -32,7 +32,8 @@ from services.gateway.openai.choices import (
 )
 from services.gateway.openai.detailed import DetailedCollectedChoice, DetailedStreamedChoice, Wishes
 from services.gateway.openai.logprobs import Naming
-from services.gateway.openai.resolving import resolve
+from services.gateway.openai.naming import client_names
+from services.gateway.openai.resolving import needs_resolving, resolve
 from services.gateway.openai.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields
 from services.gateway.openai.translate import chat_request, completion_requests
 from services.gateway.parity import Parity
@@ -117,7 +118,7 @@ class OpenAIEndpoints:
         answer = self._stream if fields.stream else self._collect
         label = fields.request_id or fields.rid
         with telemetry.stage("gateway.request", dict(request.headers), model=fields.model, client_request_id=label):
-            if fields.bad_words or fields.truncate_prompt_tokens is not None:
+            if needs_resolving(fields):
                 entry = self._pipeline.catalogue.model(fields.model)
                 generations = [await resolve(one, fields, entry, self._pipeline.preprocess) for one in generations]
             return await answer(request, generations, form, fields)
@@ -136,6 +137,7 @@ class OpenAIEndpoints:
         number = sum(one.choices for one in generations)
         choices = StreamedChoices(form, number, fields.include_usage, _drops_reasoning(generations), make)
         stream = choices.stream = EventStream(choices, self._pacer, self._settings.max_unsent_kb << 10, {})
+        choices.names = client_names(fields, generations[0])
         await self._start(generations, choices.sinks, choices.usage, asked)
         used = choices.usage.generations  # the response must not be kept alive by what it calls
         stream.before_start = lambda response: mark(response, used)
@@ -153,6 +155,7 @@ class OpenAIEndpoints:
                 return DetailedCollectedChoice(choices, form, asked, naming)
 
         choices = CollectedChoices(sum(one.choices for one in generations), _drops_reasoning(generations), make)
+        choices.names = client_names(fields, generations[0])
         await self._start(generations, choices.sinks, choices.usage, asked)
         try:
             if not await run_unless_gone(request.receive, choices.done, choices.usage.cancel):

@@ -1,15 +1,31 @@
-"""What of a request takes preprocess to understand: words that must not come out, and prompts cut to a length."""
+"""What of a request takes preprocess to understand: words that must not come out, prompts that are to be cut, and texts
+with a gap in the middle."""
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
 
-from services.common.packing import unpack_u32
+from services.common.errors import invalid
+from services.common.packing import pack_u32, unpack_u32
 from services.gateway.clients.catalogue import WorkerEntry
 from services.gateway.clients.preprocess import PreprocessClient
 from services.gateway.generation import EmbedsPrompt, GenerationRequest, Prompt, TextPrompt, TokenPrompt
-from services.gateway.openai.schemas import GenerationFields
+from services.gateway.openai.schemas import CompletionRequest, GenerationFields
+
+FIM_MARKERS = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
+    ("<PRE>", "<SUF>", "<MID>"),
+)
+"""What models write before a text, before what comes after the gap, and before what belongs into the gap."""
+
+
+def needs_resolving(fields: GenerationFields) -> bool:
+    """Whether there is anything to do."""
+    return bool(fields.bad_words) or fields.truncate_prompt_tokens is not None or bool(_suffix(fields))
 
 
 async def resolve(
@@ -19,10 +35,37 @@ async def resolve(
     if fields.bad_words:
         words = await _bad_words(fields.bad_words, entry.model, preprocess)
         request = replace(request, sampling=replace(request.sampling, bad_words=words))
+    if suffix := _suffix(fields):
+        request = replace(request, prompt=await _with_gap(request, suffix, preprocess))
     if fields.truncate_prompt_tokens is not None and not isinstance(request.prompt, EmbedsPrompt):
         prompt = await _truncated(request, fields, entry, preprocess)
         request = replace(request, prompt=prompt)
     return request
+
+
+def _suffix(fields: GenerationFields) -> str:
+    return (fields.suffix or "") if isinstance(fields, CompletionRequest) else ""
+
+
+async def _with_gap(request: GenerationRequest, suffix: str, preprocess: PreprocessClient) -> Prompt:
+    """The prompt, a gap and the suffix, in the model's markers; SluiceError(INVALID_ARGUMENT) when it has none."""
+    if not isinstance(request.prompt, TextPrompt):
+        raise invalid("suffix needs a prompt that is text.", param="suffix", code="invalid_value")
+    for markers in FIM_MARKERS:
+        ids = [await _ids(marker, request.model, preprocess) for marker in markers]
+        if all(len(found) == 1 for found in ids):
+            break
+    else:
+        raise invalid(
+            "suffix is not supported: this model has no markers for filling in the middle.",
+            param="suffix",
+            code="unsupported_parameter",
+        )
+    start = TextPrompt(markers[0], request.prompt.add_special_tokens)
+    opening = await preprocess.tokenize(request.model, start, 0, "", "")  # with a BOS, where the model wants one
+    before = await _ids(request.prompt.text, request.model, preprocess)
+    after = await _ids(suffix, request.model, preprocess)
+    return TokenPrompt(opening.token_ids + pack_u32([*before, *ids[1], *after, *ids[2]]))
 
 
 async def _bad_words(words: list[str], model: str, preprocess: PreprocessClient) -> tuple[tuple[int, ...], ...]:

@@ -312,6 +312,8 @@ class CompletionRequest(GenerationFields):
     def _completion_fits_together(self) -> CompletionRequest:
         if (self.prompt is None) == (self.prompt_embeds is None):
             raise ValueError("prompt or prompt_embeds must be given, and not both")
+        if self.suffix and (self.echo or self.prompt is None):
+            raise ValueError("suffix needs a prompt, which is not echoed")
         if self.max_tokens == 0 and not self.echo:
             raise ValueError("max_tokens can be 0 only with echo, to hear the prompt's logprobs")
         if self.prompt_embeds is not None and (self.echo or self.prompt_logprobs is not None):

@@ -62,8 +62,6 @@ def chat_request(
 
 def completion_requests(fields: CompletionRequest, request_id: str, max_choices: int) -> list[GenerationRequest]:
     """A completion, one request per prompt; SluiceError(INVALID_ARGUMENT) names what cannot be honoured."""
-    if fields.suffix:
-        raise _unsupported("suffix", "write the model's own markers for filling in the middle into the prompt")
     if fields.best_of is not None and fields.best_of != (fields.n or 1):
         raise _unsupported("best_of", "it is accepted only where it equals n")
     prompts = fields.prompts

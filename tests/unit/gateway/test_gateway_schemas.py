@@ -103,7 +103,7 @@ def test_chat_mistakes_name_their_field(fields: dict[str, Any], param: str) -> N
         ({"prompt": [-1]}, "prompt"),
         ({"prompt": [True]}, "prompt"),
         ({"prompt": ["a"] * 5, "n": 2}, "prompt"),
-        ({"suffix": "end"}, "suffix"),
+        ({"suffix": "end", "echo": True}, "suffix"),
         ({"logprobs": True}, "logprobs"),
         ({"logprobs": 21}, "logprobs"),
         ({"best_of": 3, "n": 2}, "best_of"),
