@@ -34,7 +34,8 @@ class LiveStream:
         post: where its text is made; None while it waits for a replica.
         tokens: everything generated so far, by all its workers.
         resumed: how many of them came from earlier workers.
-        sent: how much of the text the sink has got.
+        text_sent: code points of content that the sink has got; counted here because most of what is said is that.
+        sent: how much of everything else the sink has got.
         end: set when the engine is done.
         migrations: how often another worker took over.
         replays: how often its text was taken up by another replica after a loss.
@@ -69,6 +70,7 @@ class LiveStream:
         "slot",
         "span",
         "started_at",
+        "text_sent",
         "tokens",
         "waiting_since",
         "worker",
@@ -99,6 +101,7 @@ class LiveStream:
         self.waiting_since = 0.0
         self.tokens = array("I")
         self.resumed = 0
+        self.text_sent = 0
         self.sent = Sent()
         self.end: EngineEnd | None = None
         self.migrations = 0

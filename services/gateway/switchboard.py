@@ -36,6 +36,7 @@ from services.gateway.metrics import GatewayMetrics
 from services.gateway.text_replicas import TextReplicas
 
 POST_WAIT_S = 10.0
+_ONES = pack_u32([1]) * 16_384
 
 
 class Switchboard:
@@ -68,6 +69,7 @@ class Switchboard:
         self._metrics = metrics
         self._slots = count(1)
         self._streams: dict[int, LiveStream] = {}
+        self._keep: dict[int, Callable[[int], None]] = {}  # each stream's tokens.append: most rows are one token
         self.texts = TextReplicas(self._streams, self.give_up, self.on_degraded, metrics, post_wait_s)
         self.migrate: Callable[[LiveStream, WorkerLink, SluiceError], bool] = lambda stream, worker, error: False
 
@@ -99,6 +101,7 @@ class Switchboard:
         stream = LiveStream(slot, request, index, prompt, max_tokens, sink, deadline)
         stream.span = telemetry.start_span("gateway.generate", worker=worker.worker_id, choice=index)
         self._streams[slot] = stream
+        self._keep[slot] = stream.tokens.append
         if deadline.at != inf:
             stream.expiry = asyncio.get_running_loop().call_at(deadline.at, self.give_up, stream, deadlines.overdue())
         if route.degraded:
@@ -143,15 +146,18 @@ class Switchboard:
         if sole is None:
             self._split(slots, counts, token_ids)
             return
-        find, ids, start = self._streams.get, unpack_u32(token_ids), 0
-        for slot, number in zip(unpack_u32(slots), unpack_u32(counts), strict=True):
-            stream = find(slot)
-            if stream is not None:
-                if number == 1:
-                    stream.tokens.append(ids[start])
-                else:
+        ids = unpack_u32(token_ids)
+        if counts == _ONES[: len(counts)]:
+            for keep, token in zip(map(self._keep.get, unpack_u32(slots)), ids, strict=True):
+                if keep is not None:
+                    keep(token)
+        else:
+            find, start = self._streams.get, 0
+            for slot, number in zip(unpack_u32(slots), unpack_u32(counts), strict=True):
+                stream = find(slot)
+                if stream is not None:
                     stream.tokens.extend(ids[start : start + number])
-            start += number
+                start += number
         sole.feed(slots, counts, token_ids)
 
     def _split(self, slots: bytes, counts: bytes, token_ids: bytes) -> None:
@@ -256,7 +262,7 @@ class Switchboard:
         stream = self._streams.get(slot)
         if stream is not None:
             stream.active = True
-            stream.sent.text += len(piece)
+            stream.text_sent += len(piece)
             if not stream.first_text_at:
                 stream.first_text_at = perf_counter()
             stream.sink.text(piece)
@@ -352,6 +358,7 @@ class Switchboard:
         """Drops a stream and gives its reservation back; False when that has happened already."""
         if self._streams.pop(stream.slot, None) is None:
             return False
+        del self._keep[stream.slot]
         self._leave_worker(stream)
         self.texts.forget(stream)
         if stream.expiry is not None:

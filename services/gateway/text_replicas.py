@@ -79,6 +79,7 @@ class TextReplicas:
         stream.post = link
         link.live += 1
         began = bool(stream.tokens)
+        stream.sent.text = stream.text_sent
         link.open(
             stream.slot,
             stream.request_id,

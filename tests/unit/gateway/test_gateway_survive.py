@@ -317,11 +317,12 @@ class AnyTrouble(RuleBasedStateMachine):
         if not hasattr(self, "desk"):
             return
         self.desk.check()
+        assert self.desk.board._keep.keys() == self.desk.board._streams.keys()
         live = self.desk.board._streams
         for stream, sink in self.streams:
             over = stream.slot not in live
             assert len(sink.ends) == (1 if over and stream.slot not in self.cancelled else 0)
-            assert stream.sent.text == len(sink.said)
+            assert stream.text_sent == len(sink.said)
         running = {slot for worker in self.desk.workers for slot in worker.slots}
         assert running <= live.keys(), "an engine computes for nobody"
 
