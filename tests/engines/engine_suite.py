@@ -28,7 +28,8 @@ from services.common.channels import open_channel
 from services.common.errors import ErrorKind, SluiceError
 from services.common.grpc_errors import from_rpc_error
 from services.common.packing import pack_u32, unpack_u32
-from sluice.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+from sluice.v1 import common_pb2, router_pb2, worker_pb2, worker_pb2_grpc
+from tests.support.router_child import RouterChild
 from tests.support.workers import Caller
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -369,6 +370,83 @@ async def embeddings_equal_offline(engine: EngineUnderTest, worker: RunningWorke
         assert max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) < tolerance
         assert abs(sum(value * value for value in ours) - 1) < 1e-3
     assert reply.usage.prompt_tokens == sum(map(len, asked))
+
+
+async def prompt_logprobs_cover_the_prompt(worker: RunningWorker) -> None:
+    """What the second of two requests generated has, as a prompt, the log-probabilities it had as output."""
+    (prompt,) = prompts(1, 12, 12, seed=61)
+    first = await generate(worker, request("scored", prompt, 6, output=common_pb2.OutputOptions(logprobs=1)))
+    again = [*prompt, *first.token_ids]
+    second = await generate(worker, request("rescored", again, 2, output=common_pb2.OutputOptions(prompt_logprobs=1)))
+    scored = list(second.prompt_logprobs)[len(prompt) - len(again) :]
+    assert [one.chosen.token_id for one in scored] == first.token_ids
+    for ours, theirs in zip(scored, first.logprobs, strict=True):
+        assert abs(ours.chosen.logprob - theirs.chosen.logprob) < 1e-3
+
+
+async def adapters_equal_offline(
+    engine: EngineUnderTest, worker: RunningWorker, adapters: Mapping[str, Path], base: str = "tiny"
+) -> None:
+    """Requests of several adapters and of the base model in one batch each get what that adapter alone gives.
+
+    Args:
+        adapters: by name, with the folder the offline command merges ("adapter" in its question).
+        base: how the model itself is called.
+    """
+    asked = prompts(2, seed=71)
+    expected = {base: await offline(engine, {"prompts": asked, "max_tokens": 12})}
+    for name, folder in adapters.items():
+        expected[name] = await offline(engine, {"prompts": asked, "max_tokens": 12, "adapter": str(folder)})
+
+    async def one(name: str, index: int) -> tuple[str, int, list[int]]:
+        lora = "" if name == base else name
+        answer = await generate(worker, request(f"lora-{name}-{index}", asked[index], 12, lora=lora))
+        return name, index, answer.token_ids
+
+    answers = await asyncio.gather(*(one(name, index) for name in expected for index in range(len(asked))))
+    for name, index, token_ids in answers:
+        assert token_ids == expected[name]["outputs"][index]["token_ids"], name
+    assert len({tuple(token_ids) for _, index, token_ids in answers if index == 0}) == len(expected)
+
+
+async def events_reach_a_router_and_routing_follows(engine: EngineUnderTest, folder: Path) -> None:
+    """Of two workers, the router picks the one that holds the prompt, knows how much of it, and hears of its loss.
+
+    Args:
+        folder: for the router's log.
+    """
+    router = RouterChild(folder)
+    await router.start()
+    join = ("--routers", f"127.0.0.1:{router.port}")
+    try:
+        async with running(engine, *join, "--worker-id", "a") as a, running(engine, *join, "--worker-id", "b") as b:
+            size = (await a.info()).card.block_size
+            for name, worker in (("a", a), ("b", b)):
+                prompt = prompts(1, 4 * size + 3, 4 * size + 3, seed=ord(name))[0]
+                await generate(worker, request(f"routed-{name}", prompt, 2))
+                await _until_routed(router, prompt, (name, 4))
+            if "clear_cache" in await b.claims():
+                clear = worker_pb2.ControlRequest(action=worker_pb2.ControlRequest.ACTION_CLEAR_CACHE)
+                await b.stub.Control(clear, timeout=CALL_S)
+                await _until_routed(router, prompt, (None, 0))
+    finally:
+        await router.stop()
+
+
+async def _until_routed(router: RouterChild, prompt: Sequence[int], expected: tuple[str | None, int]) -> None:
+    """Waits until the router finds this many blocks of the prompt, at this worker (None: at any)."""
+    query = router_pb2.RouteQueryRequest(model="tiny", prompt=router_pb2.PromptRef(token_ids=pack_u32(prompt)))
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            answer = await router.stub.RouteQuery(query, timeout=CALL_S)
+            found = (answer.decode.worker_id, answer.best_overlap_blocks)
+            if found[1] == expected[1] and expected[0] in (None, found[0]):
+                return
+        except grpc.aio.AioRpcError as error:
+            found = (error.details() or "", -1)
+        assert time.monotonic() < deadline, f"the router answers {found}, not {expected}"
+        await asyncio.sleep(0.05)
 
 
 async def guided_json_follows_its_schema(worker: RunningWorker, decode: Callable[[Sequence[int]], str]) -> None:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import os
+import shutil
+import sys
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
+import grpc
 import pytest
 import pytest_asyncio
 from tokenizers import Tokenizer
 
+from services.common.errors import ErrorKind, SluiceError
+from sluice.v1 import worker_pb2
 from tests.engines import engine_suite as suite
 from tests.support.tiny_models import ServableFolders, build_servable
 
@@ -29,7 +37,7 @@ def engine(folders: ServableFolders) -> suite.EngineUnderTest:
         name="transformers",
         python=suite.interpreter("transformers"),
         model=folders.embedder,
-        flags=FLAGS,
+        flags=(*FLAGS, "--adapters", f"one={folders.adapter},two={folders.second_adapter}"),
         env={"OMP_NUM_THREADS": "2", "HF_HUB_OFFLINE": "1"},
         offline=("-P", str(script)),
     )
@@ -61,6 +69,35 @@ async def test_embeddings(engine: suite.EngineUnderTest, worker: suite.RunningWo
     await suite.embeddings_equal_offline(engine, worker)
 
 
+async def test_prompt_logprobs(worker: suite.RunningWorker) -> None:
+    await suite.prompt_logprobs_cover_the_prompt(worker)
+
+
+async def test_adapters(engine: suite.EngineUnderTest, worker: suite.RunningWorker, folders: ServableFolders) -> None:
+    await suite.adapters_equal_offline(engine, worker, {"one": folders.adapter, "two": folders.second_adapter})
+
+
+async def test_adapters_come_and_go_while_serving(worker: suite.RunningWorker, folders: ServableFolders) -> None:
+    load, unload = worker_pb2.ControlRequest.ACTION_LOAD_LORA, worker_pb2.ControlRequest.ACTION_UNLOAD_LORA
+
+    async def control(action: worker_pb2.ControlRequest.Action.ValueType, **arguments: str) -> None:
+        await worker.stub.Control(worker_pb2.ControlRequest(action=action, arguments=arguments), timeout=60)
+
+    prompt = suite.prompts(1, 40, 40, seed=81)[0]
+    await control(load, name="late", path=str(folders.adapter))
+    one = await suite.generate(worker, suite.request("late-1", prompt, 12, lora="late"))
+    await control(unload, name="late")
+    with pytest.raises(SluiceError) as caught:
+        await suite.generate(worker, suite.request("late-2", prompt, 12, lora="late"))
+    assert caught.value.kind is ErrorKind.NOT_FOUND
+    await control(load, name="late", path=str(folders.second_adapter))
+    two = await suite.generate(worker, suite.request("late-3", prompt, 12, lora="late"))
+    assert two.cached_tokens == 0
+    assert two.token_ids != one.token_ids
+    with pytest.raises(grpc.aio.AioRpcError, match="holds no adapter"):
+        await control(load, name="broken", path=str(folders.model))
+
+
 async def test_guided_json(worker: suite.RunningWorker, folders: ServableFolders) -> None:
     tokenizer = Tokenizer.from_file(str(folders.embedder / "tokenizer.json"))
 
@@ -86,3 +123,50 @@ async def test_500_cancels(engine: suite.EngineUnderTest, worker: suite.RunningW
 
 async def test_sigterm_under_load(engine: suite.EngineUnderTest) -> None:
     await suite.sigterm_lets_running_requests_finish(engine)
+
+
+async def test_routing_follows_the_cache(engine: suite.EngineUnderTest, tmp_path: Path) -> None:
+    await suite.events_reach_a_router_and_routing_follows(engine, tmp_path)
+
+
+@pytest.mark.parametrize("case", ["surface", "events", "sampling", "overflow", "death"])
+async def test_from_inside(engine: suite.EngineUnderTest, case: str) -> None:
+    script = Path(__file__).with_name("inside_transformers.py")
+    process = await asyncio.create_subprocess_exec(
+        *(engine.python, str(script), str(engine.model), case),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, **engine.env, "PYTHONPATH": str(suite.ROOT)},
+    )
+    async with asyncio.timeout(engine.start_s):
+        said, errors = await process.communicate()
+    assert said.decode().strip().endswith("ok"), errors.decode()[-4000:]
+
+
+async def test_the_conformance_kit_finds_nothing(worker: suite.RunningWorker) -> None:
+    kit = await asyncio.create_subprocess_exec(
+        *(str(Path(sys.executable).with_name("sluice")), "conformance", worker.address),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    async with asyncio.timeout(240):
+        said, _ = await kit.communicate()
+    assert kit.returncode == 0, said.decode()
+
+
+async def test_what_cannot_be_served_is_one_sentence(
+    engine: suite.EngineUnderTest, folders: ServableFolders, tmp_path: Path
+) -> None:
+    assert "no config.json" in await suite.refused_start(engine, model=tmp_path)
+    assert "no option 'devise'" in await suite.refused_start(engine, "--engine-args", "devise=cpu")
+    assert "cannot be used" in await suite.refused_start(engine, "--engine-args", "device=abacus")
+    huge = await suite.refused_start(engine, "--total-blocks", "100000000")
+    assert "Not enough memory" in huge
+    strange = tmp_path / "strange"
+    shutil.copytree(folders.model, strange)
+    config = json.loads((strange / "config.json").read_text("utf-8"))
+    (strange / "config.json").write_text(json.dumps({**config, "model_type": "abacus", "architectures": ["Abacus"]}))
+    assert "abacus" in await suite.refused_start(engine, model=strange)
+    (strange / "config.json").write_text(json.dumps(config))
+    (strange / "model.safetensors").write_bytes(b"not weights")
+    assert "cannot load the model" in await suite.refused_start(engine, model=strange)
