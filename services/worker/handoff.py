@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from struct import Struct
 
 from xxhash import xxh3_64_intdigest
@@ -17,7 +17,7 @@ from xxhash import xxh3_64_intdigest
 from services.common.errors import SluiceError, invalid
 from services.common.hashing import seed_for
 from services.common.packing import pack_u32
-from services.worker.generation import GenerateRequest
+from services.worker.generation import GenerateRequest, Role
 
 MAGIC = b"SLH1"
 TTL_S = 300.0
@@ -74,6 +74,15 @@ def unseal(data: bytes, request: GenerateRequest) -> tuple[HandoffHeader, bytes]
     if age_s > TTL_S:
         raise _refused(f"is {age_s:.0f} seconds old, and the prefill worker keeps its cache for less", "stale_handoff")
     return header, payload
+
+
+def opened(request: GenerateRequest) -> tuple[GenerateRequest, str]:
+    """The request with its handoff out of the envelope, and the traceparent of the prefill; SluiceError as `unseal`."""
+    split = request.disaggregation
+    if split is None or split.role is not Role.DECODE or not split.handoff:
+        return request, ""
+    header, payload = unseal(split.handoff, request)
+    return replace(request, disaggregation=replace(split, handoff=payload)), header.traceparent
 
 
 def _read(data: bytes) -> tuple[HandoffHeader, bytes]:

@@ -11,8 +11,8 @@ from dataclasses import replace
 from services.common.errors import ErrorKind, SluiceError, internal, invalid, overloaded
 from services.worker.delivery import Delivery, Terms
 from services.worker.engine import EngineConfig, GenerateContext, LLMEngine, Load
-from services.worker.generation import FinishReason, GenerateRequest, Role, Usage
-from services.worker.handoff import seal, unseal
+from services.worker.generation import FinishReason, GenerateRequest, Usage
+from services.worker.handoff import opened, seal
 from services.worker.metrics import WorkerMetrics
 from services.worker.phases import Phases
 from services.worker.starting import started
@@ -170,7 +170,7 @@ class Worker:
             raise overloaded(f"{len(self._live)} requests are alive on this worker, and it takes no more.")
 
     def _give_to_engine(self, request: GenerateRequest, delivery: Delivery, trace: Mapping[str, str]) -> None:
-        request, handed_over_by = _opened(request)
+        request, handed_over_by = opened(request)
         context = GenerateContext(request.request_id, trace)
         terms = Terms(
             self._ended,
@@ -288,12 +288,3 @@ def with_adapter(request: GenerateRequest, config: EngineConfig) -> GenerateRequ
     """A model name that is an adapter's stands for the base model with that adapter."""
     named = request.model in config.adapters and not request.lora
     return replace(request, lora=request.model) if named else request
-
-
-def _opened(request: GenerateRequest) -> tuple[GenerateRequest, str]:
-    """The request with its handoff out of the envelope, and the traceparent of the prefill."""
-    split = request.disaggregation
-    if split is None or split.role is not Role.DECODE or not split.handoff:
-        return request, ""
-    header, payload = unseal(split.handoff, request)
-    return replace(request, disaggregation=replace(split, handoff=payload)), header.traceparent

@@ -9,7 +9,6 @@ from contextlib import aclosing
 from typing import Self
 
 from services.common.errors import ErrorKind, SluiceError, invalid
-from services.common.packing import pack_u64
 from services.worker.cache_events import KvEvent, KvEventSource
 from services.worker.delta_stream import DeltaStream
 from services.worker.engine import Embedded, EngineConfig, GenerateContext, LLMEngine, Load, Sink
@@ -20,12 +19,12 @@ from services.worker.engines.mock.faults import Faults, injected
 from services.worker.engines.mock.loading import Loaded, load, timing
 from services.worker.engines.mock.operations import Operations
 from services.worker.engines.mock.pacing import Pacer
-from services.worker.engines.mock.probabilities import logprobs_at, prompt_logprobs
 from services.worker.engines.mock.scheduler import Scheduler, Step
 from services.worker.engines.mock.sequence import Sequence as Running
+from services.worker.engines.mock.speaking import begin, push_with_logprobs
 from services.worker.engines.mock.statistics import Statistics
 from services.worker.engines.mock.text import Answer
-from services.worker.engines.mock.transfer import Transfer, refused
+from services.worker.engines.mock.transfer import accepted, transfer_of
 from services.worker.generation import Delta, FinishReason, GenerateRequest, Role, Usage
 from services.worker.settings import WorkerSettings
 
@@ -58,7 +57,7 @@ class MockEngine(LLMEngine):
         self._idle.set()
         self._loaded: Loaded | None = None
         self._scheduler: Scheduler | None = None
-        self._context_length = 0
+        self._context_length = self._vocab_size = 0
         self._source = KvEventSource(rank=0)
         self._unpublished: list[KvEvent] = []
         self._step = Step()
@@ -74,6 +73,7 @@ class MockEngine(LLMEngine):
         settings = self._settings
         self.on_phase("loading the tokenizer", None)
         self._loaded = loaded = await asyncio.to_thread(load, settings)
+        self._vocab_size = loaded.vocabulary.size
         # A sequence that fills the whole cache is the longest one that can ever finish.
         self._context_length = min(
             settings.context_length or loaded.context_length or DEFAULT_CONTEXT_LENGTH,
@@ -95,7 +95,7 @@ class MockEngine(LLMEngine):
             processor=loaded.processor,
             fingerprint=loaded.fingerprint,
             context_length=self._context_length,
-            vocab_size=loaded.vocabulary.size,
+            vocab_size=self._vocab_size,
             block_size=settings.block_size,
             total_blocks=settings.total_blocks,
             max_sequences=settings.max_sequences,
@@ -202,11 +202,8 @@ class MockEngine(LLMEngine):
         request = sequence.request
         if request.disaggregation is None or request.disaggregation.role is not Role.DECODE:
             return 0.0
-        transfer = Transfer.unpack(request.disaggregation.handoff)
-        transfer.check(request, self._settings.block_size)
         answer = loaded.storyteller.answer(request, sequence.limit)
-        if len(answer.token_ids) < 2 or answer.token_ids[0] != transfer.first_token:
-            raise refused("goes on with another token than this request does", "foreign_handoff")
+        transfer = accepted(request.disaggregation.handoff, request, answer, self._settings.block_size)
         sequence.hand_over(answer)
         return transfer.cache_bytes * 8e-9 / self._settings.transfer_gbps / self._settings.speedup
 
@@ -246,11 +243,11 @@ class MockEngine(LLMEngine):
             if sink is None:
                 continue  # aborted while the step ran
             if sequence.known == sequence.first_known:
-                self._begin(sequence, sink)
+                begin(sequence, sink, self._vocab_size)
             if sequence.request.logprobs is None:
                 sink.push((token_id,))
             else:
-                self._push_logprobs(sequence, sink, token_id)
+                push_with_logprobs(sequence, sink, token_id, self._vocab_size)
         if self._operations.faults.error_after:
             self._fail_some(step)
         for sequence in step.ended:
@@ -259,19 +256,6 @@ class MockEngine(LLMEngine):
                 answer = sequence.answer
                 self._deliver_end(sequence, answer.reason, sequence.usage(), answer.stop_token_id)
         self._note_idle()
-
-    def _begin(self, sequence: Running, sink: Sink) -> None:
-        request = sequence.request
-        if request.prompt_logprobs is None or self._loaded is None:
-            sink.begin(sequence.cached_tokens)
-        else:
-            vocab_size = self._loaded.vocabulary.size
-            sink.begin(sequence.cached_tokens, prompt_logprobs(request.token_ids, request.prompt_logprobs, vocab_size))
-
-    def _push_logprobs(self, sequence: Running, sink: Sink, token_id: int) -> None:
-        assert self._loaded is not None
-        wanted = sequence.request.logprobs or 0
-        sink.push((token_id,), (logprobs_at(token_id, sequence.known - 1, wanted, self._loaded.vocabulary.size),))
 
     def _fail_some(self, step: Step) -> None:
         most = self._operations.faults.error_after
@@ -308,15 +292,10 @@ class MockEngine(LLMEngine):
     ) -> None:
         sink, sequence.sink = sequence.sink, None
         if sink is not None:
-            handoff = self._handoff(sequence) if reason is FinishReason.HANDOFF else b""
+            handoff = b""
+            if reason is FinishReason.HANDOFF:
+                handoff = transfer_of(sequence, self._settings.block_size, self._settings.kv_token_bytes).pack()
             sink.finish(reason, usage, stop_token_id=stop_token_id, error=error, handoff=handoff)
-
-    def _handoff(self, sequence: Running) -> bytes:
-        settings, prompt = self._settings, sequence.prompt_tokens
-        full = prompt // settings.block_size
-        hashes = sequence.hash_upto(full, settings.block_size)[:full]
-        cache_bytes = prompt * settings.kv_token_bytes
-        return Transfer(settings.block_size, prompt, sequence.tokens[prompt], cache_bytes, pack_u64(hashes)).pack()
 
     def _note_idle(self) -> None:
         if not self._running:

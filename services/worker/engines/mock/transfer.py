@@ -12,6 +12,8 @@ from struct import Struct
 from services.common.errors import SluiceError, invalid
 from services.common.hashing import block_hashes
 from services.common.packing import pack_u64
+from services.worker.engines.mock.sequence import Sequence
+from services.worker.engines.mock.text import Answer
 from services.worker.generation import GenerateRequest
 
 VERSION = 1
@@ -48,6 +50,23 @@ class Transfer:
         hashes = block_hashes(request.token_ids, block_size, request.lora, request.cache_salt)
         if self.prompt_tokens != len(request.token_ids) or self.hashes != pack_u64(hashes):
             raise refused("belongs to another prompt", "foreign_handoff")
+
+
+def transfer_of(sequence: Sequence, block_size: int, token_bytes: int) -> Transfer:
+    """What a prefilled sequence hands over; `token_bytes` is the cache of one token."""
+    prompt = sequence.prompt_tokens
+    full = prompt // block_size
+    hashes = sequence.hash_upto(full, block_size)[:full]
+    return Transfer(block_size, prompt, sequence.tokens[prompt], prompt * token_bytes, pack_u64(hashes))
+
+
+def accepted(data: bytes, request: GenerateRequest, answer: Answer, block_size: int) -> Transfer:
+    """The handoff of exactly this request; SluiceError(INVALID_ARGUMENT) for any other."""
+    transfer = Transfer.unpack(data)
+    transfer.check(request, block_size)
+    if len(answer.token_ids) < 2 or answer.token_ids[0] != transfer.first_token:
+        raise refused("goes on with another token than this request does", "foreign_handoff")
+    return transfer
 
 
 def refused(why: str, code: str) -> SluiceError:
