@@ -12,8 +12,8 @@ from services.worker.cache_events import BlocksRemoved, BlocksStored, CacheClear
 class BlockPool:
     """Blocks 0 … total-1. A block is held by sequences, or idle (held by none but reusable), or empty.
 
-    Only blocks that were stored under a hash can be found again; a second block with the same content stays private to
-    its sequence.
+    Only blocks that were stored under a hash can be found again. As in vLLM, blocks with the same content are not made
+    one: each waits for its own eviction, and the content is gone when the last of them is.
 
     Args:
         total: number of blocks.
@@ -25,7 +25,7 @@ class BlockPool:
         self._index = index
         self._references = [0] * total
         self._hash_of: list[int | None] = [None] * total
-        self._by_hash: dict[int, int] = {}
+        self._by_hash: dict[int, dict[int, None]] = {}
         self._empty = list(range(total - 1, -1, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._events: list[KvEvent] = []
@@ -53,10 +53,10 @@ class BlockPool:
         """The cached blocks of the longest known prefix, at most `limit` of them."""
         found: list[int] = []
         for index in range(min(limit, len(hashes))):
-            block = self._by_hash.get(hashes[index])
-            if block is None:
+            copies = self._by_hash.get(hashes[index])
+            if not copies:
                 break
-            found.append(block)
+            found.append(next(iter(copies)))
         return found
 
     def can_hold(self, prefix: Sequence[int], fresh: int) -> bool:
@@ -89,10 +89,13 @@ class BlockPool:
 
     def store(self, block: int, block_hash: int) -> None:
         """The block is full and computed: it can be found under its hash from now on."""
-        if not self._index or block_hash in self._by_hash or self._hash_of[block] is not None:
+        if not self._index or self._hash_of[block] is not None:
             return
-        self._by_hash[block_hash] = block
+        copies = self._by_hash.setdefault(block_hash, {})
+        copies[block] = None
         self._hash_of[block] = block_hash
+        if len(copies) > 1:
+            return
         last = self._events[-1] if self._events else None
         if isinstance(last, BlocksStored):
             last.hashes.append(block_hash)
@@ -114,8 +117,9 @@ class BlockPool:
 
     def clear(self) -> None:
         """Forgets every reusable prefix; sequences keep the blocks they hold."""
-        for block in self._by_hash.values():
-            self._hash_of[block] = None
+        for copies in self._by_hash.values():
+            for block in copies:
+                self._hash_of[block] = None
         self._by_hash.clear()
         self._empty.extend(self._idle)
         self._idle.clear()
@@ -130,6 +134,10 @@ class BlockPool:
         block_hash = self._hash_of[block]
         assert block_hash is not None
         self._hash_of[block] = None
+        copies = self._by_hash[block_hash]
+        del copies[block]
+        if copies:
+            return
         del self._by_hash[block_hash]
         last = self._events[-1] if self._events else None
         if isinstance(last, BlocksRemoved):
