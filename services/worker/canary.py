@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Sequence
 
 from services.common.errors import ErrorKind, SluiceError
-from services.worker.capabilities import Capability
+from services.worker.capabilities import SAMPLING, Capability
 from services.worker.control import ASLEEP
 from services.worker.engine import EngineConfig, GenerateContext, Sink
 from services.worker.generation import (
@@ -101,6 +101,9 @@ class Canary:
         engine = self._worker.engine
         try:
             async with asyncio.timeout(self._timeout_s):
+                if _only_embeds(self._worker.config):
+                    await engine.embed([request.token_ids], 0)
+                    return ""
                 engine.submit(request, context, probe)
                 await probe.done.wait()
         except TimeoutError:
@@ -141,6 +144,11 @@ class _Probe(Sink):
         elif reason in (FinishReason.ERROR, FinishReason.CANCELLED) or not self._tokens:
             self.problem = f"a tiny generation ended as {reason.name.lower()} with {self._tokens} tokens"
         self.done.set()
+
+
+def _only_embeds(config: EngineConfig) -> bool:
+    """Whether the engine computes vectors and has no way to choose a token."""
+    return Capability.EMBEDDINGS in config.capabilities and not SAMPLING & config.capabilities
 
 
 def _tiny(config: EngineConfig, number: int) -> GenerateRequest | None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from array import array
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from services.common.errors import ErrorKind, SluiceError
 from services.worker.canary import UNHEALTHY, Canary
 from services.worker.delivery import StreamDelivery
+from services.worker.engine import Embedded, EngineConfig
 from services.worker.engines.mock import MockEngine
 from services.worker.generation import FinishReason, Role
 from services.worker.settings import WorkerSettings
@@ -134,3 +136,25 @@ async def test_an_engine_that_raises_is_unhealthy_not_the_end_of_the_canary() ->
     await worker.start()
     assert not await Canary(worker, 1.0, 1.0, 1).try_once()
     assert worker.phases.name == UNHEALTHY
+
+
+async def test_an_engine_that_only_embeds_is_asked_for_a_vector() -> None:
+    class Embedder(ScriptedEngine):
+        failing = False
+
+        async def start(self, worker_id: str) -> EngineConfig:
+            return replace(CONFIG, capabilities=frozenset({"token_ids", "embeddings"}))
+
+        async def embed(self, inputs: Sequence[array[int]], dimensions: int, lora: str = "") -> Embedded:
+            if self.failing:
+                raise SluiceError(ErrorKind.INTERNAL, "no vector")
+            return Embedded([b"\0" * 4], len(inputs))
+
+    engine = Embedder(hold=True)
+    worker = Worker(engine, "w")
+    await worker.start()
+    canary = Canary(worker, TRY_S, 20.0, 2)
+    assert await canary.try_once()
+    engine.failing = True
+    assert not await canary.try_once()
+    await worker.cleanup()
