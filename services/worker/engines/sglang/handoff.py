@@ -11,6 +11,8 @@ from services.common.errors import SluiceError, invalid
 from services.worker.generation import Disaggregation, GenerateRequest, Role
 
 ROOM_BITS = 63
+NOBODY = "2.2.2.2"
+"""SGLang's own name for a decode side that does not exist: the prefill side ends by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,8 @@ def meeting_of(request: GenerateRequest, role: Role, host: str, port: int) -> Me
     """Where a request's two halves meet; None on a worker that plays both.
 
     A room that the caller names means that it starts both sides at once. Otherwise the prefill side makes one and says
-    so at once, before any token: SGLang's prefill ends only when the decode side has fetched the cache.
+    so at once, before any token: SGLang's prefill ends only when the decode side has fetched the cache. An answer of
+    one token needs no other side.
 
     Args:
         host: of this worker's bootstrap server, where it has one.
@@ -74,7 +77,8 @@ def meeting_of(request: GenerateRequest, role: Role, host: str, port: int) -> Me
             "A decode worker of sglang needs the handoff of a prefill worker, or a bootstrap host, port and room.",
             param="disaggregation",
         )
-    return Meeting(host, port, secrets.randbits(ROOM_BITS - 1) + 1, told=0)
+    room = secrets.randbits(ROOM_BITS - 1) + 1
+    return Meeting(NOBODY, port, room) if request.stop.max_tokens == 1 else Meeting(host, port, room, told=0)
 
 
 def _malformed(what: str) -> SluiceError:

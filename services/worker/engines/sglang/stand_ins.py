@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import logging
 import os
 import sys
 import types
+import warnings
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -27,6 +29,9 @@ def install() -> None:
     stand_in_for_absent(*IMAGE_AND_SOUND)
     if importlib.util.find_spec(KERNELS) is None:
         os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+        # What SGLang says about every model and number format that needs them is of no use to anyone.
+        logging.getLogger("sglang.srt.models.registry").setLevel(logging.ERROR)
+        warnings.filterwarnings("ignore", category=UserWarning, module=r"sglang\.")
         sys.meta_path.append(_KernelFinder())
 
 
