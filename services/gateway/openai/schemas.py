@@ -295,7 +295,7 @@ class ChatCompletionRequest(GenerationFields):
 class CompletionRequest(GenerationFields):
     """POST /v1/completions."""
 
-    prompt: PromptInput = None
+    prompt: PromptInput | None = None
     prompt_embeds: str | None = Field(None, min_length=1, description="base64 of a .npy file, float32 [tokens, width]")
     echo: bool | None = None
     best_of: int | None = Field(None, ge=1)
@@ -306,11 +306,14 @@ class CompletionRequest(GenerationFields):
     @property
     def prompts(self) -> list[str | list[int]]:
         """The prompts one by one; none when embeddings take their place."""
-        return [] if self.prompt is None else one_by_one(self.prompt)
+        return [] if self.prompt is None or self.prompt_embeds is not None else one_by_one(self.prompt)
 
     @model_validator(mode="after")
     def _completion_fits_together(self) -> CompletionRequest:
-        if (self.prompt is None) == (self.prompt_embeds is None):
+        # Clients that insist on a prompt send an empty one beside the embeddings.
+        if (self.prompt is None or (self.prompt == "" and self.prompt_embeds is not None)) == (
+            self.prompt_embeds is None
+        ):
             raise ValueError("prompt or prompt_embeds must be given, and not both")
         if self.suffix and (self.echo or self.prompt is None):
             raise ValueError("suffix needs a prompt, which is not echoed")

@@ -1,0 +1,135 @@
+"""Embedding through workers that can, with another one where a call breaks; requests choose workers by capability."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from types import SimpleNamespace
+from typing import Any, cast
+
+import grpc
+import pytest
+
+from services.common.errors import ErrorKind, SluiceError
+from services.common.packing import pack_u32
+from services.gateway.capabilities import able
+from services.gateway.clients.catalogue import Catalogue, WorkerEntry
+from services.gateway.clients.embed import INPUTS_PER_CALL, EmbedClient, all_or_none
+from services.gateway.clients.worker_link import WorkerLink
+from services.gateway.fleet import Fleet
+from sluice.v1 import common_pb2, worker_pb2
+
+
+class Stub:
+    """Embeds a list of ids as its sum, or fails as told."""
+
+    def __init__(self, *failures: grpc.StatusCode) -> None:
+        self.failures = list(failures)
+        self.asked: list[worker_pb2.EmbedRequest] = []
+
+    async def Embed(self, message: worker_pb2.EmbedRequest, **how: Any) -> worker_pb2.EmbedResponse:
+        assert how["timeout"] > 0
+        self.asked.append(message)
+        await asyncio.sleep(0)
+        if self.failures:
+            empty = grpc.aio.Metadata()
+            raise grpc.aio.AioRpcError(self.failures.pop(0), empty, empty, "broken")
+        sums = [sum(memoryview(one.token_ids).cast("I")) for one in message.inputs]
+        return worker_pb2.EmbedResponse(
+            embeddings=[worker_pb2.Embedding(values=struct.pack("<f", total)) for total in sums],
+            usage=common_pb2.Usage(prompt_tokens=sum(len(one.token_ids) // 4 for one in message.inputs)),
+        )
+
+
+def entry(worker_id: str, *capabilities: str) -> WorkerEntry:
+    return WorkerEntry(worker_id, "127.0.0.1:1", 1, "m", 16, 64, 256, frozenset(capabilities), 0)
+
+
+class Workers:
+    """A catalogue and a fleet of stubs."""
+
+    def __init__(self, stubs: dict[str, Stub], without: tuple[str, ...] = ()) -> None:
+        self.stubs = stubs
+        self.links = {
+            name: SimpleNamespace(worker_id=name, peer=name, live=0, stub=stub) for name, stub in stubs.items()
+        }
+        self.catalogue = Catalogue(cast(Any, None), lambda worker: None, lambda worker_id: None)
+        self.catalogue.synced = True
+        for name in stubs:
+            self.catalogue.workers[name] = entry(name, *([] if name in without else ["embeddings"]))
+        self.client = EmbedClient(self.catalogue, cast(Fleet, self), 5)
+
+    def least_busy(self, worker_ids: list[str]) -> WorkerLink | None:
+        links = [self.links[worker_id] for worker_id in worker_ids]
+        return cast(WorkerLink, min(links, key=lambda link: link.live)) if links else None
+
+    async def embed(self, *inputs: int) -> list[float]:
+        found = await self.client.embed("r", "m", [pack_u32([one]) for one in inputs], 0)
+        assert found.prompt_tokens == len(inputs)
+        return [struct.unpack("<f", vector)[0] for vector in found.vectors]
+
+
+async def test_many_inputs_are_several_calls_in_order() -> None:
+    workers = Workers({"a": Stub(), "b": Stub()})
+    inputs = list(range(3 * INPUTS_PER_CALL + 5))
+    assert await workers.embed(*inputs) == inputs
+    assert sum(len(stub.asked) for stub in workers.stubs.values()) == 4
+    assert all(stub.asked for stub in workers.stubs.values())
+    assert all(link.live == 0 for link in workers.links.values())
+
+
+async def test_only_workers_that_embed_are_asked() -> None:
+    workers = Workers({"a": Stub(), "b": Stub()}, without=("a",))
+    assert await workers.embed(1, 2) == [1, 2]
+    assert not workers.stubs["a"].asked
+
+
+async def test_a_broken_call_is_made_elsewhere() -> None:
+    workers = Workers({"a": Stub(grpc.StatusCode.UNAVAILABLE), "b": Stub()})
+    assert await workers.embed(7) == [7]
+    assert len(workers.stubs["b"].asked) == 1
+
+
+async def test_what_is_wrong_everywhere_is_said_at_once() -> None:
+    workers = Workers({"a": Stub(grpc.StatusCode.INVALID_ARGUMENT), "b": Stub(grpc.StatusCode.INVALID_ARGUMENT)})
+    with pytest.raises(SluiceError) as caught:
+        await workers.embed(7)
+    assert caught.value.kind is ErrorKind.INVALID_ARGUMENT
+    assert sum(len(stub.asked) for stub in workers.stubs.values()) == 1
+
+
+async def test_nobody_left_is_the_last_workers_error() -> None:
+    workers = Workers({"a": Stub(*[grpc.StatusCode.UNAVAILABLE] * 9), "b": Stub(*[grpc.StatusCode.UNAVAILABLE] * 9)})
+    with pytest.raises(SluiceError) as caught:
+        await workers.embed(7)
+    assert caught.value.retryable
+    assert all(len(stub.asked) == 1 for stub in workers.stubs.values())
+
+
+async def test_a_model_that_nobody_embeds_with_names_the_field() -> None:
+    workers = Workers({"a": Stub()}, without=("a",))
+    with pytest.raises(SluiceError) as caught:
+        await workers.embed(7)
+    assert (caught.value.kind, caught.value.param) == (ErrorKind.INVALID_ARGUMENT, "model")
+
+
+async def test_jobs_end_together() -> None:
+    async def broken() -> int:
+        raise SluiceError(ErrorKind.UNAVAILABLE, "Gone.")
+
+    async def fine() -> int:
+        return 1
+
+    assert await all_or_none([fine(), fine()]) == [1, 1]
+    with pytest.raises(SluiceError, match="Gone"):
+        await all_or_none([fine(), broken()])
+
+
+def test_workers_that_can_do_it_all() -> None:
+    both, one, none = entry("both", "logprobs", "guided_json"), entry("one", "logprobs"), entry("none")
+    assert able([both, one, none], ()) == [both, one, none]
+    assert able([both, one, none], [("logprobs", "logprobs")]) == [both, one]
+    assert able([both, one, none], [("logprobs", "logprobs"), ("guided_json", "response_format")]) == [both]
+    with pytest.raises(SluiceError) as caught:
+        able([one, none], [("logprobs", "logprobs"), ("guided_json", "response_format")])
+    assert (caught.value.param, caught.value.code) == ("response_format", "unsupported_parameter")
