@@ -16,7 +16,6 @@ from services.gateway.clients.post_link import PostLink, Sent
 from services.gateway.clients.worker_link import WorkerLink
 from services.gateway.deadlines import Deadline
 from services.gateway.generation import FinishReason, GenerationRequest, Route, Sink, Tokenized
-from sluice.v1 import common_pb2
 
 
 class EngineEnd(NamedTuple):
@@ -141,9 +140,9 @@ class LiveStream:
         return None if seed is None else seed + self.index
 
     @property
-    def trace(self) -> common_pb2.TraceContext | None:
-        """For the services that work on it."""
-        return telemetry.trace_context(self.worker_span or self.span)
+    def current_span(self) -> Span | None:
+        """What the services that work on it now continue."""
+        return self.worker_span or self.span
 
     def end_spans(self, error: SluiceError | None = None) -> None:
         """Everything about it has been said."""

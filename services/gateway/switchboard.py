@@ -108,7 +108,16 @@ class Switchboard:
             self.on_degraded(slot, route.degraded)
         self.texts.open(stream)
         stream.attach(worker, route)
-        worker.start(slot, stream.request_id, request, prompt, stream.seed, max_tokens, route.rank, stream.trace)
+        worker.start(
+            slot,
+            stream.request_id,
+            request,
+            prompt,
+            stream.seed,
+            max_tokens,
+            route.rank,
+            telemetry.trace_context(stream.current_span),
+        )
         return stream
 
     def resume(self, stream: LiveStream, route: Route, worker: WorkerLink) -> None:
@@ -126,7 +135,7 @@ class Switchboard:
             stream.seed,
             stream.max_tokens,
             route.rank,
-            stream.trace,
+            telemetry.trace_context(stream.current_span),
             stream.tokens,
         )
 

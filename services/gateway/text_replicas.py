@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Mapping
 from time import perf_counter
 
+from services.common import telemetry
 from services.common.errors import SluiceError, unavailable
 from services.gateway.clients.post_link import PostLink
 from services.gateway.live_stream import LiveStream
@@ -85,7 +86,7 @@ class TextReplicas:
             stream.request_id,
             stream.request,
             stream.prompt,
-            stream.trace,
+            telemetry.trace_context(stream.current_span),
             stream.tokens if began else None,
             stream.sent if began else None,
         )
