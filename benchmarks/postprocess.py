@@ -1,10 +1,14 @@
 """What a token costs in postprocess: one real process, one session, many streams, CPU as the system counts it.
 
-    python benchmarks/postprocess.py [--streams 256] [--steps 2000] [--stop TEXT ...] [--parser NAME]
+    python benchmarks/postprocess.py [--streams 256] [--steps 2000] [--stop TEXT ...] [--parser NAME] [--processes 1]
+    python benchmarks/postprocess.py --matrix [--vllm-python PYTHON] [--sglang-python PYTHON]
 
 Every message carries one token for every stream, as a worker's engine step does. `--in-flight` messages are under way
 at a time. The client does not look at the text. With --parser the streams say tool calls of that format, one after the
-other, and what a stream costs in memory is told as well.
+other, and what a stream costs in memory is told as well. With --processes there are as many services, each with its own
+client process and its own streams. With --matrix it measures plain text, stop strings and every family of parsers at 1,
+32, 256 and 1,024 streams and prints tables; families of an engine's own parsers need its interpreter, and their
+processes' CPU counts.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import subprocess
 import sys
 import time
 import tracemalloc
+from concurrent.futures import ProcessPoolExecutor
 
 import grpc
 import psutil
@@ -28,7 +33,7 @@ from services.common.models import DEFAULT_NAME, DEFAULT_SOURCE, ModelSpec, reso
 from services.common.packing import pack_u32
 from services.postprocess.library import load
 from services.postprocess.opening import Opener
-from services.postprocess.stream import Limits, StreamOptions
+from services.postprocess.stream import Limits, Stream, StreamOptions
 from sluice.v1 import postprocess_pb2, postprocess_pb2_grpc
 
 TEXT = """The quick brown fox jumps over the lazy dog, while it rains — softly — in München. def main(): return 42
@@ -43,9 +48,17 @@ CALLS = {
     "pythonic": '[get_weather(city="München", text="The quick brown fox jumps over the lazy dog", days=[1, 2])], ',
     "deepseek_v3": f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
     f"{ARGUMENTS}\n```<｜tool▁call▁end｜>\n",
+    "qwen3_coder": "<tool_call>\n<function=get_weather>\n<parameter=city>\nMünchen\n</parameter>\n<parameter=text>\n"
+    "The quick brown fox jumps over the lazy dog, while it rains\n</parameter>\n</function>\n</tool_call>\n",
+    "glm45": "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>München</arg_value>\n"
+    "<arg_key>text</arg_key>\n<arg_value>The quick brown fox jumps over the lazy dog, while it rains</arg_value>\n"
+    "</tool_call>\n",
+    "kimi_k2": f"<|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>{ARGUMENTS}<|tool_call_end|>",
     "harmony": "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
     f"{ARGUMENTS}<|call|><|start|>assistant",
 }
+CALLS["vllm:hermes"] = CALLS["sglang:qwen25"] = CALLS["hermes"]
+STOPS = ["\n\nHuman:", "<|endoftext|>"]
 TOOLS = b'[{"type": "function", "function": {"name": "get_weather"}}]'
 
 
@@ -57,6 +70,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--in-flight", type=int, default=4, help="messages sent ahead of their answers")
     parser.add_argument("--stop", action="append", default=[], help="stop string of every stream, repeatable")
     parser.add_argument("--parser", choices=sorted(CALLS), default="", help="tool parser of every stream")
+    parser.add_argument("--processes", type=int, default=1, help="services at the same time")
+    parser.add_argument("--vllm-python", default="", help="interpreter that has vllm, for vllm:hermes")
+    parser.add_argument("--sglang-python", default="", help="interpreter that has sglang, for sglang:qwen25")
+    parser.add_argument("--tokens", type=int, default=400_000, help="of a cell of plain text with --matrix")
+    parser.add_argument("--matrix", action="store_true", help="measure all of it")
     return parser.parse_args()
 
 
@@ -128,48 +146,108 @@ def tokens_of(parser: str, number: int) -> list[int]:
 def bytes_of_a_stream(parser: str, streams: int = 500, steps: int = 300) -> float:
     """What a stream holds after `steps` tokens whose events were taken, measured in this process."""
     vocabulary = load(ModelSpec(DEFAULT_NAME, DEFAULT_SOURCE))
-    opener, tokens = Opener(Limits()), tokens_of(parser, steps)
+    opener, tokens = Opener(Limits()), tokens_of(parser, steps)[:steps]
     options = StreamOptions(DEFAULT_NAME, tool_parser=parser, tools_json=TOOLS)
     plan = opener.plan(options, vocabulary, "warm")
-    opener.parsed(options, vocabulary, plan).feed(tokens)
+    opener.begin(options, vocabulary, plan).feed(tokens_of(parser, 300))
     tracemalloc.start()
     alive = []
     for number in range(streams):
-        stream = opener.parsed(options, vocabulary, opener.plan(options, vocabulary, f"request-{number}"))
+        stream = opener.begin(options, vocabulary, opener.plan(options, vocabulary, f"request-{number}"))
         stream.feed(tokens)
-        stream.take_events()
+        if not isinstance(stream, Stream):
+            stream.take_events()
         alive.append(stream)
     return tracemalloc.get_traced_memory()[0] / streams
 
 
-async def measure(options: argparse.Namespace, port: int, process: psutil.Process) -> str:
-    """Runs a warm-up and the measured round against a service; the figures in one line."""
+def cpu_of(service: psutil.Process) -> float:
+    """CPU seconds of a service and of the processes of its parsers."""
+    times = [process.cpu_times() for process in (service, *service.children(recursive=True))]
+    return sum(time.user + time.system for time in times)
+
+
+async def measure(options: argparse.Namespace, port: int, process: psutil.Process) -> dict[str, float]:
+    """Runs a warm-up and the measured round against a service."""
     async with open_channel(f"127.0.0.1:{port}") as channel:
         await until_serving(channel)
         await carry(channel, options, 100)
-        before, started = process.cpu_times(), time.perf_counter()
+        before, started = cpu_of(process), time.perf_counter()
         received = await carry(channel, options, options.steps)
-        wall, after = time.perf_counter() - started, process.cpu_times()
-    cpu = after.user + after.system - before.user - before.system
+        wall, cpu = time.perf_counter() - started, cpu_of(process) - before
     tokens = options.streams * options.steps
-    return (
-        f"{tokens} tokens, {received} code points: {tokens / wall:,.0f} tokens/s, "
-        f"{cpu / tokens * 1e6:.2f} µs CPU a token, {cpu / options.steps * 1e6:.0f} µs a message, "
-        f"{process.memory_info().rss >> 20} MiB resident"
-    )
+    assert received
+    return {"tokens_s": tokens / wall, "cpu_us": cpu / tokens * 1e6, "resident_mib": process.memory_info().rss / 2**20}
+
+
+def flags_of(options: argparse.Namespace) -> list[str]:
+    """What the service needs for the parser."""
+    engine = options.parser.partition(":")[0] if ":" in options.parser else ""
+    if not engine:
+        return []
+    return ["--native-parsers", engine, f"--{engine}-python", getattr(options, f"{engine}_python")]
+
+
+def run_one(options: argparse.Namespace) -> dict[str, float]:
+    """Starts a service, measures it and stops it."""
+    port = free_port()
+    command = [sys.executable, "-m", "services.postprocess", "--listen", f"127.0.0.1:{port}", "--log-level", "warning"]
+    with subprocess.Popen([*command, *flags_of(options)], stderr=subprocess.DEVNULL) as service:
+        try:
+            return uvloop.run(measure(options, port, psutil.Process(service.pid)))
+        finally:
+            service.terminate()
+
+
+def run(options: argparse.Namespace) -> dict[str, float]:
+    """The same for several services at once: tokens a second together, CPU a token on average."""
+    if options.processes == 1:
+        return run_one(options)
+    with ProcessPoolExecutor(options.processes) as pool:
+        found = list(pool.map(run_one, [options] * options.processes))
+    mean = {name: sum(one[name] for one in found) / len(found) for name in found[0]}
+    return {**mean, "tokens_s": mean["tokens_s"] * len(found)}
+
+
+def matrix(options: argparse.Namespace) -> None:
+    """Prints the tables of the README."""
+    engines = [name for name in CALLS if ":" in name and getattr(options, f"{name.partition(':')[0]}_python")]
+    families = ["", *[name for name in CALLS if name and ":" not in name], *engines]
+    print("| what | streams | CPU µs a token | tokens/s |\n| --- | --- | --- | --- |")
+    for parser, stop in [("", []), ("", STOPS), *((family, []) for family in families if family)]:
+        for streams in (1, 32, 256, 1024):
+            # Fewer messages with more streams: each cell is a few seconds.
+            steps = min(2_000, max(40, options.tokens // (4 if parser else 1) // streams))
+            one = argparse.Namespace(
+                **{**vars(options), "parser": parser, "stop": stop, "streams": streams, "steps": steps}
+            )
+            figures = run_one(one)
+            name = f"`{parser}`" if parser else "stop strings" if stop else "plain text"
+            print(f"| {name} | {streams:,} | {figures['cpu_us']:.2f} | {figures['tokens_s']:,.0f} |", flush=True)
+    print("\n| processes | tokens/s together |\n| --- | --- |")
+    for processes in (1, 2, 4):
+        one = argparse.Namespace(
+            **{**vars(options), "parser": "", "streams": 256, "steps": 1_000, "processes": processes}
+        )
+        print(f"| {processes} | {run(one)['tokens_s']:,.0f} |", flush=True)
+    print("\n| stream | kB idle | kB after 300 tokens |\n| --- | --- | --- |")
+    for parser in ("", "hermes", "qwen3_coder", "harmony"):
+        idle, active = bytes_of_a_stream(parser, steps=0), bytes_of_a_stream(parser)
+        print(f"| {parser or 'plain'} | {idle / 1000:.1f} | {active / 1000:.1f} |", flush=True)
 
 
 def main() -> None:
-    """Starts the service, measures it and stops it."""
-    options, port = arguments(), free_port()
-    command = [sys.executable, "-m", "services.postprocess", "--listen", f"127.0.0.1:{port}", "--log-level", "warning"]
-    with subprocess.Popen(command) as service:
-        try:
-            figures = uvloop.run(measure(options, port, psutil.Process(service.pid)))
-            more = f", {bytes_of_a_stream(options.parser) / 1000:.1f} kB a stream" if options.parser else ""
-            print(figures + more)
-        finally:
-            service.terminate()
+    """Measures what the command line asks for."""
+    options = arguments()
+    if options.matrix:
+        matrix(options)
+        return
+    figures = run(options)
+    more = f", {bytes_of_a_stream(options.parser) / 1000:.1f} kB a stream" if ":" not in options.parser else ""
+    print(
+        f"{figures['tokens_s']:,.0f} tokens/s, {figures['cpu_us']:.2f} µs CPU a token, "
+        f"{figures['resident_mib']:.0f} MiB resident{more}"
+    )
 
 
 if __name__ == "__main__":

@@ -192,6 +192,7 @@ async def test_only_the_stream_that_makes_it_loop_or_raise_loses_its_parser(both
     name = {"vllm": "hermes", "sglang": "qwen25"}[both.engine]
     options = both.options(name, "", True)
     ids = both.tokenizer.encode("some text", add_special_tokens=False).ids
+    await both.opener.prepare(both.opener.plan(options, both.vocabulary, "r"))
     good = both.opener.begin(options, both.vocabulary, both.opener.plan(options, both.vocabulary, "good"))
     bad = both.opener.begin(options, both.vocabulary, both.opener.plan(options, both.vocabulary, "bad"))
     assert isinstance(good, RemoteStream)

@@ -284,6 +284,46 @@ async def test_a_drained_service_lets_streams_finish_and_ends_idle_sessions(serv
     await asyncio.wait_for(service.serving, WAIT_S)
 
 
+async def test_a_stream_moves_from_a_replica_that_leaves_to_another_one(service: Service) -> None:
+    ids = byte_level().encode("one <tool_call>" + '{"name": "f", "arguments": {"a": "long text"}}</tool_call> two')
+    first, second = service.stub.Session(), service.stub.Session()
+    opens = opening(1, tool_parser="hermes", tools_json=b'[{"function": {"name": "f"}}]', token_texts=True)
+    opens.request_id = "r"
+    at = len(ids) // 2
+    await first.write(Request(opens=[opens], tokens=columns([(1, ids[:at])])))
+    got = await asyncio.wait_for(first.read(), WAIT_S)
+    calls = [call for event in got.events for call in event.tool_calls]
+    sent = "".join(call.arguments for call in calls)
+    told = sum(len(unpack_u32(event.tokens.lengths)) for event in got.events)
+    assert told == at
+    opens.resume.token_ids = pack_u32(ids[:at])
+    opens.resume.text_sent = sum(len(event.text) for event in got.events)
+    opens.resume.tokens_sent = told
+    opens.resume.calls.add(index=0, arguments_sent=len(sent))
+    end = postprocess_pb2.EndStream(slot=1, finish_reason=common_pb2.FINISH_REASON_STOP)
+    await second.write(Request(opens=[opens], tokens=columns([(1, ids[at:])]), ends=[end]))
+    rest = await asyncio.wait_for(second.read(), WAIT_S)
+    more = [call for event in rest.events for call in event.tool_calls]
+    assert [call.id for call in more if call.id] == [], "the call has begun"
+    assert sent + "".join(call.arguments for call in more) == '{"a": "long text"}'
+    assert "".join(event.text for event in [*got.events, *rest.events]) == "one two"
+    pieces = b"".join(event.tokens.pieces for event in [*got.events, *rest.events])
+    assert pieces.decode() == byte_level().decode(ids, False)
+    assert rest.events[-1].finish_reason == common_pb2.FINISH_REASON_TOOL_CALLS
+
+
+async def test_single_tokens_are_looked_up(service: Service) -> None:
+    ids = byte_level().encode("é😀 x")
+    request = postprocess_pb2.TokenPiecesRequest(model=opening(0).options.model, token_ids=pack_u32(ids))
+    answer = await service.stub.TokenPieces(request, timeout=WAIT_S)
+    assert len(unpack_u32(answer.lengths)) == len(ids)
+    assert answer.pieces.decode() == "é😀 x"
+    request.token_ids = pack_u32([1 << 30])
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await service.stub.TokenPieces(request, timeout=WAIT_S)
+    assert from_rpc_error(caught.value, "postprocess").code == "token_unknown"
+
+
 async def test_a_model_loads_on_first_use_without_preload(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async for running in started(model, monkeypatch, "--no-preload"):
         await running.ready()

@@ -19,7 +19,7 @@ from services.common.errors import ErrorKind, SluiceError, unavailable
 from services.postprocess.parsers.contract import ParserContext
 from services.postprocess.parsers.engines import ENGINES, bare, nearest
 from services.postprocess.parsers.engines.adapter import Facts
-from services.postprocess.parsers.host import START_TIMEOUT_S, ParserHost
+from services.postprocess.parsers.host import DIED, START_TIMEOUT_S, TOO_SLOW, ParserHost
 from services.postprocess.parsers.registry import ParserNames
 from services.postprocess.parsers.remote import RemoteStream
 from services.postprocess.stream import Stream
@@ -141,8 +141,13 @@ class EngineHost(ParserHost):
         pairs = [Pair(*fields) for _, *fields in operations]
         try:
             answers = await self._ask(operations, LOAD_TIMEOUT_S)
-        except (TimeoutError, EOFError, ConnectionError, ValueError):
-            answers = [{"error": "the process that loads them ends or hangs"} for _ in pairs]
+        except (TimeoutError, EOFError, ConnectionError, ValueError) as error:
+            for pair in pairs:
+                waiting = self._to_load.pop(pair)
+                if not waiting.done():
+                    waiting.set_exception(unavailable(f"The parsers of {self.name} cannot be loaded now."))
+                    waiting.exception()  # seen here, in case nobody waits any more
+            return TOO_SLOW if isinstance(error, TimeoutError) else DIED
         for pair, answer in zip(pairs, answers, strict=True):
             self._learn(pair, answer)
         return ""
