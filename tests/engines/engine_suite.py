@@ -570,7 +570,8 @@ def _python_path(engine: EngineUnderTest) -> str:
 async def _read_log(process: asyncio.subprocess.Process, log: list[str], ready: asyncio.Future[str]) -> None:
     assert process.stderr is not None
     address = ""
-    while line := (await process.stderr.readline()).decode(errors="replace").rstrip():
+    while raw := await process.stderr.readline():  # empty lines are lines, too: progress bars write them
+        line = raw.decode(errors="replace").rstrip()
         log.append(line)
         del log[:-500]
         if "gRPC server listens" in line:
