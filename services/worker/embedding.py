@@ -41,8 +41,9 @@ async def _embed(worker: Worker, model: str, inputs: Sequence[array[int]], dimen
     validate_embedding(model, lora, inputs, dimensions, config)
     adapter = lora or (model if model in config.adapters else "")
     try:
-        async with asyncio.timeout(EMBED_S):
-            embedded = await worker.engine.embed(inputs, dimensions, adapter)
+        with worker.busy():
+            async with asyncio.timeout(EMBED_S):
+                embedded = await worker.engine.embed(inputs, dimensions, adapter)
     except TimeoutError as error:
         raise SluiceError(ErrorKind.RESPONSE_TIMEOUT, "The engine did not embed the inputs in time.") from error
     except SluiceError:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 from services.common.errors import ErrorKind, SluiceError, internal, invalid, overloaded
@@ -71,6 +72,7 @@ class Worker:
         )
         self._suspended: dict[str, SluiceError] = {}
         self._live: dict[str, Delivery] = {}
+        self._calls = 0
         self._idle = asyncio.Event()
         self._idle.set()
         self.metrics = WorkerMetrics(self.load)
@@ -165,9 +167,27 @@ class Worker:
         self._config = config
         self.on_card()
 
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """A call that is no generation counts as a live request: for the limit, and for the drain.
+
+        Raises:
+            SluiceError: requests are not welcome, or there are too many.
+        """
+        self.check_open()
+        self._check_room()
+        self._calls += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._calls -= 1
+            self._note_idle()
+
     def _check_room(self) -> None:
-        if self._max_live and len(self._live) >= self._max_live:
-            raise overloaded(f"{len(self._live)} requests are alive on this worker, and it takes no more.")
+        alive = len(self._live) + self._calls
+        if self._max_live and alive >= self._max_live:
+            raise overloaded(f"{alive} requests are alive on this worker, and it takes no more.")
 
     def _give_to_engine(self, request: GenerateRequest, delivery: Delivery, trace: Mapping[str, str]) -> None:
         request, handed_over_by = opened(request)
@@ -276,7 +296,10 @@ class Worker:
 
     def _forget(self, request_id: str) -> None:
         self._live.pop(request_id, None)
-        if not self._live:
+        self._note_idle()
+
+    def _note_idle(self) -> None:
+        if not self._live and not self._calls:
             self._idle.set()
 
 

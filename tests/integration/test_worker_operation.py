@@ -316,6 +316,38 @@ async def test_five_hundred_random_cancels_leave_nothing_behind(folder: Path) ->
         await caller.close()
 
 
+async def test_a_stop_under_load_finishes_what_runs_and_sends_the_rest_elsewhere(folder: Path) -> None:
+    async with hosted(folder, speedup=1.0, grace_s=0.3, drain_s=120.0) as host, stub_of(host) as stub:
+        caller, long = Caller(stub), 99
+        lengths = {slot: 20 + slot for slot in range(64)}
+        await caller.send(
+            {slot: generation(f"r{slot}", max_tokens=tokens, ignore_eos=True) for slot, tokens in lengths.items()}
+        )
+        await caller.send({long: generation("long", ignore_eos=True)})  # keeps the drain open for as long as it takes
+        await caller.began(0, long)
+        stopping = asyncio.create_task(host.shut_down())
+        await until(lambda: host.worker.draining)
+        assert not await serving(host)
+        await caller.send({100: generation("late", max_tokens=3, ignore_eos=True)})  # routed before the news spread
+        await caller.ended(100)
+        assert len(caller.token_ids[100]) == 3
+        slot = 200
+        while slot not in caller.terminals or not caller.terminals[slot].HasField("error"):
+            slot += 1
+            await caller.send({slot: generation(f"new-{slot}", max_tokens=1, ignore_eos=True)})
+            await caller.ended(slot)
+        assert caller.terminals[slot].error.kind == ErrorKind.ENGINE_SHUTDOWN
+        assert caller.terminals[slot].error.retryable
+        await caller.ended(*lengths)
+        await caller.send(cancels=[long])
+        await caller.ended(long)
+        await stopping
+        for slot, tokens in lengths.items():
+            assert caller.terminals[slot].finish_reason == common_pb2.FINISH_REASON_LENGTH
+            assert len(caller.token_ids[slot]) == tokens
+        await caller.close()
+
+
 async def test_a_session_ends_in_order_when_the_worker_does(folder: Path) -> None:
     async with hosted(folder) as host, stub_of(host) as stub:
         call = stub.Session()

@@ -10,10 +10,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.common.channels import open_channel
+from services.worker.engines.mock.faults import CRASH_CODE
 from sluice.v1 import worker_pb2_grpc
 from tests.support.tiny_models import build_tiny_model
 from tests.support.workers import Caller, generation
@@ -117,3 +119,53 @@ async def test_what_is_wrong_is_one_sentence(arguments: tuple[str, ...], code: i
     assert ended == code
     assert said in errors
     assert "Traceback" not in errors
+
+
+async def test_an_injected_crash_is_like_kill_minus_nine(folder: Path) -> None:
+    flags = ("--listen", "127.0.0.1:0", "--model", f"tiny={folder}", "--speedup", "100", "--fault", "crash=3")
+    async with process(*flags) as child:
+        line = await line_with(child, "gRPC server listens")
+        await line_with(child, "engine is ready")
+        channel = open_channel(f"127.0.0.1:{line.split('address=127.0.0.1:')[1].split()[0]}")
+        try:
+            call = worker_pb2_grpc.WorkerStub(channel).Generate(generation("doomed", ignore_eos=True))
+            with pytest.raises(grpc.aio.AioRpcError):
+                async for _ in call:
+                    pass
+        finally:
+            await channel.close()
+        code, _, errors = await output(child)
+    assert code == CRASH_CODE
+    assert "Traceback" not in errors
+
+
+async def test_a_second_signal_ends_at_once(folder: Path) -> None:
+    flags = ("--listen", "127.0.0.1:0", "--model", f"tiny={folder}", "--fault", "hang", "--drain-s", "600")
+    async with process(*flags) as child:
+        line = await line_with(child, "gRPC server listens")
+        await line_with(child, "engine is ready")
+        channel = open_channel(f"127.0.0.1:{line.split('address=127.0.0.1:')[1].split()[0]}")
+        try:
+            caller = Caller(worker_pb2_grpc.WorkerStub(channel))
+            await caller.send({1: generation("stuck"), 2: generation("")})
+            await caller.ended(2)  # so the first one is there as well
+            child.send_signal(signal.SIGTERM)
+            await line_with(child, "stopping")
+            child.send_signal(signal.SIGTERM)
+            code, _, _ = await output(child)
+            await caller.close()
+        finally:
+            await channel.close()
+    assert code == 130
+
+
+async def test_sluice_worker_is_the_same_process(folder: Path) -> None:
+    child = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "sluice.cli.main", "worker", "--engine", "mock", "--listen", "127.0.0.1:0"),
+        *("--model", f"tiny={folder}", "--", "--no-such-flag"),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    code, _, errors = await output(child)
+    assert code == 1
+    assert "no options of its own" in errors

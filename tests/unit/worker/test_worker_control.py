@@ -155,6 +155,33 @@ async def test_embeddings_follow_their_inputs(folder: Path) -> None:
         assert adapted == await embed(worker, "tiny", inputs, 4, "polite")
 
 
+async def test_a_drain_waits_for_embeddings_and_the_limit_counts_them() -> None:
+    class Slow(ScriptedEngine):
+        async def start(self, worker_id: str) -> EngineConfig:
+            return replace(CONFIG, capabilities=frozenset({"embeddings"}))
+
+        async def embed(self, inputs: Sequence[array[int]], dimensions: int, lora: str = "") -> Embedded:
+            await self.release.wait()
+            return Embedded([bytes(4)], 1)
+
+    engine = Slow()
+    worker = Worker(engine, "w", max_live=1)
+    await worker.start()
+    inputs = [array("I", [1])]
+    first = asyncio.create_task(embed(worker, "tiny", inputs, 0, ""))
+    await asyncio.sleep(0)
+    with pytest.raises(SluiceError) as refusal:
+        await embed(worker, "tiny", inputs, 0, "")
+    assert refusal.value.kind is ErrorKind.OVERLOADED
+    draining = asyncio.create_task(worker.drain(20))
+    await asyncio.sleep(0.01)
+    assert not draining.done()
+    engine.release.set()
+    assert (await first).prompt_tokens == 1
+    async with asyncio.timeout(5):
+        await draining
+
+
 @pytest.mark.parametrize("vectors", [[], [b""], [b"abc"], [bytes(4), bytes(4)]])
 async def test_an_engine_that_embeds_wrongly_is_found_out(vectors: Sequence[bytes]) -> None:
     class Wrong(ScriptedEngine):
