@@ -96,6 +96,19 @@ def test_a_body_over_the_limit(http: httpx.Client) -> None:
     check(http.post("/v1/chat/completions", content=chunks()), 413, None, "request_too_large")
 
 
+@pytest.mark.parametrize(
+    "field", ["messages", "tools", "chat_template_kwargs", "documents", "vllm_xargs", "response_format"]
+)
+def test_bodies_nested_deep(http: httpx.Client, field: str) -> None:
+    deep: Any = "x"
+    for _ in range(400):
+        deep = {"x": [deep]}
+    value = [deep] if field in ("messages", "tools", "documents") else {"type": "structural_tag", "x": deep}
+    response = post(http, **{"messages": USER, field: value})
+    assert response.status_code == 400, response.text
+    assert "nested" in check(response, 400, None)
+
+
 def test_n_over_the_limit(http: httpx.Client) -> None:
     check(post(http, messages=USER, n=1000), 400, "n")
 

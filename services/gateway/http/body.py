@@ -11,6 +11,8 @@ from starlette.requests import ClientDisconnect, Request
 
 from services.common.errors import ErrorKind, SluiceError, invalid
 
+MAX_DEPTH = 200
+
 
 async def read_json(request: Request, limit: int, timeout_s: float) -> dict[str, Any]:
     """The body as a JSON object.
@@ -33,9 +35,20 @@ async def read_json(request: Request, limit: int, timeout_s: float) -> dict[str,
         parsed = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise invalid(f"The request body is not valid JSON: {error.msg} at character {error.pos}.") from None
+    if body.count(b"[") + body.count(b"{") > MAX_DEPTH and not _can_be_written(parsed):
+        raise invalid("The request body is nested too deep.")
     if not isinstance(parsed, dict):
         raise invalid("The request body must be a JSON object.")
     return parsed
+
+
+def _can_be_written(parsed: Any) -> bool:
+    """Parts of the body are passed on as JSON, and what can be read may be too deep for that."""
+    try:
+        orjson.dumps(parsed)
+    except orjson.JSONEncodeError:
+        return False
+    return True
 
 
 async def _read(request: Request, limit: int) -> bytes:

@@ -12,22 +12,29 @@ from typing import Any
 import orjson
 
 from services.gateway.generation import Guided
+from services.gateway.openai.json_schema import check_schema
 
 CALL_PARSER = "llama3_json"
 """Postprocess' name for the parser of such an object."""
 
 
 def forced_call(tools: list[dict[str, Any]], tool_choice: Any) -> Guided | None:
-    """The schema of a demanded call; None when none is demanded, or when the tools' schemas cannot live in one."""
+    """The schema of a demanded call; None when none is demanded, or when the tools' schemas cannot live in one.
+
+    Raises:
+        SluiceError: INVALID_ARGUMENT naming the tool whose parameters are no schema.
+    """
     if tool_choice in (None, "none", "auto"):
         return None
-    functions = [tool["function"] for tool in tools]
-    if tool_choice != "required":
-        functions = [function for function in functions if function.get("name") == tool_choice["function"]["name"]]
     definitions: dict[str, Any] = {}
     calls = []
-    for function in functions:
-        parameters = dict(function.get("parameters") or {"type": "object", "properties": {}})
+    for index, tool in enumerate(tools):
+        function = tool["function"]
+        if tool_choice != "required" and function.get("name") != tool_choice["function"]["name"]:
+            continue
+        parameters = function.get("parameters") or {"type": "object", "properties": {}}
+        check_schema(parameters, f"tools[{index}].function.parameters")
+        parameters = dict(parameters)
         for name, definition in (parameters.pop("$defs", None) or {}).items():
             if definitions.setdefault(name, definition) != definition:
                 return None

@@ -279,3 +279,10 @@ def test_a_constraint_and_a_demanded_call_exclude_each_other() -> None:
     with pytest.raises(SluiceError) as caught:
         chat(forces=True, tools=[tool("f")], tool_choice="required", response_format={"type": "json_object"})
     assert caught.value.param == "response_format"
+
+
+@pytest.mark.parametrize("parameters", [5, [1], "x", {"$defs": 1}, {"type": "str"}, {"$defs": {"a": {"items": 3}}}])
+def test_parameters_of_a_demanded_call_that_are_no_schema(parameters: Any) -> None:
+    with pytest.raises(SluiceError) as caught:
+        chat(forces=True, tools=[tool("g"), tool("f", parameters)], tool_choice="required")
+    assert caught.value.param == "tools[1].function.parameters"
