@@ -72,7 +72,7 @@ def test_an_option_needs_its_capability(capability: Capability, param: str, fiel
 def test_every_capability_a_request_can_ask_for_is_tried_above() -> None:
     # The others are asked for by other calls, or by nobody.
     elsewhere = {"token_ids", "embeddings", "kv_events", "prefill", "decode", "local_prefill", "lora_loading", "sleep"}
-    elsewhere |= {"clear_cache", "profile", "inject_fault", "data_parallel_rank"}
+    elsewhere |= {"clear_cache", "profile", "inject_fault", "data_parallel_rank", "resume", "resume_guided"}
     assert {capability.value for capability, _, _ in USES} | elsewhere == {one.value for one in Capability}
 
 
