@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,15 @@ def test_an_adapter_needs_a_folder(folders: ServableFolders) -> None:
     silent = Listener(lambda step: None, lambda: None, lambda phase: None)
     with pytest.raises(SluiceError, match="NAME=FOLDER"):
         start_engine(settings(folders, adapters=["x"]), Options(), silent)
+
+
+def test_without_torch_the_extra_is_named(folders: ServableFolders, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    phases: list[str] = []
+    listener = Listener(lambda step: None, lambda: None, phases.append)
+    with pytest.raises(SluiceError, match=r"needs torch; .*sluice\[transformers\]"):
+        start_engine(settings(folders), Options(), listener)
+    assert phases == ["reading the model's files", "importing torch and transformers"]
 
 
 async def test_an_engine_that_never_started_has_no_load_and_cleans_up_twice(folders: ServableFolders) -> None:

@@ -20,51 +20,12 @@ from transformers.generation.continuous_batching.requests import RequestStatus
 
 from services.worker.engines.transformers.ledger import BlockNames, forget_names, watched
 from services.worker.engines.transformers.lora import Adapters
-from services.worker.engines.transformers.sampler import Chooser, choose
+from services.worker.engines.transformers.sampler import choose
+from services.worker.engines.transformers.seat import Failures, Seat
 from services.worker.engines.transformers.sizing import Plan
 from services.worker.engines.transformers.step import CacheNews, Gauges, Listener, Row, Step
-from services.worker.generation import PositionLogprobs
 
 SMOOTHING = 0.1
-
-
-class Seat:
-    """One request as the step thread knows it.
-
-    Args:
-        chooser: picks its tokens.
-        seed: of its block hashes.
-        adapter: name of its LoRA adapter; empty: none.
-        priority: lower ones leave the waiting line first.
-    """
-
-    def __init__(self, chooser: Chooser, seed: int, adapter: str, priority: int) -> None:
-        self.chooser = chooser
-        self.seed = seed
-        self.adapter = adapter
-        self.priority = priority
-        self.cached = 0
-        self.began = False
-        self.token_id = 0
-        self.logprobs: PositionLogprobs | None = None
-
-
-class _Failures:
-    """Stands for the library's output router: tokens go another way, failures come from here."""
-
-    def __init__(self) -> None:
-        self.failed: list[tuple[str, str]] = []
-
-    def deliver(self, output: Any) -> None:
-        if output.error:
-            self.failed.append((output.request_id, str(output.error)))
-
-    def deliver_batch(self, outputs: Sequence[Any]) -> None:
-        for output in outputs:
-            self.deliver(output)
-
-    def fail_and_deliver(self, state: Any, error: Exception) -> None:
-        self.failed.append((state.request_id, str(error)))
 
 
 class Batcher(ContinuousBatchingManager):  # type: ignore[misc]
@@ -103,7 +64,7 @@ class Batcher(ContinuousBatchingManager):  # type: ignore[misc]
         self._listener = listener
         self._news = CacheNews()
         self._names = BlockNames()
-        self._failures = _Failures()
+        self._failures = Failures()
         self._step_began = 0.0
 
     @property

@@ -14,7 +14,7 @@ POOLINGS = ("", "last", "mean", "cls")
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """See `docs/engine-transformers.md`.
+    """See `docs/engines-transformers.md`.
 
     Attributes:
         device: as torch names it; "auto" takes the first GPU, else the CPU.

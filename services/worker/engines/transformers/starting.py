@@ -50,8 +50,8 @@ class Started:
         limit: int,
     ) -> bool:
         """Queues a request under a key; False when the engine has stopped."""
-        from services.worker.engines.transformers.batching import Seat
         from services.worker.engines.transformers.sampler import Chooser
+        from services.worker.engines.transformers.seat import Seat
 
         token_ids = request.token_ids.tolist()
         chooser = Chooser(plan, History(token_ids, request.resumed_tokens), constraint, self.model.device)
