@@ -102,15 +102,17 @@ async def until_serving(channel: grpc.aio.Channel) -> None:
 
 async def carry(channel: grpc.aio.Channel, options: argparse.Namespace, steps: int) -> int:
     """Sends `steps` messages with a token for each stream; returns the code points that came back."""
-    streams = options.streams + bool(options.parser)
+    holds_back = bool(options.parser or options.stop)
+    streams = options.streams + holds_back
     ids = tokens_of(options.parser, steps + streams)
     slots, counts = pack_u32(range(streams)), pack_u32([1] * streams)
     call = postprocess_pb2_grpc.PostprocessStub(channel).Session()
-    plain = postprocess_pb2.StreamOptions(model=DEFAULT_NAME, stop=options.stop)
-    wanted = postprocess_pb2.StreamOptions(tool_parser=options.parser, tools_json=TOOLS if options.parser else b"")
-    wanted.MergeFrom(plain)
+    plain = postprocess_pb2.StreamOptions(model=DEFAULT_NAME)
+    wanted = postprocess_pb2.StreamOptions(
+        model=DEFAULT_NAME, stop=options.stop, tool_parser=options.parser, tools_json=TOOLS if options.parser else b""
+    )
     opens = [postprocess_pb2.OpenStream(slot=slot, options=wanted) for slot in range(options.streams)]
-    if options.parser:  # one that has an answer to every message, whatever the parsers hold back
+    if holds_back:  # one that has an answer to every message, whatever the others hold back
         opens.append(postprocess_pb2.OpenStream(slot=options.streams, options=plain))
     await call.write(postprocess_pb2.PostSessionRequest(opens=opens))
     credits = asyncio.Semaphore(options.in_flight)

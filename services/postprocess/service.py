@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 
 from services.common import telemetry
-from services.common.errors import ErrorKind, SluiceError, internal
+from services.common.errors import ErrorKind, SluiceError, internal, invalid
 from services.common.grpc_errors import abort, answer, to_detail
 from services.common.learning import Learning
 from services.common.packing import pack_u32, unpack_u32
@@ -142,6 +142,9 @@ class PostprocessService(postprocess_pb2_grpc.PostprocessServicer):
 
     async def _parse(self, request: postprocess_pb2.ParseRequest) -> postprocess_pb2.ParseResponse:
         options = to_options(request.options)
+        if options.token_texts:
+            said = "Parse does not tell what tokens stand for; ask TokenPieces, or use a session."
+            raise invalid(said, param="token_texts")
         tokens = unpack_u32(request.token_ids)
         if len(tokens) > self._limits.max_message_tokens:
             raise SluiceError(ErrorKind.TOO_LARGE, f"{len(tokens)} tokens are too many.", param="token_ids")

@@ -72,7 +72,7 @@ class StreamOptions(_message.Message):
     """a grammar constrains the output: no tool calls in it, and no reasoning unless the"""
     token_texts: _builtins.bool
     """model thinks first
-    tell what each token stands for, in StreamEvent.tokens; for logprobs
+    tell what each token stands for, in StreamEvent.tokens; for logprobs; not with Parse
     """
     chat_template_kwargs_json: _builtins.bytes
     """JSON object the caller gave the chat template, such as enable_thinking; the"""

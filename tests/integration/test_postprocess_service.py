@@ -247,6 +247,10 @@ async def test_parse_is_the_same_at_once(service: Service) -> None:
             ErrorKind.INVALID_ARGUMENT,
         ),
         (
+            postprocess_pb2.ParseRequest(options=opening(0, token_texts=True).options),
+            ErrorKind.INVALID_ARGUMENT,
+        ),
+        (
             postprocess_pb2.ParseRequest(options=opening(0, reasoning_parser="nonsense").options),
             ErrorKind.INVALID_ARGUMENT,
         ),
