@@ -8,7 +8,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from services.common import telemetry
 from services.common.errors import ErrorKind, SluiceError
 from services.gateway import fleet
 from services.gateway.clients import link
@@ -266,3 +270,23 @@ async def test_worker_and_replica_are_lost_together(folder: Path) -> None:
             if victim is not None:
                 await victim.start()
         await stage.quiet()
+
+
+async def test_a_move_shows_in_the_trace(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(telemetry, "_tracer", provider.get_tracer("test"))
+    async with staged(folder) as stage:
+        stage.knives[0].set(9)
+        await stage.ask(STORIES["plain"])
+        await stage.quiet()
+    spans = {span.name: span for span in exporter.get_finished_spans()}
+    whole, after = spans["gateway.generate"], spans["gateway.resume"]
+    moved = next(event for event in whole.events if event.name == "migrated")
+    assert dict(moved.attributes or {}) == {"from": "w0", "to": "w1", "generated_tokens": 9}
+    assert whole.context is not None
+    assert after.parent is not None
+    assert after.parent.span_id == whole.context.span_id
+    assert [link.context.span_id for link in after.links] == [whole.context.span_id]
+    assert (after.attributes or {})["resumed_tokens"] == 9
