@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from services.common.errors import ErrorKind
 from services.worker.engines.sglang.children import ChildWatch
 from services.worker.engines.sglang.events import EventFeeds
-from services.worker.engines.sglang.flight import Flight, abort_error, positions
+from services.worker.engines.sglang.flight import LOWEST_LOGPROB, Flight, abort_error, positions
 from services.worker.generation import FinishReason
 from tests.support.engines import RecordingSink, request, until
 
@@ -117,7 +117,13 @@ def test_logprobs_follow_their_tokens() -> None:
 
 
 def test_the_first_token_of_a_prompt_has_none() -> None:
-    assert math.isnan(positions([(None, 3, None)], [], 0)[0].chosen.logprob)
+    chosen = positions([(None, 3, None)], [], 0)[0].chosen
+    assert (chosen.token_id, chosen.logprob, chosen.rank) == (3, 0.0, 0)
+
+
+def test_what_cannot_be_is_as_unlikely_as_json_can_say() -> None:
+    found = positions([(-math.inf, 3, None)], [[(-math.inf, 4, None)]], 1)[0]
+    assert (found.chosen.logprob, found.top[0].logprob) == (LOWEST_LOGPROB, LOWEST_LOGPROB)
 
 
 def test_events_stay_on_this_machine() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +9,9 @@ from services.common.errors import ErrorKind, SluiceError, internal, invalid, ov
 from services.worker.engine import Sink
 from services.worker.engines.sglang.sampling import stop_ids
 from services.worker.generation import FinishReason, GenerateRequest, PositionLogprobs, TokenLogprob, Usage
+
+LOWEST_LOGPROB = -9999.0
+"""In place of minus infinity, which JSON does not have."""
 
 Chunk = Mapping[str, Any]
 """One item of SGLang's stream: `output_ids` since the last one, and `meta_info`."""
@@ -128,7 +130,7 @@ def positions(
     """SGLang's log-probabilities in ours.
 
     Args:
-        chosen: log-probability and id of each token; None where there is none, as for a prompt's first token.
+        chosen: log-probability and id of each token; None for a prompt's first token, before which there is nothing.
         top: the likeliest first, in the same order as `chosen`; may be shorter.
         alternatives: how many of them are wanted.
     """
@@ -137,9 +139,10 @@ def positions(
         best = top[index] if index < len(top) else None
         ranks = {one_id: rank for rank, (_, one_id, *_) in enumerate(best or (), 1)}
         likeliest = tuple(
-            TokenLogprob(one_id, one_logprob, rank) for rank, (one_logprob, one_id, *_) in enumerate(best or (), 1)
+            TokenLogprob(one_id, max(one_logprob, LOWEST_LOGPROB), rank)
+            for rank, (one_logprob, one_id, *_) in enumerate(best or (), 1)
         )
-        value = math.nan if logprob is None else logprob
+        value = 0.0 if logprob is None else max(logprob, LOWEST_LOGPROB)
         found.append(PositionLogprobs(TokenLogprob(token_id, value, ranks.get(token_id, 0)), likeliest[:alternatives]))
     return found
 
