@@ -6,9 +6,8 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from services.gateway.openai.fields import MAX_TOKEN_ID, PromptInput, Strict
+from services.gateway.openai.fields import MAX_TOKEN_ID, Label, PromptInput, Strict
 from services.gateway.openai.refusals import refuse, refused
-from services.gateway.openai.schemas import Label
 
 
 class EmbeddingRequest(Strict):

@@ -79,6 +79,7 @@ def _json_object(value: Any) -> Any:
     return value
 
 
+Label = Annotated[str, Field(max_length=512)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 _NON_EMPTY = {"type": "string", "minLength": 1}
 _IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": MAX_TOKEN_ID}}
