@@ -24,6 +24,7 @@ KNOWS_GRPC = [
     "router/preprocess.py",
     "worker/attach.py",
     "worker/conformance/*",
+    "worker/engines/vllm_grpc/*",
     "worker/hosting.py",
     "worker/registration.py",
     "worker/wire.py",
