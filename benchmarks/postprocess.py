@@ -160,7 +160,9 @@ def bytes_of_a_stream(parser: str, streams: int = 500, steps: int = 300) -> floa
         if not isinstance(stream, Stream):
             stream.take_events()
         alive.append(stream)
-    return tracemalloc.get_traced_memory()[0] / streams
+    traced = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    return traced / streams
 
 
 def cpu_of(service: psutil.Process) -> float:
