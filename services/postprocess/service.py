@@ -5,31 +5,28 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import grpc
 
 from services.common import telemetry
 from services.common.errors import ErrorKind, SluiceError, internal, invalid
-from services.common.grpc_errors import abort, answer, to_detail
+from services.common.grpc_errors import abort, answer
 from services.common.learning import Learning
 from services.common.packing import pack_u32, unpack_u32
 from services.common.runner import Stop
 from services.common.server import GrpcServer
 from services.common.session import BatchWriter, serve_session
 from services.common.tokenizer_delivery import Learned
-from services.postprocess.answers import Batch
 from services.postprocess.library import VocabularyLibrary
 from services.postprocess.metrics import Metrics
 from services.postprocess.opening import Opener, OwnParsers
-from services.postprocess.parsers.events import CallArguments, CallStart, Content, Degraded, Event, Reasoning
-from services.postprocess.resuming import Resume
 from services.postprocess.session import PostSession, SessionLimits
 from services.postprocess.settings import PostprocessSettings
-from services.postprocess.stream import Finish, FinishReason, Limits, StreamOptions
-from services.postprocess.token_texts import TokenTexts
-from sluice.v1 import common_pb2, postprocess_pb2, postprocess_pb2_grpc
+from services.postprocess.stream import Limits
+from services.postprocess.wire import to_options, to_reason, to_response, to_resume, to_text_batch
+from sluice.v1 import postprocess_pb2, postprocess_pb2_grpc
 
 log = logging.getLogger(__name__)
 
@@ -38,9 +35,6 @@ NEWS_SPREADS_S = 1.0
 
 INLINE_TOKENS = 4_096
 """Tokens that are parsed on the event loop; more of them would keep the sessions waiting."""
-
-ToolCallDelta = postprocess_pb2.ToolCallDelta
-NOTHING = Content("")
 
 SessionContext = grpc.aio.ServicerContext[postprocess_pb2.PostSessionRequest, postprocess_pb2.TextBatch]
 PiecesContext = grpc.aio.ServicerContext[postprocess_pb2.TokenPiecesRequest, postprocess_pb2.TokenPiecesResponse]
@@ -199,136 +193,6 @@ def apply(session: PostSession, message: postprocess_pb2.PostSessionRequest) -> 
         session.end(end.slot, to_reason(end.finish_reason), stop_token_id)
     if message.closes:
         session.close(unpack_u32(message.closes, "closes"))
-
-
-def to_options(message: postprocess_pb2.StreamOptions) -> StreamOptions:
-    """Reads a stream's options; SluiceError for packed ids that are cut off."""
-    return StreamOptions(
-        model=message.model,
-        skip_special_tokens=message.skip_special_tokens if message.HasField("skip_special_tokens") else True,
-        stop=tuple(message.stop),
-        include_stop_string=message.include_stop_string,
-        stop_token_ids=frozenset(unpack_u32(message.stop_token_ids, "stop_token_ids")),
-        eos_token_ids=frozenset(unpack_u32(message.eos_token_ids, "eos_token_ids")),
-        min_tokens=message.min_tokens,
-        ignore_eos=message.ignore_eos,
-        prompt_tail=unpack_u32(message.prompt_tail, "prompt_tail"),
-        tool_parser=message.tool_parser,
-        reasoning_parser=message.reasoning_parser,
-        tools_json=message.tools_json,
-        tool_choice_json=message.tool_choice_json,
-        single_tool_call=message.single_tool_call,
-        guided=message.guided,
-        token_texts=message.token_texts,
-        template_kwargs_json=message.chat_template_kwargs_json,
-    )
-
-
-def to_resume(message: postprocess_pb2.StreamResume) -> Resume:
-    """Reads what became of a stream elsewhere; SluiceError for packed ids that are cut off."""
-    return Resume(
-        token_ids=unpack_u32(message.token_ids, "resume.token_ids"),
-        text_sent=message.text_sent,
-        reasoning_sent=message.reasoning_sent,
-        calls={call.index: call.arguments_sent for call in message.calls},
-        tokens_sent=message.tokens_sent,
-    )
-
-
-def to_response(events: list[Event], finish: Finish) -> postprocess_pb2.ParseResponse:
-    """The wire form of a whole answer."""
-    calls: dict[int, ToolCallDelta] = {}
-    for event in events:
-        if isinstance(event, CallStart):
-            calls[event.call] = ToolCallDelta(index=event.call, id=event.id, name=event.name)
-    for call, delta in calls.items():
-        delta.arguments = "".join(e.text for e in events if isinstance(e, CallArguments) and e.call == call)
-    message = to_finish(0, finish)
-    message.degraded = ",".join(dict.fromkeys(event.reason for event in events if isinstance(event, Degraded)))
-    return postprocess_pb2.ParseResponse(
-        text="".join(event.text for event in events if isinstance(event, Content)),
-        reasoning="".join(event.text for event in events if isinstance(event, Reasoning)),
-        tool_calls=calls.values(),
-        finish=message,
-    )
-
-
-def to_reason(number: int) -> FinishReason:
-    """Reads a finish reason; one that this version does not know is as good as none."""
-    try:
-        return FinishReason(number)
-    except ValueError:
-        return FinishReason.UNSPECIFIED
-
-
-def parts(events: list[Event]) -> Iterator[tuple[Event, list[ToolCallDelta]]]:
-    """Events as they travel: neighbouring pieces of tool calls together, each beside the first of them."""
-    calls: list[ToolCallDelta] = []
-    for event in events:
-        if isinstance(event, CallStart):
-            delta = ToolCallDelta(index=event.call, id=event.id, name=event.name)
-        elif isinstance(event, CallArguments):
-            if calls and calls[-1].index == event.call:
-                calls[-1].arguments += event.text
-                continue
-            delta = ToolCallDelta(index=event.call, arguments=event.text)
-        else:
-            if calls:
-                yield NOTHING, calls
-                calls = []
-            yield event, []
-            continue
-        calls.append(delta)
-    if calls:
-        yield NOTHING, calls
-
-
-def to_event(slot: int, event: Event, calls: list[ToolCallDelta]) -> postprocess_pb2.StreamEvent:
-    """The wire form of what a parser found."""
-    return postprocess_pb2.StreamEvent(
-        slot=slot,
-        text=event.text if isinstance(event, Content) else "",
-        reasoning=event.text if isinstance(event, Reasoning) else "",
-        degraded=event.reason if isinstance(event, Degraded) else "",
-        tool_calls=calls,
-    )
-
-
-def to_tokens(tokens: TokenTexts) -> postprocess_pb2.TokenTexts:
-    """The wire form of what tokens stand for."""
-    return postprocess_pb2.TokenTexts(
-        lengths=pack_u32(tokens.lengths), pieces=bytes(tokens.pieces), text_offsets=pack_u32(tokens.offsets)
-    )
-
-
-def to_finish(slot: int, finish: Finish) -> postprocess_pb2.StreamEvent:
-    """The wire form of a stream's end."""
-    return postprocess_pb2.StreamEvent(
-        slot=slot,
-        finish_reason=common_pb2.FinishReason.ValueType(int(finish.reason)),
-        stop_string=finish.stop_string,
-        stop_token_id=finish.stop_token_id,
-        tokens_seen=finish.tokens_seen,
-        reasoning_tokens=finish.reasoning_tokens,
-        error=to_detail(finish.error) if finish.error is not None else None,
-    )
-
-
-def to_text_batch(batch: Batch | None) -> postprocess_pb2.TextBatch | None:
-    """The wire form of what became ready together."""
-    if batch is None:
-        return None
-    return postprocess_pb2.TextBatch(
-        slots=pack_u32(batch.slots),
-        text_lengths=pack_u32(batch.text_lengths),
-        text=batch.text,
-        events=[
-            *[postprocess_pb2.StreamEvent(slot=slot, tokens=to_tokens(tokens)) for slot, tokens in batch.tokens],
-            *[to_event(slot, *part) for slot, events in batch.events for part in parts(events)],
-            *[to_finish(slot, finish) for slot, finish in batch.finishes],
-        ],
-        draining=batch.draining,
-    )
 
 
 def limits_of(settings: PostprocessSettings) -> SessionLimits:

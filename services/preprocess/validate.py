@@ -32,21 +32,45 @@ def parse_chat(
     Raises:
         SluiceError: INVALID_ARGUMENT naming the field; invalid UTF-8, lone surrogates and NaN are no JSON.
     """
+    return checked_chat(
+        _load(messages_json, "messages"),
+        _load(tools_json, "tools"),
+        _load(template_kwargs_json, "chat_template_kwargs"),
+        _load(documents_json, "documents"),
+        _load(tool_choice_json, "tool_choice"),
+        chat_template=chat_template,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+    )
+
+
+def checked_chat(
+    messages: Any,
+    tools: Any = None,
+    template_kwargs: Any = None,
+    documents: Any = None,
+    tool_choice: Any = None,
+    *,
+    chat_template: str = "",
+    add_generation_prompt: bool | None = None,
+    continue_final_message: bool = False,
+) -> ChatRequest:
+    """The same for parts that are read already; None is an unset part."""
     if add_generation_prompt and continue_final_message:
         raise invalid(
             "add_generation_prompt and continue_final_message exclude each other; set one of them.",
             param="continue_final_message",
         )
-    tools = _check_tools(_load(tools_json, "tools"))
+    checked_tools = _check_tools(tools)
     return ChatRequest(
-        messages=check_messages(_load(messages_json, "messages")),
-        tools=tools,
-        template_kwargs=_check_kwargs(_load(template_kwargs_json, "chat_template_kwargs")),
+        messages=check_messages(messages),
+        tools=checked_tools,
+        template_kwargs=_check_kwargs(template_kwargs),
         chat_template=chat_template,
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,
-        documents=_check_documents(_load(documents_json, "documents")),
-        tool_choice=_check_tool_choice(_load(tool_choice_json, "tool_choice"), tools),
+        documents=_check_documents(documents),
+        tool_choice=_check_tool_choice(tool_choice, checked_tools),
     )
 
 

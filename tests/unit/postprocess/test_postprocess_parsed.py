@@ -24,10 +24,10 @@ from services.postprocess.parsers.events import Content, Event
 from services.postprocess.parsers.hermes import HermesParser
 from services.postprocess.parsers.registry import ParserNames, Registry
 from services.postprocess.plan import plan_of
-from services.postprocess.service import to_text_batch
 from services.postprocess.session import PostSession, SessionLimits
 from services.postprocess.settings import PostprocessSettings
 from services.postprocess.stream import Finish, FinishReason, Limits, Stream, StreamOptions
+from services.postprocess.wire import to_text_batch
 from tests.support.parsing import TOOLS, Said, said
 from tests.support.tiny_models import CHATML
 from tests.support.vocabularies import byte_level, tekken, word_piece

@@ -20,6 +20,7 @@ KNOWS_GRPC = [
     "*/service.py",
     "gateway/clients/*",
     "gateway/fleet.py",
+    "postprocess/wire.py",
     "router/*messages.py",
     "router/preprocess.py",
     "worker/attach.py",
