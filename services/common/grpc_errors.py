@@ -27,6 +27,7 @@ _STATUS = {
     ErrorKind.DEADLINE_EXCEEDED: grpc.StatusCode.DEADLINE_EXCEEDED,
     ErrorKind.CANCELLED: grpc.StatusCode.CANCELLED,
     ErrorKind.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
+    ErrorKind.PERMISSION_DENIED: grpc.StatusCode.PERMISSION_DENIED,
     ErrorKind.CANNOT_CONNECT: grpc.StatusCode.UNAVAILABLE,
     ErrorKind.CONNECTION_TIMEOUT: grpc.StatusCode.UNAVAILABLE,
     ErrorKind.DISCONNECTED: grpc.StatusCode.UNAVAILABLE,
@@ -44,6 +45,7 @@ _KIND_OF_STATUS = {
     grpc.StatusCode.DEADLINE_EXCEEDED: ErrorKind.DEADLINE_EXCEEDED,
     grpc.StatusCode.CANCELLED: ErrorKind.CANCELLED,
     grpc.StatusCode.UNAUTHENTICATED: ErrorKind.UNAUTHENTICATED,
+    grpc.StatusCode.PERMISSION_DENIED: ErrorKind.PERMISSION_DENIED,
 }
 
 

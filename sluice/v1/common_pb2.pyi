@@ -56,6 +56,8 @@ class _ErrorKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorKind.V
     """a defect; HTTP 500"""
     ERROR_KIND_UNAUTHENTICATED: _ErrorKind.ValueType  # 10
     """no or wrong credentials; HTTP 401"""
+    ERROR_KIND_PERMISSION_DENIED: _ErrorKind.ValueType  # 11
+    """the caller is known, and may not do this; HTTP 403"""
     ERROR_KIND_CANNOT_CONNECT: _ErrorKind.ValueType  # 20
     """Of a worker and the connection to it (the worker error taxonomy). All answer HTTP 502 when nothing can be retried.
     no connection could be made
@@ -98,6 +100,8 @@ ERROR_KIND_INTERNAL: ErrorKind.ValueType  # 9
 """a defect; HTTP 500"""
 ERROR_KIND_UNAUTHENTICATED: ErrorKind.ValueType  # 10
 """no or wrong credentials; HTTP 401"""
+ERROR_KIND_PERMISSION_DENIED: ErrorKind.ValueType  # 11
+"""the caller is known, and may not do this; HTTP 403"""
 ERROR_KIND_CANNOT_CONNECT: ErrorKind.ValueType  # 20
 """Of a worker and the connection to it (the worker error taxonomy). All answer HTTP 502 when nothing can be retried.
 no connection could be made

@@ -12,6 +12,7 @@ from services.common.errors import SluiceError
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_denied_error",
     404: "invalid_request_error",
     405: "invalid_request_error",
     408: "invalid_request_error",

@@ -75,6 +75,10 @@ class UnauthenticatedError(SluiceError):
     """No or wrong credentials."""
 
 
+class PermissionDeniedError(SluiceError):
+    """Who calls is known, and may not do this."""
+
+
 class ConnectionFailedError(UnavailableError):
     """The service could not be reached, or the connection to it or to its engine was lost."""
 
@@ -90,6 +94,7 @@ _CLASSES: Mapping[ErrorKind, type[SluiceError]] = {
     ErrorKind.RESPONSE_TIMEOUT: DeadlineExceededError,
     ErrorKind.CANCELLED: RequestCancelledError,
     ErrorKind.UNAUTHENTICATED: UnauthenticatedError,
+    ErrorKind.PERMISSION_DENIED: PermissionDeniedError,
     ErrorKind.CANNOT_CONNECT: ConnectionFailedError,
     ErrorKind.CONNECTION_TIMEOUT: ConnectionFailedError,
     ErrorKind.DISCONNECTED: ConnectionFailedError,

@@ -285,6 +285,11 @@ class ErrorKind(betterproto2.Enum):
     no or wrong credentials; HTTP 401
     """
 
+    PERMISSION_DENIED = 11
+    """
+    the caller is known, and may not do this; HTTP 403
+    """
+
     CANNOT_CONNECT = 20
     """
     Of a worker and the connection to it (the worker error taxonomy). All answer HTTP 502 when nothing can be retried.
@@ -331,6 +336,7 @@ class ErrorKind(betterproto2.Enum):
             8: "ERROR_KIND_CANCELLED",
             9: "ERROR_KIND_INTERNAL",
             10: "ERROR_KIND_UNAUTHENTICATED",
+            11: "ERROR_KIND_PERMISSION_DENIED",
             20: "ERROR_KIND_CANNOT_CONNECT",
             21: "ERROR_KIND_CONNECTION_TIMEOUT",
             22: "ERROR_KIND_DISCONNECTED",
@@ -353,6 +359,7 @@ class ErrorKind(betterproto2.Enum):
             "ERROR_KIND_CANCELLED": 8,
             "ERROR_KIND_INTERNAL": 9,
             "ERROR_KIND_UNAUTHENTICATED": 10,
+            "ERROR_KIND_PERMISSION_DENIED": 11,
             "ERROR_KIND_CANNOT_CONNECT": 20,
             "ERROR_KIND_CONNECTION_TIMEOUT": 21,
             "ERROR_KIND_DISCONNECTED": 22,
@@ -2662,7 +2669,12 @@ class StreamOptions(betterproto2.Message):
     """
     model thinks first
 
-    tell what each token stands for, in StreamEvent.tokens; for logprobs
+    tell what each token stands for, in StreamEvent.tokens; for logprobs; not with Parse
+    """
+
+    chat_template_kwargs_json: "bytes" = betterproto2.field(17, betterproto2.TYPE_BYTES)
+    """
+    JSON object the caller gave the chat template, such as enable_thinking; the
     """
 
 
