@@ -149,6 +149,19 @@ async def test_the_death_of_the_server_fails_the_worker(tmp_path: Path, how: str
         await deltas.aclose()
 
 
+async def test_a_request_that_fails_because_the_engine_is_dead_can_be_retried(tmp_path: Path) -> None:
+    servicer = FakeVllm()
+    servicer.gate.clear()
+    async with started(servicer, tmp_path) as (engine, _, _server):
+        deltas = engine.generate(asked(), GenerateContext("r"))
+        await anext(deltas)
+        servicer.healthy = False
+        servicer.gate.set()
+        with pytest.raises(SluiceError) as caught:
+            await anext(deltas)
+        assert (caught.value.kind, caught.value.retryable) == (ErrorKind.ENGINE_SHUTDOWN, True)
+
+
 async def test_nobody_answers_at_the_address(tmp_path: Path) -> None:
     argv = ["--engine", "vllm-grpc", "--model", f"tiny={build_tiny_model(tmp_path)}"]
     settings = WorkerSettings.load([*argv, "--engine-args", "address=127.0.0.1:1,start_s=0.2"])

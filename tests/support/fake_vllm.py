@@ -69,6 +69,8 @@ class FakeVllm(vllm_engine_pb2_grpc.VllmEngineServicer):
             for index in range(count):
                 yield pb.GenerateResponse(chunk=pb.GenerateStreamChunk(token_ids=[1000 + index], cached_tokens=BLOCK))
                 await self.gate.wait()
+                if not self.healthy:
+                    await context.abort(grpc.StatusCode.INTERNAL, "EngineDeadError")
         except asyncio.CancelledError:
             self.cancelled += 1
             raise

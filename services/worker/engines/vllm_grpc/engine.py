@@ -178,7 +178,10 @@ class VllmGrpcEngine(LLMEngine):
                     return
             raise SluiceError(ErrorKind.STREAM_INCOMPLETE, "vLLM's server ended the stream without a finish reason.")
         except grpc.aio.AioRpcError as error:
-            raise error_of(error) from error
+            cause = error_of(error)
+            if cause.kind is ErrorKind.INTERNAL and await _is_gone(client):
+                cause = _gone()  # the server outlives its engine by a moment, and blames the request
+            raise cause from error
         finally:
             if not reading.ended:
                 call.cancel()
@@ -252,13 +255,24 @@ class VllmGrpcEngine(LLMEngine):
                 failures += error.kind is ErrorKind.ENGINE_SHUTDOWN
                 if failures >= FAILURES:
                     break
-        raise SluiceError(ErrorKind.ENGINE_SHUTDOWN, "vLLM's server is gone; another worker can serve the request.")
+        raise _gone()
 
     def _note(self, loads: Sequence[Load]) -> None:
         held = [source.translator.held() for source in self._sources]
         self._loads = [
             replace(load, cached_blocks=held[rank]) if rank < len(held) else load for rank, load in enumerate(loads)
         ] or [Load()]
+
+
+async def _is_gone(client: Client) -> bool:
+    try:
+        return not await client.healthy()
+    except SluiceError:
+        return True
+
+
+def _gone() -> SluiceError:
+    return SluiceError(ErrorKind.ENGINE_SHUTDOWN, "vLLM's server is gone; another worker can serve the request.")
 
 
 def _free_port() -> int:
