@@ -1,12 +1,14 @@
-"""Channels to other services: message limits, keepalive and TLS the same everywhere."""
+"""Channels to other services: message limits, keepalive, TLS and tokens the same everywhere."""
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Callable
 
 import grpc
 
 from services.common.bearer import BearerChannel
+from services.common.peers import PeerCredentials, RenewingChannel
 
 KEEPALIVE_MS = 10_000
 KEEPALIVE_TIMEOUT_MS = 5_000
@@ -23,9 +25,9 @@ def open_channel(
 
     Args:
         address: host:port.
-        credentials: None for plain text.
+        credentials: None for plain text; PeerCredentials may bring a token, and certificates that rotate.
         server_name: name the certificate must carry when `address` is an IP that a name resolved to.
-        token: gives the bearer token that every call shows; None shows none.
+        token: gives the bearer token that every call shows, instead of the credentials' own; None shows that, if any.
     """
     options: list[tuple[str, str | int]] = [
         ("grpc.keepalive_time_ms", KEEPALIVE_MS),
@@ -41,10 +43,28 @@ def open_channel(
         ("grpc.enable_retries", 0),
         ("grpc.enable_http_proxy", 0),
     ]
-    if credentials is None:
+    shown = credentials if isinstance(credentials, PeerCredentials) else PeerCredentials(None)
+    if shown.ip_name and _is_ip(server_name or address.rpartition(":")[0]):
+        server_name = shown.ip_name
+
+    def connect(credentials: grpc.ChannelCredentials) -> grpc.aio.Channel:
+        named = [("grpc.ssl_target_name_override", server_name)] if server_name else []
+        return grpc.aio.secure_channel(address, credentials, options=[*options, *named])
+
+    channel: grpc.aio.Channel
+    if shown.tls is not None:
+        channel = RenewingChannel(address, shown.tls, connect)
+    elif credentials is None or credentials is shown:
         channel = grpc.aio.insecure_channel(address, options=options)
     else:
-        if server_name:
-            options.append(("grpc.ssl_target_name_override", server_name))
-        channel = grpc.aio.secure_channel(address, credentials, options=options)
+        channel = connect(credentials)
+    token = token or shown.token
     return channel if token is None else BearerChannel(channel, token)
+
+
+def _is_ip(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return False
+    return True

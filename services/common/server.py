@@ -10,6 +10,7 @@ from google.protobuf.descriptor import FileDescriptor
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from services.common.access import access_interceptors
 from services.common.channels import KEEPALIVE_TIMEOUT_MS
 from services.common.errors import ErrorKind, SluiceError
 from services.common.health import Health
@@ -47,7 +48,7 @@ class GrpcServer:
         ]
         if settings.max_connection_age_s:
             options.append(("grpc.max_connection_age_ms", int(settings.max_connection_age_s * 1000)))
-        self.server = grpc.aio.server(interceptors=tuple(interceptors), options=options)
+        self.server = grpc.aio.server(interceptors=(*access_interceptors(settings), *interceptors), options=options)
         self._health = Health()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         if settings.reflection:

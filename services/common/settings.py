@@ -9,6 +9,9 @@ from typing import Annotated, Any, Literal, NoReturn, Self
 from pydantic import BeforeValidator, Field, ValidationError
 from pydantic_settings import BaseSettings, CliSettingsSource, NoDecode, SettingsConfigDict, SettingsError
 
+from services.common.trust import AccessSettings, PeerTokenSettings
+from services.common.trust import TlsSettings as TlsSettings
+
 SECRETS_DIR = Path("/run/secrets")
 
 
@@ -40,21 +43,15 @@ def settings_config(service: str) -> SettingsConfigDict:
     )
 
 
-class TlsSettings(BaseSettings):
-    """Trust between services. Files are PEM; all unset means plain text, which is meant for loopback."""
-
-    tls_cert: Path | None = Field(None, description="certificate chain this service shows (PEM file)")
-    tls_key: Path | None = Field(None, description="private key of tls-cert (PEM file)")
-    tls_ca: Path | None = Field(None, description="authorities this service trusts (PEM file)")
-    tls_require_client_cert: bool = Field(False, description="refuse callers without a certificate of tls-ca (mTLS)")
-
-
-class ServiceSettings(TlsSettings):
+class ServiceSettings(PeerTokenSettings, TlsSettings):
     """Settings every service has."""
 
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe log line written")
     log_format: Literal["text", "json"] = Field("text", description="log lines for people or for machines")
     metrics_listen: str = Field("", description="host:port of the Prometheus endpoint; empty: no metrics")
+    metrics_tls: bool = Field(
+        False, description="the Prometheus endpoint speaks TLS, as strictly as tls-cert, tls-key and tls-ca say"
+    )
     otlp_endpoint: str = Field(
         "", description="OTLP/gRPC collector for traces, such as http://localhost:4317; empty: off"
     )
@@ -77,7 +74,7 @@ class ServiceSettings(TlsSettings):
             _refuse(cls, str(error))
 
 
-class GrpcServiceSettings(ServiceSettings):
+class GrpcServiceSettings(AccessSettings, ServiceSettings):
     """Settings of the services that serve gRPC."""
 
     listen: str = Field("127.0.0.1:50051", description="host:port of the gRPC server")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from services.common.access import access_interceptors
 from services.common.runner import Stop, run
 from services.common.server import GrpcServer
 from services.common.tls import channel_credentials
@@ -98,7 +97,7 @@ async def serve(settings: RouterSettings, stop: Stop, on_listening: asyncio.Futu
         settings.predicted_credit,
     )
     service = RouterService(router, cost)
-    server = GrpcServer(settings, router_pb2.DESCRIPTOR, access_interceptors(settings))
+    server = GrpcServer(settings, router_pb2.DESCRIPTOR)
     router_pb2_grpc.add_RouterServicer_to_server(service, server.server)
     if bodies is not None:
         await bodies.start()

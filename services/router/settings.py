@@ -6,13 +6,12 @@ from typing import Literal
 
 from pydantic import Field, FilePath, SecretStr
 
-from services.common.access import AccessSettings
 from services.common.settings import CommaList, GrpcServiceSettings, settings_config
 
 PolicyName = Literal["kv", "round_robin", "random", "least_loaded", "power_of_two"]
 
 
-class RouterSettings(AccessSettings, GrpcServiceSettings):
+class RouterSettings(GrpcServiceSettings):
     """Chooses the worker that should run a prompt, and keeps the registry, the block index and the load book.
 
     Every flag is also an environment variable: --log-level is SLUICE_ROUTER_LOG_LEVEL.

@@ -309,6 +309,7 @@ async def test_stopped_server_cannot_become_healthy_again() -> None:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
         assert (await watch.read()).status == NOT_SERVING
         stopping = asyncio.create_task(server.stop(60))
+        await asyncio.sleep(0)  # it has begun
         await server.set_serving(True)
         assert await asyncio.wait_for(watch.read(), 10) is grpc.aio.EOF
         worker.may_finish.set()

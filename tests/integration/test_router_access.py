@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from pydantic import SecretStr
 
-from services.common import access
+from services.common import watched
 from services.common.channels import open_channel
 from services.common.errors import ErrorKind, SluiceError
 from services.common.grpc_errors import from_rpc_error
@@ -108,7 +108,7 @@ async def test_health_and_reflection_are_open_unless_told_otherwise() -> None:
 
 
 async def test_tokens_rotate_without_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(access, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(watched, "LOOK_EVERY_S", 0.0)
     path = tmp_path / "tokens"
     path.write_text("old\n")
     async with routers(tokens_file=path) as (router,):
