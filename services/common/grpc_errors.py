@@ -10,6 +10,7 @@ from typing import NoReturn, TypeVar
 import grpc
 from google.protobuf.message import DecodeError
 
+from services.common import telemetry
 from services.common.errors import ErrorKind, SluiceError
 from sluice.v1 import common_pb2
 
@@ -104,6 +105,7 @@ def from_rpc_error(error: grpc.aio.AioRpcError, peer: str) -> SluiceError:
 
 async def abort(context: grpc.aio.ServicerContext, error: SluiceError) -> NoReturn:  # type: ignore[type-arg]
     """Ends an RPC with a typed error."""
+    telemetry.failed(error)
     await context.abort(
         _STATUS.get(error.kind, grpc.StatusCode.INTERNAL),
         error.message,

@@ -14,6 +14,7 @@ import uvloop
 
 from services.common import logs, telemetry
 from services.common.errors import SluiceError
+from services.common.process_metrics import ProcessMetrics
 from services.common.settings import ServiceSettings
 
 log = logging.getLogger(__name__)
@@ -64,7 +65,9 @@ async def _main(name: str, serve: Callable[[Stop], Awaitable[None]]) -> bool:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
-    telemetry.watch_tasks(name, loop)
+    measured = ProcessMetrics(name, loop) if telemetry.measuring() else None
+    if measured is not None:
+        measured.start()
     # What start-up made lives as long as the process: keep the collector from walking it again and again.
     gc.collect()
     gc.freeze()

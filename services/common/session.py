@@ -17,6 +17,16 @@ from services.common.grpc_errors import from_rpc_error
 
 LAST_WRITE_S = 5.0
 
+
+class Sessions:
+    """How many this process serves and holds now."""
+
+    def __init__(self) -> None:
+        self.alive = 0
+
+
+sessions = Sessions()
+
 In = TypeVar("In")
 Out = TypeVar("Out")
 
@@ -67,6 +77,7 @@ async def serve_session(
     handler = asyncio.current_task()
     assert handler is not None
     writing = _writing(writer, handler.cancel)
+    sessions.alive += 1
     try:
         while (message := await context.read()) is not grpc.aio.EOF:
             on_message(message)
@@ -82,6 +93,7 @@ async def serve_session(
         await asyncio.wait([writing], timeout=LAST_WRITE_S)
         raise
     finally:
+        sessions.alive -= 1
         writing.cancel()
         await asyncio.gather(writing, return_exceptions=True)
 
@@ -130,6 +142,7 @@ class ClientSession(Generic[Out, In]):
         """Carries the session until it ends; returns why, as a typed retryable error. Cancel it to close."""
         call = self._call = self._open_call()
         writing = _writing(self._writer, call.cancel)
+        sessions.alive += 1
         try:
             while (message := await call.read()) is not grpc.aio.EOF:
                 self._on_message(cast(In, message))
@@ -151,6 +164,7 @@ class ClientSession(Generic[Out, In]):
                 writing.result()
             return SluiceError(ErrorKind.DISCONNECTED, f"The session with the {self.peer} was given up.")
         finally:
+            sessions.alive -= 1
             writing.cancel()
             await asyncio.gather(writing, return_exceptions=True)
             call.cancel()

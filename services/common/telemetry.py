@@ -1,66 +1,96 @@
 """OpenTelemetry wiring: a span per stage, one trace from HTTP to worker, metrics on a Prometheus endpoint.
 
 Everything costs nothing while it is off: `stage` then hands out one shared null context, and instruments come from
-the API's no-op meter.
+the API's no-op meter. With metrics on, the same stages are timed (`on_stage`).
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from time import perf_counter
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
 from opentelemetry import context as otel_context
 from opentelemetry import metrics, propagate, trace
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
-from prometheus_client import start_http_server
 
+from services.common.errors import SluiceError
+from services.common.scraping import ScrapeEndpoint
 from services.common.settings import ServiceSettings
 from sluice.v1 import common_pb2
+
+if TYPE_CHECKING:
+    from services.common.span_export import SpanExport
 
 log = logging.getLogger(__name__)
 
 _OFF: AbstractContextManager[None] = nullcontext()
 _tracer: trace.Tracer | None = None
 _provider: trace.TracerProvider | None = None
+_endpoint: ScrapeEndpoint | None = None
+_export: SpanExport | None = None
+_measuring = False
+
+on_stage: Callable[[str, float, BaseException | None], None] | None = None
+"""Told the name, the seconds and the error of every stage that is over, when somebody measures stages."""
+
+on_error: Callable[[SluiceError], None] | None = None
+"""Told every typed error that a caller is answered with."""
 
 
 def configure(service: str, settings: ServiceSettings) -> None:
-    """Turns on what the settings ask for; call once, before instruments and spans are made."""
+    """Turns on what the settings ask for; call once, before instruments and spans are made.
+
+    Raises:
+        SluiceError: FAILED_PRECONDITION, an address that is none.
+    """
+    global _endpoint
     from opentelemetry.sdk.resources import Resource
 
     resource = Resource.create({"service.name": f"sluice-{service}"})
     if settings.otlp_endpoint:
         _configure_traces(resource, settings)
     if settings.metrics_listen:
+        _endpoint = ScrapeEndpoint(settings.metrics_listen)
         configure_metrics(resource)
-        host, _, port = settings.metrics_listen.rpartition(":")
-        start_http_server(int(port), addr=host or "127.0.0.1")
-        log.info("metrics are served", extra={"address": settings.metrics_listen})
+        _endpoint.start()
 
 
 def configure_metrics(resource: Any = None) -> None:
     """Makes instruments real and exposes them in prometheus_client's default registry."""
+    global _measuring
     from opentelemetry.exporter.prometheus import PrometheusMetricReader
-    from opentelemetry.sdk.metrics import MeterProvider
+    from opentelemetry.sdk.metrics import AlwaysOffExemplarFilter, MeterProvider
     from opentelemetry.sdk.resources import Resource
 
-    metrics.set_meter_provider(
-        MeterProvider(resource=resource or Resource.create({}), metric_readers=[PrometheusMetricReader()])
+    reader = PrometheusMetricReader(scope_info_enabled=False)  # each service has one scope: it says nothing
+    provider = MeterProvider(
+        resource=resource or Resource.create({}),
+        metric_readers=[reader],
+        exemplar_filter=AlwaysOffExemplarFilter(),  # Prometheus' text format has no room for them
     )
+    metrics.set_meter_provider(provider)
+    _measuring = True
+
+
+def measuring() -> bool:
+    """Whether metrics are on."""
+    return _measuring
 
 
 def _configure_traces(resource: Any, settings: ServiceSettings) -> None:
-    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+    global _export
     from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor
     from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
 
+    from services.common.span_export import SpanExport, otlp_exporter
+
     provider = TracerProvider(resource=resource, sampler=ParentBasedTraceIdRatio(settings.trace_sample))
-    # A collector that hangs costs spans, never requests: export runs on its own thread with a bounded queue.
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=settings.otlp_endpoint, timeout=5)))
+    _export = SpanExport(otlp_exporter(settings.otlp_endpoint), settings.otlp_endpoint)
+    provider.add_span_processor(_export)
     use_tracer_provider(provider)
 
 
@@ -72,7 +102,7 @@ def use_tracer_provider(provider: trace.TracerProvider) -> None:
 
 
 def shutdown() -> None:
-    """Flushes what is still buffered."""
+    """Sends what is still buffered, within a bound."""
     for provider in (_provider, metrics.get_meter_provider()):
         stop = getattr(provider, "shutdown", None)
         if stop is not None:
@@ -82,6 +112,19 @@ def shutdown() -> None:
 def tracing() -> bool:
     """Whether spans are recorded; ask before preparing their attributes."""
     return _tracer is not None
+
+
+def spans() -> dict[str, int]:
+    """Spans so far by what became of them; empty while none are exported."""
+    if _export is None:
+        return {}
+    return {"exported": _export.exported, "failed": _export.failed, "dropped": _export.dropped}
+
+
+def failed(error: SluiceError) -> None:
+    """A caller is answered with a typed error."""
+    if on_error is not None:
+        on_error(error)
 
 
 def stage(
@@ -94,17 +137,39 @@ def stage(
         parent: carrier with W3C headers of the caller; None continues the current span.
         attributes: of the span; None values are left out.
     """
-    return _OFF if _tracer is None else _stage(_tracer, name, parent, kind, attributes)
+    if _tracer is None and on_stage is None:
+        return _OFF
+    return _Stage(name, parent, kind, attributes)
 
 
-@contextmanager
-def _stage(
-    tracer: trace.Tracer, name: str, parent: Mapping[str, str] | None, kind: SpanKind, attributes: dict[str, Any]
-) -> Iterator[Span]:
-    context = propagate.extract(parent) if parent is not None else None
-    kept = {key: value for key, value in attributes.items() if value is not None}
-    with tracer.start_as_current_span(name, context=context, kind=kind, attributes=kept) as span:
-        yield span
+class _Stage(AbstractContextManager["Span | None"]):
+    """A span while tracing is on, and a duration while somebody measures."""
+
+    __slots__ = ("_attributes", "_kind", "_name", "_parent", "_span", "_started_s")
+
+    def __init__(self, name: str, parent: Mapping[str, str] | None, kind: SpanKind, attributes: dict[str, Any]) -> None:
+        self._name = name
+        self._parent = parent
+        self._kind = kind
+        self._attributes = attributes
+        self._span: AbstractContextManager[Span] | None = None
+
+    def __enter__(self) -> Span | None:
+        self._started_s = perf_counter()
+        if _tracer is None:
+            return None
+        context = propagate.extract(self._parent) if self._parent is not None else None
+        kept = {key: value for key, value in self._attributes.items() if value is not None}
+        self._span = _tracer.start_as_current_span(self._name, context=context, kind=self._kind, attributes=kept)
+        return self._span.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if on_stage is not None:
+            on_stage(self._name, perf_counter() - self._started_s, error)
+        if self._span is not None:
+            self._span.__exit__(kind, error, trace)
 
 
 def start_span(
@@ -166,15 +231,6 @@ def carrier_of_metadata(metadata: Any) -> dict[str, str]:
     if _tracer is None:
         return {}
     return {key: value for key, value in metadata or () if key in ("traceparent", "tracestate")}
-
-
-def watch_tasks(service: str, loop: asyncio.AbstractEventLoop) -> None:
-    """A gauge of the event loop's tasks: what leaks there shows."""
-
-    def observe(options: metrics.CallbackOptions) -> Iterator[metrics.Observation]:
-        yield metrics.Observation(len(asyncio.all_tasks(loop)))
-
-    meter(service).create_observable_gauge(f"sluice_{service}_tasks", [observe], description="tasks of the event loop")
 
 
 def meter(service: str) -> metrics.Meter:

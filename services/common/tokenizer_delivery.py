@@ -16,13 +16,14 @@ import grpc
 from pydantic import Field
 from pydantic_settings import BaseSettings
 
+from services.common.catalogue import Counter
 from services.common.channels import open_channel
 from services.common.errors import SluiceError, invalid
 from services.common.grpc_errors import from_rpc_error
 from services.common.models import ENGINE_PROCESSORS, PROCESSORS, ModelSpec
+from services.common.process_metrics import FETCHES
 from services.common.settings import CommaList
 from services.common.tasks import TaskOwner
-from services.common.telemetry import meter
 from services.common.tokenizer_store import Incoming, TokenizerStore, default_folder
 from services.common.worker_watch import Served, WorkerWatch
 from sluice.v1 import worker_pb2, worker_pb2_grpc
@@ -90,9 +91,8 @@ class TokenizerDelivery:
         self._tasks = TaskOwner()
         self._news = asyncio.Event()
         watch.on_change = self._look
-        self._fetches = meter(service).create_counter(
-            f"sluice_{service}_tokenizer_fetches_total", "1", "tokenizers fetched from workers, by outcome"
-        )
+        self._service = service
+        self._fetches = Counter(FETCHES)
 
     async def run(self) -> None:
         """Follows until cancelled."""
@@ -144,10 +144,10 @@ class TokenizerDelivery:
             served = random.choice(workers)
             try:
                 await self._learn_from(served)
-                self._fetches.add(1, {"outcome": "ok"})
+                self._fetches.add(1, {"service": self._service, "outcome": "ok"})
                 return
             except SluiceError as error:
-                self._fetches.add(1, {"outcome": error.kind.name.lower()})
+                self._fetches.add(1, {"service": self._service, "outcome": error.kind.name.lower()})
                 log.warning(
                     "a worker's tokenizer cannot be used: %s", error.message,
                     extra={"model": model, "worker": served.address},

@@ -8,10 +8,9 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from opentelemetry.metrics import CallbackOptions, Observation
-
-from services.common import telemetry
+from services.common.catalogue import watch
 from services.common.errors import SluiceError
+from services.gateway.metrics import PARITY
 
 log = logging.getLogger(__name__)
 
@@ -83,9 +82,7 @@ class Parity:
         self._ours: dict[str, TokenizerIdentity] = {}
         self._asked_at = float("-inf")
         self._said: dict[str, str] = {}
-        telemetry.meter("gateway").create_observable_gauge(
-            "sluice_gateway_tokenizer_parity", [self._observe], "1", "1 for each model's state of parity"
-        )
+        watch(PARITY, self._observe)
 
     async def run(self) -> None:
         """Keeps comparing until cancelled."""
@@ -131,6 +128,6 @@ class Parity:
             ),
         }
 
-    def _observe(self, _: CallbackOptions) -> Iterator[Observation]:
+    def _observe(self) -> Iterator[tuple[float, dict[str, str]]]:
         for model in self._models():
-            yield Observation(1, {"model": model, "state": self.state(model)})
+            yield 1, {"model": model, "state": self.state(model)}

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
-from services.common import telemetry
-from services.postprocess.stream import Finish
+from services.common.catalogue import Catalogue, Counter, Level
+from services.common.label_bounds import Label
+from services.postprocess.stream import Finish, FinishReason
+
+METRICS = Catalogue("postprocess")
+
+TOKENS = METRICS.counter("tokens", "tokens taken")
+STREAMS = METRICS.gauge("streams", "streams alive")
+FINISHED = METRICS.counter(
+    "finished_streams",
+    "streams ended, by reason and by what was found",
+    Label("reason", "why it ended", tuple(reason.name.lower() for reason in FinishReason)),
+    Label("found", "what ended it here", ("stop_string", "stop_token", "none")),
+)
+DEGRADED = METRICS.counter(
+    "degraded_streams", "fallbacks taken by parsed streams", Label("reason", "as the answer says it", most=40)
+)
 
 
 class Metrics:
     """Instruments of one process."""
 
     def __init__(self) -> None:
-        meter = telemetry.meter("postprocess")
-        self._tokens = meter.create_counter("sluice_postprocess_tokens", description="tokens taken")
-        self._streams = meter.create_up_down_counter("sluice_postprocess_streams", description="streams alive")
-        self._finished = meter.create_counter(
-            "sluice_postprocess_finished_streams", description="streams ended, by reason and by what was found"
-        )
-        self._degraded = meter.create_counter(
-            "sluice_postprocess_degraded_streams", description="fallbacks taken by parsed streams, by reason"
-        )
+        self._tokens = Counter(TOKENS)
+        self._streams = Level(STREAMS)
+        self._finished = Counter(FINISHED)
+        self._degraded = Counter(DEGRADED)
 
     def degraded(self, reason: str) -> None:
         """A stream took a fallback."""

@@ -6,14 +6,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from time import perf_counter
 
-from opentelemetry.metrics import CallbackOptions, Observation
-
-from services.common import telemetry
+from services.common.catalogue import ERROR_KINDS, MODEL, Counter, Histogram, watch
 from services.common.errors import ErrorKind, SluiceError
+from services.common.label_bounds import Label
+from services.preprocess.metrics import METRICS
 from services.preprocess.pool import ComputePool
 
-_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-_TOKENS = (16, 64, 256, 1024, 4096, 16384, 65536, 262144)
+VERB = Label("verb", "what was asked for", ("tokenize", "render", "detokenize", "list_models", "get_fingerprint"))
+
+REQUEST_SECONDS = METRICS.histogram("request_seconds", "time from request to answer", VERB)
+ERRORS = METRICS.counter("errors", "requests refused or failed", VERB, Label("kind", "of error", ERROR_KINDS))
+PROMPT_TOKENS = METRICS.histogram(
+    "prompt_tokens",
+    "tokens of a tokenized prompt",
+    MODEL,
+    unit="",
+    buckets=(16, 64, 256, 1024, 4096, 16384, 65536, 262144),
+)
+POOL_JOBS = METRICS.gauge("pool_jobs", "large requests that wait or compute")
 
 
 class Instruments:
@@ -24,27 +34,10 @@ class Instruments:
     """
 
     def __init__(self, pool: ComputePool) -> None:
-        meter = telemetry.meter("preprocess")
-        self._seconds = meter.create_histogram(
-            "sluice_preprocess_request_seconds",
-            "s",
-            "time from request to answer, by verb",
-            explicit_bucket_boundaries_advisory=_SECONDS,
-        )
-        self._errors = meter.create_counter(
-            "sluice_preprocess_errors_total", "1", "requests refused or failed, by verb and kind"
-        )
-        self._prompt_tokens = meter.create_histogram(
-            "sluice_preprocess_prompt_tokens",
-            "1",
-            "tokens of a tokenized prompt, by model",
-            explicit_bucket_boundaries_advisory=_TOKENS,
-        )
-
-        def busy(_: CallbackOptions) -> Iterator[Observation]:
-            yield Observation(pool.taken)
-
-        meter.create_observable_gauge("sluice_preprocess_pool_jobs", [busy], "1", "large requests that wait or compute")
+        self._seconds = Histogram(REQUEST_SECONDS)
+        self._errors = Counter(ERRORS)
+        self._prompt_tokens = Histogram(PROMPT_TOKENS)
+        watch(POOL_JOBS, lambda: [(pool.taken, {})])
 
     @contextmanager
     def request(self, verb: str) -> Iterator[None]:

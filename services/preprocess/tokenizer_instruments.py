@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from opentelemetry.metrics import CallbackOptions, Observation
-
-from services.common import telemetry
+from services.common.catalogue import MODEL, watch
+from services.common.label_bounds import Label
+from services.preprocess.metrics import METRICS
 from services.preprocess.registry import ModelRegistry
 from services.preprocess.segment_cache import CacheStats
 from services.preprocess.tokenizer import TokenizerFacts
+
+Observed = Iterator[tuple[float, Mapping[str, str]]]
+
+INFO = METRICS.gauge(
+    "tokenizer_info",
+    "1 for each loaded tokenizer: what runs it, and its cache",
+    MODEL,
+    Label("processor", "whose code makes prompts", most=20),
+    Label("backend", "what encodes", most=20),
+    Label("cache", "whether ids of earlier prompts are remembered", ("on", "refused")),
+    together="max",
+)
+CHARACTERS = METRICS.counter(
+    "cache_characters",
+    "prompt text that was remembered, and that was not",
+    MODEL,
+    Label("result", "whether", ("hit", "miss")),
+)
+BYTES = METRICS.gauge("cache_bytes", "memory that the ids of earlier prompts take", MODEL, unit="By")
 
 
 def watch_tokenizers(registry: ModelRegistry) -> None:
@@ -24,27 +43,16 @@ def watch_tokenizers(registry: ModelRegistry) -> None:
             if stats is not None:
                 yield spec.name, stats
 
-    def info(_: CallbackOptions) -> Iterator[Observation]:
+    def info() -> Observed:
         for model, facts in loaded():
             labels = {"model": model, "processor": facts.processor, "backend": facts.backend}
-            yield Observation(1, {**labels, "cache": "refused" if facts.cache_refusal else "on"})
+            yield 1, {**labels, "cache": "refused" if facts.cache_refusal else "on"}
 
-    def chars(_: CallbackOptions) -> Iterator[Observation]:
+    def characters() -> Observed:
         for model, stats in caches():
-            yield Observation(stats.hit, {"model": model, "result": "hit"})
-            yield Observation(stats.missed, {"model": model, "result": "miss"})
+            yield stats.hit, {"model": model, "result": "hit"}
+            yield stats.missed, {"model": model, "result": "miss"}
 
-    def held(_: CallbackOptions) -> Iterator[Observation]:
-        for model, stats in caches():
-            yield Observation(stats.held, {"model": model})
-
-    meter = telemetry.meter("preprocess")
-    meter.create_observable_gauge(
-        "sluice_preprocess_tokenizer_info", [info], "1", "1 for each loaded tokenizer: what runs it, and its cache"
-    )
-    meter.create_observable_counter(
-        "sluice_preprocess_cache_characters_total", [chars], "1", "prompt text that was remembered, and that was not"
-    )
-    meter.create_observable_gauge(
-        "sluice_preprocess_cache_bytes", [held], "By", "memory that the ids of earlier prompts take"
-    )
+    watch(INFO, info)
+    watch(CHARACTERS, characters)
+    watch(BYTES, lambda: ((stats.held, {"model": model}) for model, stats in caches()))

@@ -2,102 +2,106 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
-from opentelemetry.metrics import CallbackOptions, Observation
-
-from services.common import telemetry
+from services.common.catalogue import MODEL, Catalogue, Counter, Declared, Histogram, Level, watch
+from services.common.label_bounds import Label
 from services.router.decisions import Decision
 from services.router.view import ModelView
 
-BUCKETS_S = [1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 5e-2, 0.25, 1]
+BUCKETS_S = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 5e-2, 0.25, 1)
+WAITED_BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+
+METRICS = Catalogue("router")
+QUERIES = METRICS.counter(
+    "queries",
+    "routing decisions",
+    Label("policy", "that decided", most=20),
+    Label("degraded", "why less was known than should be; empty: nothing was missing", most=20),
+)
+QUERY_SECONDS = METRICS.histogram("query_seconds", "time to decide", buckets=BUCKETS_S)
+STAGE_SECONDS = METRICS.histogram(
+    "stage_seconds",
+    "time to decide, by part of the decision",
+    Label("stage", "of the decision", ("hash", "prepare", "match", "choose")),
+    buckets=BUCKETS_S,
+)
+WAITED_SECONDS = METRICS.histogram(
+    "waited_seconds", "time in line", buckets=WAITED_BUCKETS_S, when="queries have waited (`--wait-ms`)"
+)
+WAITING = METRICS.gauge("waiting_queries", "queries in line because all workers are busy", MODEL)
+RESERVATIONS = METRICS.counter("reservations", "reservations granted")
+PROMPT_BLOCKS = METRICS.counter("prompt_blocks", "blocks of routed prompts")
+OVERLAP_BLOCKS = METRICS.counter("overlap_blocks", "of them, blocks that the chosen worker held")
+PREDICTED_TOKENS = METRICS.counter(
+    "predicted_tokens", "cached tokens promised when deciding, of requests whose outcome is known"
+)
+BEST_TOKENS = METRICS.counter("best_tokens", "of the same requests, most cached tokens that any candidate had")
+DELIVERED_TOKENS = METRICS.counter("delivered_tokens", "of the same requests, cached tokens that the worker found")
+EXPIRED = METRICS.counter(
+    "expired_reservations",
+    "reservations nobody freed",
+    Label("why", "what ended them", ("owner_gone", "worker_has_it_not")),
+)
+SHED = METRICS.counter("shed", "queries refused because all workers were busy")
+COMPUTED_UNSAID = METRICS.counter(
+    "computed_unsaid", "prompts nobody marked as computed, known from the workers' reports"
+)
+EVENT_BATCHES = METRICS.counter(
+    "event_batches",
+    "KV-event batches of workers; a gap is kept back until a snapshot comes",
+    Label("outcome", "what became of the batch", most=10),
+)
+CUT_OFF = METRICS.counter("cut_off", "workers cut off", Label("why", "error code, or silent", most=40))
+RESYNCS = METRICS.counter("resyncs", "snapshots asked for")
+RELOADS = METRICS.counter(
+    "reloads",
+    "views read anew from the store",
+    Label("reason", "why", ("start", "fell_behind", "store_returned")),
+)
+ATTACHED = METRICS.gauge("attached_workers", "workers attached to this router")
+INDEX_BLOCKS = METRICS.gauge("index_blocks", "distinct blocks that workers reported", MODEL)
+INDEX_AGE = METRICS.gauge(
+    "index_age_seconds", "since the index was last known to be current", MODEL, unit="s", together="max"
+)
+PREDICTIONS = METRICS.gauge("predictions", "blocks expected on workers that have not reported them yet", MODEL)
+BOOKED = METRICS.gauge("booked_requests", "reservations alive, of all replicas, as last read", MODEL)
 
 
 class Metrics:
     """Make it after telemetry is configured."""
 
     def __init__(self) -> None:
-        meter = self._meter = telemetry.meter("router")
-        self.queries = meter.create_counter(
-            "sluice_router_queries", description="routing decisions, by policy and why they were degraded"
-        )
-        self.query_seconds = meter.create_histogram(
-            "sluice_router_query_seconds",
-            unit="s",
-            description="time to decide",
-            explicit_bucket_boundaries_advisory=BUCKETS_S,
-        )
-        self.stage_seconds = meter.create_histogram(
-            "sluice_router_stage_seconds",
-            unit="s",
-            description="time to decide by stage: hash, prepare, match, choose (and book)",
-            explicit_bucket_boundaries_advisory=BUCKETS_S,
-        )
-        self.waited_seconds = meter.create_histogram(
-            "sluice_router_waited_seconds", unit="s", description="time in line, of queries that waited"
-        )
-        self.reservations = meter.create_counter("sluice_router_reservations", description="reservations granted")
-        self.prompt_blocks = meter.create_counter("sluice_router_prompt_blocks", description="blocks of routed prompts")
-        self.overlap_blocks = meter.create_counter(
-            "sluice_router_overlap_blocks", description="of them, blocks that the chosen worker held"
-        )
-        self.predicted_tokens = meter.create_counter(
-            "sluice_router_predicted_tokens",
-            description="cached tokens promised when deciding, of requests whose outcome is known",
-        )
-        self.best_tokens = meter.create_counter(
-            "sluice_router_best_tokens", description="of the same requests, most cached tokens any candidate had"
-        )
-        self.delivered_tokens = meter.create_counter(
-            "sluice_router_delivered_tokens", description="of the same requests, cached tokens the worker found"
-        )
-        self.expired = meter.create_counter(
-            "sluice_router_expired_reservations", description="reservations nobody freed, by what ended them"
-        )
-        self.shed = meter.create_counter("sluice_router_shed", description="queries refused because all were busy")
-        self.computed_unsaid = meter.create_counter(
-            "sluice_router_computed_unsaid", description="prompts nobody marked as computed, known from worker reports"
-        )
-        self.event_batches = meter.create_counter(
-            "sluice_router_event_batches",
-            description="KV-event batches by what became of them; gap: kept back until a snapshot comes",
-        )
-        self.cut_off = meter.create_counter("sluice_router_cut_off", description="workers cut off, by why")
-        self.resyncs = meter.create_counter("sluice_router_resyncs", description="snapshots asked for")
-        self.reloads = meter.create_counter(
-            "sluice_router_reloads", description="views read anew from the store, by reason"
-        )
-        self.workers = meter.create_up_down_counter("sluice_router_attached_workers", description="workers attached")
+        self.queries = Counter(QUERIES)
+        self.query_seconds = Histogram(QUERY_SECONDS)
+        self.stage_seconds = Histogram(STAGE_SECONDS)
+        self.waited_seconds = Histogram(WAITED_SECONDS)
+        self.reservations = Counter(RESERVATIONS)
+        self.prompt_blocks = Counter(PROMPT_BLOCKS)
+        self.overlap_blocks = Counter(OVERLAP_BLOCKS)
+        self.predicted_tokens = Counter(PREDICTED_TOKENS)
+        self.best_tokens = Counter(BEST_TOKENS)
+        self.delivered_tokens = Counter(DELIVERED_TOKENS)
+        self.expired = Counter(EXPIRED)
+        self.shed = Counter(SHED)
+        self.computed_unsaid = Counter(COMPUTED_UNSAID)
+        self.event_batches = Counter(EVENT_BATCHES)
+        self.cut_off = Counter(CUT_OFF)
+        self.resyncs = Counter(RESYNCS)
+        self.reloads = Counter(RELOADS)
+        self.workers = Level(ATTACHED)
 
-    def watch_views(self, views: Callable[[], Iterable[ModelView]]) -> None:
-        """Shows each model's index, its age, what is predicted and what is booked."""
+    def watch_views(self, views: Callable[[], Iterable[ModelView]], waiting: Callable[[str], int]) -> None:
+        """Shows each model's index, its age, what is predicted, what is booked and who waits."""
 
-        def gauge(name: str, unit: str, description: str, of: Callable[[ModelView], float]) -> None:
-            def observe(options: CallbackOptions) -> Iterator[Observation]:
-                for view in list(views()):
-                    yield Observation(of(view), {"model": view.model})
+        def gauge(declared: Declared, of: Callable[[ModelView], float]) -> None:
+            watch(declared, lambda: [(of(view), {"model": view.model}) for view in list(views())])
 
-            self._meter.create_observable_gauge(name, [observe], unit=unit, description=description)
-
-        gauge(
-            "sluice_router_index_blocks",
-            "",
-            "distinct blocks that workers reported",
-            lambda view: view.index.distinct_blocks,
-        )
-        gauge(
-            "sluice_router_index_age_seconds",
-            "s",
-            "since the index was last known to be current",
-            lambda view: view.age_ms / 1000,
-        )
-        gauge("sluice_router_predictions", "", "predictions alive", lambda view: len(view.predictions))
-        gauge(
-            "sluice_router_booked_requests",
-            "",
-            "requests booked by all replicas, as last read",
-            lambda view: sum(load.requests for load in list(view.loads.values())),
-        )
+        gauge(INDEX_BLOCKS, lambda view: view.index.distinct_blocks)
+        gauge(INDEX_AGE, lambda view: view.age_ms / 1000)
+        gauge(PREDICTIONS, lambda view: len(view.predictions))
+        gauge(BOOKED, lambda view: sum(load.requests for load in list(view.loads.values())))
+        gauge(WAITING, lambda view: waiting(view.model))
 
     def delivered(self, decision: Decision) -> None:
         """A decision's outcome is known: what was promised, possible and found."""

@@ -97,10 +97,10 @@ class Router:
             self.config.lifetimes,
             Drift(store, read_report, self.metrics, self.config.drift_after_s),
         )
-        self.metrics.watch_views(lambda: self._keeper.views)
         self.owners = Owners(store, self._link, self._keeper, self.metrics, self.config.owner_lease_ms)
         self.decisions = Decisions(self.config.decisions_kept)
         self.lines: Lines[Route] = Lines(self._tasks, self.config.line_limit, self._abandon)
+        self.metrics.watch_views(lambda: self._keeper.views, self.lines.length)
         self.followups = FollowUps(self._bookkeeper, self._keeper, self.decisions, self.metrics, self.lines.ended)
         self._casting = Casting(self.registry, self.config.disagg, self.config.line_limit)
         self._selector = Selector(

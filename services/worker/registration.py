@@ -9,12 +9,13 @@ from collections.abc import Callable, Coroutine
 
 import grpc
 
+from services.common.catalogue import Counter
 from services.common.errors import SluiceError
 from services.common.grpc_errors import from_rpc_error
 from services.common.replicas import Replica, ReplicaSet
-from services.common.telemetry import meter
 from services.worker.attach import ATTACH_S, LEAVE_S, Attachment
 from services.worker.cache_log import CacheLog
+from services.worker.metrics import ATTACHES
 from services.worker.wire import write_card, write_role
 from services.worker.worker import Worker
 from sluice.v1 import router_pb2, router_pb2_grpc
@@ -59,7 +60,7 @@ class Registration:
         self._left = False
         self._done = asyncio.Event()
         self.attached = asyncio.Event()
-        self._attaches = meter("worker").create_counter("sluice_worker_attaches", description="registrations accepted")
+        self._attaches = Counter(ATTACHES)
 
     async def run(self) -> None:
         """Runs until `leave`."""

@@ -16,6 +16,7 @@ from services.worker.generation import FinishReason, GenerateRequest, Usage
 from services.worker.handoff import opened, seal
 from services.worker.metrics import WorkerMetrics
 from services.worker.phases import Phases
+from services.worker.processing.processing import Processing, ProcessingOptions
 from services.worker.starting import started
 from services.worker.tracing import open_span
 from services.worker.validation import validate
@@ -34,6 +35,7 @@ class Worker:
         on_failure: called when the engine cannot go on.
         max_live: requests alive at once; 0: no limit.
         strict: an engine that breaks its contract has an exception raised into it.
+        processing: prompts and texts that are made beside the engine; by default none.
 
     Attributes:
         epoch: raised at every start; microseconds, because a store may keep numbers as doubles.
@@ -54,8 +56,10 @@ class Worker:
         *,
         max_live: int = 0,
         strict: bool = False,
+        processing: ProcessingOptions | None = None,
     ) -> None:
         self.engine = engine
+        self.processing = Processing(processing or ProcessingOptions("none"), self._background_failed)
         self.worker_id = worker_id
         self.epoch = time.time_ns() // 1000
         self.loaded_unix_s = 0
@@ -75,7 +79,7 @@ class Worker:
         self._calls = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        self.metrics = WorkerMetrics(self.load)
+        self.metrics = WorkerMetrics(self.load, self._total_blocks)
         self._report_failure = on_failure
         engine.on_failure = self._engine_failed
         engine.on_phase = self.phases.enter
@@ -109,7 +113,10 @@ class Worker:
         """
         self.phases.enter("starting the engine")
         config = await started(self.engine, self.worker_id)
-        self._config = replace(config, chat_template=chat_template) if chat_template else config
+        self.phases.enter("loading the tokenizer")
+        self._config = await self.processing.start(
+            replace(config, chat_template=chat_template) if chat_template else config
+        )
         self.loaded_unix_s = int(time.time())
         self.last_sign_s = self.last_finished_s = time.monotonic()
         self._closed = None
@@ -133,7 +140,11 @@ class Worker:
                     param="request_id",
                     code="duplicate_request_id",
                 )
-            self._give_to_engine(with_adapter(request, self.config), delivery, trace or {})
+            request = with_adapter(request, self.config)
+            if self.processing.makes_prompt_of(request):
+                self._prepare(request, delivery, trace or {})
+            else:
+                self._give_to_engine(request, delivery, trace or {})
         except SluiceError as error:
             self.metrics.record_refusal(error.kind.name.lower())
             raise
@@ -189,6 +200,19 @@ class Worker:
         if self._max_live and alive >= self._max_live:
             raise overloaded(f"{alive} requests are alive on this worker, and it takes no more.")
 
+    def _prepare(self, request: GenerateRequest, delivery: Delivery, trace: Mapping[str, str]) -> None:
+        """The request is alive while its prompt is made, and the engine hears of it after that."""
+        self._live[request.request_id] = delivery
+        self._idle.clear()
+        delivery.accept(GenerateContext(request.request_id, trace), 0, Terms(self._ended, self._broken), None)
+
+        def go_on(prepared: GenerateRequest) -> None:
+            delivery.made_prompt = prepared.token_ids
+            self.check_open()
+            self._give_to_engine(prepared, delivery, trace)
+
+        self.processing.preparing.start(request, go_on, delivery.fail)
+
     def _give_to_engine(self, request: GenerateRequest, delivery: Delivery, trace: Mapping[str, str]) -> None:
         request, handed_over_by = opened(request)
         context = GenerateContext(request.request_id, trace)
@@ -205,7 +229,8 @@ class Worker:
         span = open_span(request, self.config.role, trace, handed_over_by)
         delivery.accept(context, len(request.token_ids), terms, span)
         try:
-            self.engine.submit(request, context, delivery)
+            sink = self.processing.sink(request, delivery, terms, lambda: self.engine.abort(context))
+            self.engine.submit(request, context, sink)
         except SluiceError as error:
             self._refused(delivery, error)
             raise
@@ -228,6 +253,10 @@ class Worker:
         """Ends a request with an error of the worker's own."""
         delivery.fail(error)
         self.engine.abort(delivery.context)
+
+    def _total_blocks(self) -> list[int]:
+        config = self._config
+        return [] if config is None else [config.total_blocks] * config.data_parallel_size
 
     def fail_all(self, error: SluiceError) -> None:
         """Ends every live request."""

@@ -157,13 +157,13 @@ async def test_a_thousand_chats_leave_nothing_behind(suite: Suite) -> None:
 
     await chats(0, 100)  # connections, pools and caches are made now
     await nothing_left(suite)
-    tasks = gauge(suite, "sluice_gateway_tasks")
+    tasks = gauge(suite, "sluice_process_tasks")
     files = {process.pid: process.num_fds() for process in suite.processes()}
 
     await chats(1000, 1000)
 
     await nothing_left(suite)
-    await until("tasks are back", lambda: gauge(suite, "sluice_gateway_tasks") <= tasks)
+    await until("tasks are back", lambda: gauge(suite, "sluice_process_tasks") <= tasks)
 
     def files_are_back() -> bool:
         return all(psutil.Process(pid).num_fds() <= number for pid, number in files.items())

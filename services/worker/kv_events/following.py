@@ -5,17 +5,25 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from functools import cache
 
-from services.common.telemetry import meter
+from services.common.catalogue import Counter
 from services.worker.cache_events import KvEvent
 from services.worker.kv_events.events import EngineBatch
 from services.worker.kv_events.translation import Translator
+from services.worker.metrics import EVENT_GAPS, EVENT_LOSSES, EVENT_ORPHANS
 
 log = logging.getLogger(__name__)
 
 MOST_WAITING = 16_384
 REMEMBERED = 16_384
 REBUILD_EVERY = 1_000
+
+
+@cache
+def _counters() -> tuple[Counter, Counter, Counter]:
+    """Shared by the followers of all ranks."""
+    return Counter(EVENT_GAPS), Counter(EVENT_LOSSES), Counter(EVENT_ORPHANS)
 
 
 class Follower:
@@ -49,16 +57,7 @@ class Follower:
         self._rebuilds = False
         self._joins = False
         self._since_rebuild = REBUILD_EVERY
-        instruments = meter("worker")
-        self._gaps = instruments.create_counter(
-            "sluice_worker_kv_event_gaps", description="times that KV events of the engine were missing"
-        )
-        self._lost = instruments.create_counter(
-            "sluice_worker_kv_event_losses", description="times that missing KV events could not be had again"
-        )
-        self._orphaned = instruments.create_counter(
-            "sluice_worker_kv_event_orphans", description="blocks stored after a block nobody heard of"
-        )
+        self._gaps, self._lost, self._orphaned = _counters()
 
     def live(self, sequence: int, batch: EngineBatch) -> None:
         """A batch as the engine published it."""

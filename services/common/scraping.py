@@ -1,0 +1,83 @@
+"""The Prometheus endpoint of a process. A port that is taken costs the metrics, never the service."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import start_http_server
+
+from services.common.errors import ErrorKind, SluiceError
+
+log = logging.getLogger(__name__)
+
+AGAIN_S = 5.0
+HIGHEST_PORT = 65535
+
+
+class ScrapeEndpoint:
+    """Serves prometheus_client's default registry at every path.
+
+    Args:
+        listen: host:port; port 0 takes a free one, which the log says.
+
+    Raises:
+        SluiceError: FAILED_PRECONDITION when this is no address.
+    """
+
+    def __init__(self, listen: str) -> None:
+        host, _, port = listen.rpartition(":")
+        if not port.isdigit() or int(port) > HIGHEST_PORT:
+            raise SluiceError(
+                ErrorKind.FAILED_PRECONDITION,
+                f"--metrics-listen {listen!r} is not host:port; 127.0.0.1:9464 would be.",
+            )
+        self._listen = listen
+        self._host, self._port = host.strip("[]") or "127.0.0.1", int(port)
+        self._server: WSGIServer | None = None
+        self._closed = threading.Event()
+        self._waiting: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Serves from now on; when the address is taken says so and tries again until it is free."""
+        problem = self._listened()
+        if not problem:
+            return
+        log.error(
+            "no metrics: cannot listen on %s (%s); requests are served, and it is tried again every %d s. "
+            "Choose another --metrics-listen.",
+            self._listen, problem, AGAIN_S,
+        )  # fmt: skip
+        self._waiting = threading.Thread(target=self._wait, name="metrics-endpoint", daemon=True)
+        self._waiting.start()
+
+    def _wait(self) -> None:
+        while not self._closed.wait(AGAIN_S):
+            if not self._listened():
+                return
+
+    def _listened(self) -> str:
+        """Empty when it listens now, else why not."""
+        try:
+            self._server, _ = start_http_server(self._port, addr=self._host)
+        except OSError as error:
+            return error.strerror or str(error)
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        log.info("metrics are served", extra={"address": f"{host}:{self._server.server_port}"})
+        return ""
+
+    @property
+    def port(self) -> int:
+        """Where it listens; 0 while it does not."""
+        return 0 if self._server is None else self._server.server_port
+
+    def close(self) -> None:
+        """Ends it; may be called twice."""
+        self._closed.set()
+        if self._waiting is not None:
+            self._waiting.join(1)
+        server, self._server = self._server, None
+        if server is not None:
+            server.shutdown()
+            server.server_close()

@@ -1,0 +1,135 @@
+"""Sends spans to an OTLP collector from a thread of its own. A collector that hangs costs spans, never requests.
+
+What waits is bounded, an ended span costs one append, and what is lost is counted and said once.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+from opentelemetry.context import Context
+from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor
+from opentelemetry.sdk.trace.export import SpanExportResult
+
+log = logging.getLogger(__name__)
+
+MOST_WAITING = 4096
+MOST_AT_ONCE = 512
+EVERY_S = 0.5
+SEND_S = 5.0
+LAST_S = 2.0
+
+
+class Exporter(Protocol):
+    """What spans are given to; SDK exporters fit."""
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult: ...
+
+    def shutdown(self) -> None: ...
+
+
+def otlp_exporter(endpoint: str) -> Exporter:
+    """To an OTLP/gRPC collector; its own complaints are left out, `SpanExport` says what matters."""
+    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+
+    logging.getLogger("opentelemetry.exporter").setLevel(logging.CRITICAL)
+    return OTLPSpanExporter(endpoint=endpoint, timeout=SEND_S)
+
+
+class SpanExport(SpanProcessor):
+    """Collects ended spans and exports them in batches.
+
+    Args:
+        endpoint: of the exporter, for the log.
+        most_waiting: spans that wait; more are dropped.
+
+    Attributes:
+        exported, failed, dropped: spans so far, by what became of them.
+    """
+
+    def __init__(self, exporter: Exporter, endpoint: str, most_waiting: int = MOST_WAITING) -> None:
+        self.exported = self.failed = self.dropped = 0
+        self._exporter = exporter
+        self._endpoint = endpoint
+        self._waiting: deque[ReadableSpan] = deque()
+        self._most_waiting = most_waiting
+        self._awake = threading.Event()
+        self._sending = False
+        self._closing = False
+        self._troubled = False
+        self._thread = threading.Thread(target=self._run, name="span-export", daemon=True)
+        self._thread.start()
+
+    def on_start(self, span: Span, parent_context: Context | None = None) -> None:
+        """Nothing to do."""
+
+    def on_end(self, span: ReadableSpan) -> None:
+        """Takes a span, or drops it when too many wait; never blocks."""
+        if span.context is None or not span.context.trace_flags.sampled:
+            return
+        if len(self._waiting) >= self._most_waiting or self._closing:
+            self.dropped += 1
+            return
+        self._waiting.append(span)
+        if len(self._waiting) >= MOST_AT_ONCE:
+            self._awake.set()
+
+    def _run(self) -> None:
+        while not self._closing:
+            self._awake.wait(EVERY_S)
+            self._awake.clear()
+            self._send_all()
+        self._send_all()
+
+    def _send_all(self) -> None:
+        while self._waiting:
+            self._sending = True
+            self._send([self._waiting.popleft() for _ in range(min(len(self._waiting), MOST_AT_ONCE))])
+        self._sending = False
+
+    def _send(self, spans: list[ReadableSpan]) -> None:
+        try:
+            sent = self._exporter.export(spans) is SpanExportResult.SUCCESS
+        except Exception as error:  # whatever a library's exporter raises must not end the thread
+            log.debug("spans cannot be exported: %s", error)
+            sent = False
+        if sent:
+            self.exported += len(spans)
+        else:
+            self.failed += len(spans)
+        if sent == self._troubled:
+            self._troubled = not sent
+            if sent:
+                log.info("spans are exported again", extra={"lost": self.failed + self.dropped})
+            else:
+                log.warning(
+                    "the trace collector at %s does not take spans; they are dropped until it does, requests go on",
+                    self._endpoint,
+                )
+
+    def force_flush(self, timeout_millis: int = 2000) -> bool:
+        """Waits until what was waiting is out; False when that takes longer."""
+        until_s = time.monotonic() + timeout_millis / 1000
+        while self._waiting or self._sending:
+            if time.monotonic() > until_s:
+                return False
+            self._awake.set()
+            time.sleep(0.01)
+        return True
+
+    def shutdown(self) -> None:
+        """Sends what still waits, for two seconds at most."""
+        if self._closing:
+            return
+        self._closing = True
+        self._awake.set()
+        self._thread.join(LAST_S)
+        if self._thread.is_alive():
+            log.warning("spans are lost: the trace collector at %s has stopped answering", self._endpoint)
+        else:
+            self._exporter.shutdown()
