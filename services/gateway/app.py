@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from services.common import telemetry
 from services.common.errors import SluiceError, internal
 from services.gateway.http.errors import error_response, plain_error_response
 from services.gateway.metrics import GatewayMetrics
@@ -168,6 +169,7 @@ def _add_operations(app: FastAPI, readiness: Readiness) -> None:
 def _add_errors(app: FastAPI) -> None:
     async def typed(request: Request, error: Exception) -> Response:
         assert isinstance(error, SluiceError)
+        telemetry.failed(error)
         return error_response(error)
 
     async def of_http(request: Request, error: Exception) -> Response:
