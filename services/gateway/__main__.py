@@ -26,6 +26,9 @@ from services.gateway.metrics import GatewayMetrics
 from services.gateway.migration import MigrationPolicy, Migrator
 from services.gateway.openai.embeddings import EmbeddingEndpoints
 from services.gateway.openai.endpoints import OpenAIEndpoints
+from services.gateway.openai.responses.endpoints import ResponsesEndpoints
+from services.gateway.openai.responses.routes import add_responses
+from services.gateway.openai.responses.store import MemoryStore
 from services.gateway.openai.tokens import TokenEndpoints
 from services.gateway.parity import Parity
 from services.gateway.pipeline import Pipeline
@@ -33,6 +36,7 @@ from services.gateway.placement import Placement
 from services.gateway.readiness import Readiness
 from services.gateway.settings import GatewaySettings
 from services.gateway.switchboard import Switchboard
+from services.gateway.turns.conducting import Conductor
 
 log = logging.getLogger(__name__)
 
@@ -67,13 +71,17 @@ async def serve(settings: GatewaySettings, stop: Stop) -> None:
     pipeline = Pipeline(preprocess, router, catalogue, fleet, switchboard, placement, settings.postprocess_wait_s)
 
     parity = Parity(preprocess.tokenizers, catalogue.of_model, lambda: list(catalogue.models))
-    openai = OpenAIEndpoints(pipeline, settings, Pacer(), parity, TokenPieces(fleet.postprocess))
+    pacer, pieces = Pacer(), TokenPieces(fleet.postprocess)
+    openai = OpenAIEndpoints(pipeline, settings, pacer, parity, pieces)
+    conductor = Conductor(pipeline, settings, pacer, pieces)
+    kept = MemoryStore(settings.responses_kept, settings.responses_kept_mb << 20, settings.responses_kept_s)
     app = create_app(
         openai,
         TokenEndpoints(pipeline, settings),
         EmbeddingEndpoints(pipeline, EmbedClient(catalogue, fleet, settings.embed_timeout_s), settings),
         Readiness(preprocess, router, catalogue, fleet),
         metrics,
+        [partial(add_responses, endpoints=ResponsesEndpoints(conductor, settings, kept))],
     )
     app.add_middleware(RequestDeadlines, longest_s=settings.request_timeout_s)
     server = HttpServer(app, settings.listen, settings.keep_alive_s, settings.drain_s)

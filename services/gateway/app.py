@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import re
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import orjson
@@ -13,7 +14,6 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.common import telemetry
 from services.common.errors import SluiceError, internal
 from services.gateway.http.errors import error_response, plain_error_response
 from services.gateway.metrics import GatewayMetrics
@@ -37,6 +37,14 @@ from services.gateway.openai.tokens import TokenEndpoints
 from services.gateway.readiness import Readiness
 from sluice import __version__
 
+AddRoutes = Callable[[FastAPI], list[type[BaseModel]]]
+"""Adds an API's routes; answers the models of its request bodies."""
+
+_WITH_NAMES = (
+    (re.compile(r"^/v1/models/.+$"), "/v1/models/{model}"),
+    (re.compile(r"^/v1/responses/(?!input_tokens$)[^/]+"), "/v1/responses/{response_id}"),
+)
+
 
 class CountAnswers:
     """Counts answers by path and status; one metric per request."""
@@ -50,9 +58,7 @@ class CountAnswers:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        path = scope["path"] if scope["path"] in self._paths else "other"
-        if scope["path"].startswith("/v1/models/"):
-            path = "/v1/models/{model}"
+        path = self._label(scope["path"])
         counted = False
 
         def counting_send(message: Message) -> Awaitable[None]:
@@ -64,6 +70,12 @@ class CountAnswers:
 
         await self._app(scope, receive, counting_send)
 
+    def _label(self, path: str) -> str:
+        if path not in self._paths:
+            for pattern, label in _WITH_NAMES:
+                path = pattern.sub(label, path, count=1)
+        return path if path in self._paths else "other"
+
 
 def create_app(
     openai: OpenAIEndpoints,
@@ -71,14 +83,17 @@ def create_app(
     embeddings: EmbeddingEndpoints,
     readiness: Readiness,
     metrics: GatewayMetrics,
+    apis: Sequence[AddRoutes] = (),
 ) -> FastAPI:
-    """The application over a pipeline that runs."""
+    """The application over a pipeline that runs; `apis` are those beside chats, completions and embeddings."""
     app = FastAPI(
         title="Sluice",
         version=__version__,
         description="An OpenAI-compatible gateway to large language models.",
     )
     bodies = _add_openai(app, openai, tokens, embeddings)
+    for add in apis:
+        bodies += add(app)
     _add_operations(app, readiness)
     _add_errors(app)
     document(app, bodies)
@@ -169,7 +184,6 @@ def _add_operations(app: FastAPI, readiness: Readiness) -> None:
 def _add_errors(app: FastAPI) -> None:
     async def typed(request: Request, error: Exception) -> Response:
         assert isinstance(error, SluiceError)
-        telemetry.failed(error)
         return error_response(error)
 
     async def of_http(request: Request, error: Exception) -> Response:

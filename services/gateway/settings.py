@@ -47,3 +47,9 @@ class GatewaySettings(RouterTokenSettings, ServiceSettings):
         131_072, ge=0, description="longest generation that may move, tokens of prompt and answer together; 0: any"
     )
     migration_wait_s: float = Field(10, gt=0, description="longest that a generation waits for a worker that takes it")
+
+    responses_kept: int = Field(
+        4096, ge=0, description="responses of /v1/responses kept to be read again and gone on from; 0: none"
+    )
+    responses_kept_mb: int = Field(64, ge=1, description="of all of them together, MiB")
+    responses_kept_s: float = Field(86_400, gt=0, description="how long a response is kept")

@@ -1,0 +1,119 @@
+"""What is kept of responses, so that they can be read again and gone on from.
+
+Every owner of an API key sees its own responses only. What is kept is bounded in number, bytes and time; when it is too
+much, whoever keeps most loses the oldest.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+PER_RESPONSE = 512
+"""Bytes that keeping a response costs besides what it says, roughly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """One response: JSON of its object, and of the items it was made from, those of earlier responses included."""
+
+    response: bytes
+    items: bytes
+
+    @property
+    def size(self) -> int:
+        """Bytes, roughly."""
+        return len(self.response) + len(self.items) + PER_RESPONSE
+
+
+class ResponseStore(ABC):
+    """Where responses are kept."""
+
+    @abstractmethod
+    def keep(self, owner: str, response_id: str, kept: Kept) -> None:
+        """Keeps a response from now on; does not wait."""
+
+    @abstractmethod
+    async def find(self, owner: str, response_id: str) -> Kept | None:
+        """The response, or None when it is not kept (any more) or belongs to someone else."""
+
+    @abstractmethod
+    async def drop(self, owner: str, response_id: str) -> bool:
+        """Forgets a response; whether it was there."""
+
+
+class MemoryStore(ResponseStore):
+    """In this process.
+
+    Args:
+        most: responses.
+        most_bytes: of all of them together.
+        longest_s: from keeping to forgetting, seconds.
+    """
+
+    def __init__(
+        self, most: int, most_bytes: int, longest_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._most = most
+        self._most_bytes = most_bytes
+        self._longest_s = longest_s
+        self._clock = clock
+        self._owners: dict[str, OrderedDict[str, tuple[float, Kept]]] = {}
+        self._sizes: dict[str, int] = {}
+        self._ages: OrderedDict[tuple[str, str], float] = OrderedDict()  # oldest first
+        self.size = 0
+
+    def __len__(self) -> int:
+        return len(self._ages)
+
+    def keep(self, owner: str, response_id: str, kept: Kept) -> None:
+        """See ResponseStore; one that alone is over the limit is not kept."""
+        self._forget(owner, response_id)
+        self._expire()
+        if not self._most or kept.size > self._most_bytes:
+            return
+        now = self._clock()
+        self._owners.setdefault(owner, OrderedDict())[response_id] = (now, kept)
+        self._sizes[owner] = self._sizes.get(owner, 0) + kept.size
+        self._ages[owner, response_id] = now
+        self.size += kept.size
+        while len(self._ages) > self._most or self.size > self._most_bytes:
+            self._make_room()
+
+    async def find(self, owner: str, response_id: str) -> Kept | None:
+        """See ResponseStore."""
+        self._expire()
+        found = self._owners[owner].get(response_id) if owner in self._owners else None
+        return found[1] if found else None
+
+    async def drop(self, owner: str, response_id: str) -> bool:
+        """See ResponseStore."""
+        self._expire()
+        return self._forget(owner, response_id)
+
+    def _make_room(self) -> None:
+        too_many = len(self._ages) > self._most
+        owner = max(self._owners, key=lambda one: len(self._owners[one]) if too_many else self._sizes[one])
+        self._forget(owner, next(iter(self._owners[owner])))
+
+    def _expire(self) -> None:
+        oldest = self._clock() - self._longest_s
+        while self._ages:
+            (owner, response_id), kept_at = next(iter(self._ages.items()))
+            if kept_at > oldest:
+                return
+            self._forget(owner, response_id)
+
+    def _forget(self, owner: str, response_id: str) -> bool:
+        found = self._owners[owner].pop(response_id, None) if owner in self._owners else None
+        if found is None:
+            return False
+        del self._ages[owner, response_id]
+        self.size -= found[1].size
+        self._sizes[owner] -= found[1].size
+        if not self._owners[owner]:
+            del self._owners[owner], self._sizes[owner]
+        return True

@@ -1,0 +1,1 @@
+"""One answer as a turn of blocks (text, thinking, calls): what Anthropic's messages and OpenAI's responses share."""

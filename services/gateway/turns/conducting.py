@@ -1,0 +1,109 @@
+"""Runs a turn through the pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from services.common.errors import SluiceError
+from services.common.packing import unpack_u32
+from services.common.tasks import TaskOwner
+from services.gateway.clients.pieces import TokenPieces
+from services.gateway.generation import GenerationRequest
+from services.gateway.http.event_stream import EventStream, run_unless_gone
+from services.gateway.http.marks import Marked, mark
+from services.gateway.http.pacing import Pacer
+from services.gateway.openai.annotating import Annotator
+from services.gateway.openai.logprobs import Naming
+from services.gateway.pipeline import Generation, Pipeline
+from services.gateway.settings import GatewaySettings
+from services.gateway.turns.listening import CollectedTurn, StreamedTurn, Teller
+
+Respell = Callable[[SluiceError], SluiceError]
+
+
+@dataclass(frozen=True, slots=True)
+class Remark:
+    """Fallbacks that the API itself took."""
+
+    degraded: set[str]
+    migrations: int = 0
+
+
+class Conductor:
+    """Starts turns and answers them, streamed or whole.
+
+    Args:
+        pieces: what single tokens stand for, for log-probabilities.
+    """
+
+    def __init__(self, pipeline: Pipeline, settings: GatewaySettings, pacer: Pacer, pieces: TokenPieces) -> None:
+        self.pipeline = pipeline
+        self._max_unsent = settings.max_unsent_kb << 10
+        self._pacer = pacer
+        self._pieces = pieces
+        self._tasks = TaskOwner()  # questions beside requests; one that fails ends no service
+
+    def can(self, model: str, capability: str) -> bool:
+        """Whether an engine that serves the model has this capability."""
+        return any(capability in entry.capabilities for entry in self.pipeline.catalogue.of_model(model))
+
+    def naming(self, model: str) -> Naming:
+        """How the model's tokens are called."""
+        return Naming(self._pieces.of(model))
+
+    async def stream(
+        self,
+        request: GenerationRequest,
+        teller: Teller,
+        respell: Respell,
+        started: Callable[[Generation], None],
+        remarks: Iterable[Marked] = (),
+    ) -> Response:
+        """The turn as events.
+
+        Args:
+            started: hears of the generation before the teller is asked for anything.
+            remarks: what the answer's headers say besides what happened to the generation.
+        """
+        turn = StreamedTurn(teller, respell)
+        stream = turn.stream = EventStream(turn, self._pacer, self._max_unsent, {})
+        generation = await self._start(request, turn, respell)
+        started(generation)
+        marked = [generation, *remarks]  # the response must not be kept alive by what it calls
+        stream.before_start = lambda response: mark(response, marked)
+        return stream
+
+    async def collect(
+        self, http: Request, request: GenerationRequest, respell: Respell
+    ) -> tuple[CollectedTurn, Generation] | None:
+        """The whole turn, ended; None when the client went away meanwhile.
+
+        Raises:
+            SluiceError: in the client's words.
+        """
+        turn = CollectedTurn(respell)
+        generation = await self._start(request, turn, respell)
+        try:
+            if not await run_unless_gone(http.receive, turn.done, turn.cancel):
+                return None
+            turn.ended()
+            return turn, generation
+        finally:
+            turn.cancel()
+
+    async def _start(
+        self, request: GenerationRequest, turn: StreamedTurn | CollectedTurn, respell: Respell
+    ) -> Generation:
+        shows = request.logprobs is not None
+        sink = Annotator(turn, self._pieces, request.model, self._tasks) if shows else turn
+        try:
+            generation = turn.generation = await self.pipeline.start(request, [sink])
+        except SluiceError as error:
+            raise respell(error) from None
+        if isinstance(sink, Annotator):
+            sink.begin(generation.streams[0].tokens, unpack_u32(generation.prompt.token_ids))
+        return generation
