@@ -11,7 +11,7 @@ from services.common import telemetry
 from services.common.access import shown_token
 from services.common.runner import Stop, run
 from services.common.tasks import TaskOwner
-from services.common.tls import channel_credentials
+from services.common.tls import channel_credentials, https_context
 from services.gateway.app import create_app
 from services.gateway.clients.catalogue import Catalogue
 from services.gateway.clients.embed import EmbedClient
@@ -84,7 +84,7 @@ async def serve(settings: GatewaySettings, stop: Stop) -> None:
         [partial(add_responses, endpoints=ResponsesEndpoints(conductor, settings, kept))],
     )
     app.add_middleware(RequestDeadlines, longest_s=settings.request_timeout_s)
-    server = HttpServer(app, settings.listen, settings.keep_alive_s, settings.drain_s)
+    server = HttpServer(app, settings.listen, settings.keep_alive_s, settings.drain_s, https_context(settings))
 
     replica_sets = (preprocess.replicas, router.replicas, fleet.postprocess)
     for replicas in replica_sets:

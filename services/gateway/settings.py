@@ -6,9 +6,10 @@ from pydantic import Field
 
 from services.common.access import RouterTokenSettings
 from services.common.settings import CommaList, ServiceSettings, settings_config
+from services.common.trust import HttpsSettings
 
 
-class GatewaySettings(RouterTokenSettings, ServiceSettings):
+class GatewaySettings(HttpsSettings, RouterTokenSettings, ServiceSettings):
     """Settings of the gateway. Every flag is also an environment variable: --log-level is SLUICE_GATEWAY_LOG_LEVEL."""
 
     model_config = settings_config("gateway")

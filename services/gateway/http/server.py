@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import ssl
 from collections.abc import Iterator
 
 import uvicorn
@@ -26,9 +27,12 @@ class HttpServer:
         listen: host:port; port 0 picks a free one.
         keep_alive_s: idle connections are closed after this long.
         drain_s: longest that running requests get after `stop`.
+        tls: None for plain HTTP.
     """
 
-    def __init__(self, app: ASGIApp, listen: str, keep_alive_s: int, drain_s: float) -> None:
+    def __init__(
+        self, app: ASGIApp, listen: str, keep_alive_s: int, drain_s: float, tls: ssl.SSLContext | None = None
+    ) -> None:
         self._socket = _bind(listen)
         host, port = self._socket.getsockname()[:2]
         self.address = f"{host}:{port}"
@@ -46,6 +50,8 @@ class HttpServer:
             timeout_graceful_shutdown=max(1, round(drain_s)),
             backlog=4096,
         )
+        config.load()
+        config.ssl = tls
         self._server = _Server(config)
 
     async def serve(self) -> None:
