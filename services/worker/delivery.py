@@ -7,12 +7,16 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from services.common.errors import SluiceError, internal
 from services.worker.delta_stream import DeltaStream
 from services.worker.engine import GenerateContext, Sink
 from services.worker.generation import Delta, FinishReason, PositionLogprobs, Usage
 from services.worker.tracing import GenerationSpan
+
+if TYPE_CHECKING:
+    from services.worker.processing.text_delta import TextDelta
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +56,7 @@ class Delivery(Sink):
         context: set by the worker when it takes the request.
         first_token_s: when the engine began to answer, monotonic seconds; None before.
         delivered: tokens the caller got.
+        made_prompt: ids of a prompt that the worker made; the caller hears them with the first tokens.
     """
 
     def __init__(self) -> None:
@@ -59,6 +64,7 @@ class Delivery(Sink):
         self.started_s = time.monotonic()
         self.first_token_s: float | None = None
         self.delivered = 0
+        self.made_prompt: Sequence[int] = ()
         self._state = WAITING
         self._overruled = False  # the worker ended it; the engine may not know yet
         self._vocab_size = ANY_ID
@@ -79,7 +85,7 @@ class Delivery(Sink):
         return self._overruled
 
     def accept(self, context: GenerateContext, prompt_tokens: int, terms: Terms, span: GenerationSpan | None) -> None:
-        """The worker takes the request."""
+        """The worker takes the request; again, with more known, once it has made its prompt."""
         self.context = context
         self._prompt_tokens = prompt_tokens
         self._terms = terms
@@ -100,6 +106,13 @@ class Delivery(Sink):
             self._overruled = True
             usage = Usage(self._prompt_tokens, self.delivered, self._cached_tokens)
             self._end(Delta(finish_reason=FinishReason.ERROR, usage=usage, error=error))
+
+    def withdraw(self) -> None:
+        """The worker ends it as cancelled; the engine never had it."""
+        self.context.cancelled = True
+        if not self.ended:
+            self._overruled = True
+            self._end(Delta(finish_reason=FinishReason.CANCELLED, usage=Usage()))
 
     def begin(self, cached_tokens: int, prompt_logprobs: Sequence[PositionLogprobs] = ()) -> None:
         if self._terms is not None:
@@ -170,6 +183,10 @@ class Delivery(Sink):
         """What comes with the first tokens."""
 
     @abstractmethod
+    def deliver_text(self, text: TextDelta) -> None:
+        """What tokens became; before the terminal delta."""
+
+    @abstractmethod
     def deliver_terminal(self, delta: Delta) -> None:
         """The last thing the caller hears."""
 
@@ -184,11 +201,15 @@ class StreamDelivery(Delivery):
 
     def deliver_first(self, cached_tokens: int, prompt_logprobs: Sequence[PositionLogprobs]) -> None:
         self._stream.begin(cached_tokens, prompt_logprobs)
+        self._stream.prompt_token_ids = self.made_prompt
 
     def push(self, token_ids: Sequence[int], logprobs: Sequence[PositionLogprobs] = ()) -> None:
         if self.admits(token_ids, logprobs):
             self.delivered += len(token_ids)
             self._stream.push(token_ids, logprobs)
+
+    def deliver_text(self, text: TextDelta) -> None:
+        self._stream.say(text)
 
     def deliver_terminal(self, delta: Delta) -> None:
         self._stream.end(delta)

@@ -28,7 +28,7 @@ _OPTIONS: tuple[tuple[Capability, str, Uses], ...] = (
     (Capability.TEXT, "prompt", lambda request: request.text is not None),
     (Capability.MESSAGES, "prompt", lambda request: request.messages_json is not None),
     (Capability.PROMPT_EMBEDS, "prompt_embeds", lambda request: request.embeds is not None),
-    (Capability.TEXT_OUT, "postprocess", lambda request: request.text_out),
+    (Capability.TEXT_OUT, "postprocess", lambda request: request.text_out is not None),
     (Capability.LOGPROBS, "logprobs", lambda request: request.logprobs is not None),
     (Capability.PROMPT_LOGPROBS, "prompt_logprobs", lambda request: request.prompt_logprobs is not None),
     (Capability.TEMPERATURE, "temperature", _sampling(lambda sampling: sampling.temperature is not None)),

@@ -6,9 +6,13 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from services.common.errors import SluiceError
+
+if TYPE_CHECKING:
+    from services.postprocess.stream import StreamOptions
+    from services.worker.processing.text_delta import TextDelta
 
 
 class FinishReason(IntEnum):
@@ -118,7 +122,7 @@ class GenerateRequest:
     data_parallel_rank: int | None = None
     disaggregation: Disaggregation | None = None
     resumed_tokens: int = 0
-    text_out: bool = False  # the caller wants text, reasoning and tool calls made by the worker
+    text_out: StreamOptions | None = None  # the caller wants text, reasoning and tool calls made by the worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,3 +167,5 @@ class Delta:
     logprobs: Sequence[PositionLogprobs] = ()
     prompt_logprobs: Sequence[PositionLogprobs] = ()
     handoff: bytes = b""
+    prompt_token_ids: Sequence[int] = ()  # on the first, where the worker made the prompt
+    text: TextDelta | None = None

@@ -44,7 +44,12 @@ class WorkerHost:
         self.server = GrpcServer(settings, worker_pb2.DESCRIPTOR)
         self.engine = find_engine(settings.engine).from_args(settings)
         self.worker = Worker(
-            self.engine, settings.worker_id, stop.fail, max_live=settings.max_live, strict=settings.strict_streams
+            self.engine,
+            settings.worker_id,
+            stop.fail,
+            max_live=settings.max_live,
+            strict=settings.strict_streams,
+            processing=settings.processing_options,
         )
         self.worker.on_serving = self._serving_changed
         self.worker.on_card = self._card_changed

@@ -8,8 +8,12 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from services.worker.generation import Delta
+
+if TYPE_CHECKING:
+    from services.worker.processing.text_delta import TextDelta
 
 PAGE_TOKENS = 65_536  # keeps a message well under the size limit
 STALLED_TOKENS = 1 << 20
@@ -19,12 +23,14 @@ MOST_TOKENS = 8 << 20
 
 @dataclass(slots=True)
 class Page:
-    """One message: row i is slots[i] with the next counts[i] of token_ids; extras come after the rows."""
+    """One message: row i is slots[i] with the next counts[i] of token_ids; extras come after the rows, then what
+    became of the tokens, by slot."""
 
     slots: array[int] = field(default_factory=lambda: array("I"))
     counts: array[int] = field(default_factory=lambda: array("I"))
     token_ids: array[int] = field(default_factory=lambda: array("I"))
     extras: list[tuple[int, Delta]] = field(default_factory=list)
+    texts: dict[int, TextDelta] = field(default_factory=dict)
 
 
 class Outbox:
@@ -49,7 +55,7 @@ class Outbox:
     @property
     def empty(self) -> bool:
         """Nothing waits to be sent."""
-        return not (self._full or self.page.slots or self.page.extras)
+        return not (self._full or self.page.slots or self.page.extras or self.page.texts)
 
     @property
     def pending_tokens(self) -> int:

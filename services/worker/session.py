@@ -10,6 +10,7 @@ from services.common.errors import SluiceError, invalid
 from services.worker.delivery import BEGUN, Delivery
 from services.worker.generation import Delta, FinishReason, GenerateRequest, PositionLogprobs, Usage
 from services.worker.outbox import Outbox, Page
+from services.worker.processing.text_delta import TextDelta
 from services.worker.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -26,7 +27,13 @@ class SlotDelivery(Delivery):
         self._on_close = on_close
 
     def deliver_first(self, cached_tokens: int, prompt_logprobs: Sequence[PositionLogprobs]) -> None:
-        self._say(Delta(cached_tokens=cached_tokens, prompt_logprobs=prompt_logprobs))
+        self._say(
+            Delta(
+                cached_tokens=cached_tokens,
+                prompt_logprobs=prompt_logprobs,
+                prompt_token_ids=self.made_prompt,
+            )
+        )
 
     def push(self, token_ids: Sequence[int], logprobs: Sequence[PositionLogprobs] = ()) -> None:
         count = len(token_ids)
@@ -46,6 +53,16 @@ class SlotDelivery(Delivery):
             page.token_ids.extend(token_ids)
         if logprobs:
             page.extras.append((self.slot, Delta(logprobs=logprobs)))
+        self._outbox.ready()
+
+    def deliver_text(self, text: TextDelta) -> None:
+        if self.silent:
+            return
+        texts = self._outbox.page.texts
+        if (waiting := texts.get(self.slot)) is None:
+            texts[self.slot] = text
+        else:
+            waiting.add(text)
         self._outbox.ready()
 
     def deliver_terminal(self, delta: Delta) -> None:

@@ -10,6 +10,7 @@ from pydantic import Field, FilePath, field_validator
 from services.common.access import RouterTokenSettings
 from services.common.models import DEFAULT_NAME, DEFAULT_SOURCE, ModelSpec
 from services.common.settings import CommaList, GrpcServiceSettings, settings_config
+from services.worker.processing.processing import ProcessingOptions
 
 
 class WorkerSettings(RouterTokenSettings, GrpcServiceSettings):
@@ -36,6 +37,13 @@ class WorkerSettings(RouterTokenSettings, GrpcServiceSettings):
     strict_streams: bool = Field(
         False, description="raise inside an engine that breaks its contract, for tests; otherwise its request fails"
     )
+
+    processing: Literal["none", "prompts", "full"] = Field(
+        "prompts",
+        description="what is done beside the engine: prompts of text and chats are made; full: text and tool calls are "
+        "made of its tokens too. When it is set and the tokenizer cannot be loaded, the worker does not start",
+    )
+    processing_cache_mb: int = Field(16, ge=0, description="MiB that remember ids of earlier prompts; 0: none")
 
     engine: str = Field("mock", description="engine by name, or package.module:Class")
     engine_args: str = Field(
@@ -88,6 +96,15 @@ class WorkerSettings(RouterTokenSettings, GrpcServiceSettings):
     def _model_is_a_spec(cls, value: str) -> str:
         ModelSpec.parse(value)
         return value
+
+    @property
+    def processing_options(self) -> ProcessingOptions:
+        """What is done beside the engine."""
+        return ProcessingOptions(
+            self.processing,
+            "processing" in self.model_fields_set,
+            self.processing_cache_mb << 20,
+        )
 
     @property
     def spec(self) -> ModelSpec:

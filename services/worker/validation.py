@@ -70,7 +70,8 @@ def _validate_model(model: str, lora: str, config: EngineConfig) -> None:
 
 def _validate_prompt(request: GenerateRequest, config: EngineConfig) -> None:
     if request.text is not None or request.messages_json is not None:
-        return  # the engine makes the ids, and is asked for the capability below
+        _validate_unmade(request)  # the ids are made later, and the capability for that is asked for below
+        return
     if request.embeds is not None:
         _validate_embeds(request.embeds, config)
         return
@@ -78,6 +79,20 @@ def _validate_prompt(request: GenerateRequest, config: EngineConfig) -> None:
     _validate_fits(len(request.token_ids), config, "prompt", room=1)
     if request.resumed_tokens >= len(request.token_ids):
         raise invalid("resumed_tokens must leave at least one token of the prompt.", param="resumed_tokens")
+
+
+def validate_made_prompt(token_ids: array[int], config: EngineConfig, param: str) -> None:
+    """Raises SluiceError naming the field when ids that the worker made of it cannot be run."""
+    _validate_tokens(token_ids, config, param)
+    _validate_fits(len(token_ids), config, param, room=1)
+
+
+def _validate_unmade(request: GenerateRequest) -> None:
+    if request.resumed_tokens:
+        raise invalid(
+            "resumed_tokens needs a prompt of token ids: those of the first delta and what was generated since.",
+            param="resumed_tokens",
+        )
 
 
 def _validate_embeds(embeds: PromptEmbeds, config: EngineConfig) -> None:

@@ -9,10 +9,13 @@ from typing import Any, cast
 from google.protobuf.message import Message
 
 from services.common import telemetry
-from services.common.errors import invalid
+from services.common.errors import SluiceError, invalid
 from services.common.grpc_errors import to_detail
 from services.common.hashing import HASH_SCHEME
 from services.common.packing import pack_u32, unpack_u32
+from services.postprocess.parsers.events import merge
+from services.postprocess.stream import StreamOptions
+from services.postprocess.wire import parts, to_event, to_finish, to_options, to_tokens
 from services.worker.engine import EngineConfig, Load
 from services.worker.generation import (
     Delta,
@@ -27,8 +30,9 @@ from services.worker.generation import (
     TokenLogprob,
 )
 from services.worker.outbox import Page
+from services.worker.processing.text_delta import TextDelta
 from services.worker.tracing import LINK
-from sluice.v1 import common_pb2, worker_pb2
+from sluice.v1 import common_pb2, postprocess_pb2, worker_pb2
 
 
 def read_request(message: worker_pb2.GenerateRequest) -> GenerateRequest:
@@ -52,7 +56,7 @@ def read_request(message: worker_pb2.GenerateRequest) -> GenerateRequest:
         data_parallel_rank=_optional(message, "data_parallel_rank"),
         disaggregation=_read_disaggregation(message.disaggregation) if message.HasField("disaggregation") else None,
         resumed_tokens=message.resumed_tokens,
-        text_out=message.HasField("postprocess"),
+        text_out=_read_text_options(message.postprocess) if message.HasField("postprocess") else None,
     )
 
 
@@ -85,6 +89,14 @@ def _read_sampling(message: common_pb2.SamplingOptions) -> Sampling:
         thinking_token_budget=_optional(message, "thinking_token_budget"),
         engine_options=_read_engine_options(message.engine_options_json) if message.engine_options_json else {},
     )
+
+
+def _read_text_options(message: postprocess_pb2.StreamOptions) -> StreamOptions:
+    try:
+        return to_options(message)
+    except SluiceError as error:
+        error.param = f"postprocess.{error.param}"
+        raise
 
 
 def _read_engine_options(document: bytes) -> dict[str, Any]:
@@ -138,8 +150,16 @@ def write_page(page: Page) -> worker_pb2.TokenBatch:
         slots=pack_u32(page.slots),
         counts=pack_u32(page.counts),
         token_ids=pack_u32(page.token_ids),
-        extras=[write_extra(delta, slot) for slot, delta in page.extras],
+        extras=_write_extras(page) if page.texts else [write_extra(delta, slot) for slot, delta in page.extras],
     )
+
+
+def _write_extras(page: Page) -> list[worker_pb2.TokenExtra]:
+    """What the tokens became comes before the terminal deltas."""
+    texts = [worker_pb2.TokenExtra(slot=slot, events=_write_text(text)) for slot, text in page.texts.items()]
+    first = [write_extra(delta, slot) for slot, delta in page.extras if delta.finish_reason is None]
+    last = [write_extra(delta, slot) for slot, delta in page.extras if delta.finish_reason is not None]
+    return [*first, *texts, *last]
 
 
 def write_delta(delta: Delta) -> worker_pb2.GenerateDelta:
@@ -155,9 +175,12 @@ def write_extra(delta: Delta, slot: int = 0) -> worker_pb2.TokenExtra:
         stop_token_id=delta.stop_token_id,
         cached_tokens=delta.cached_tokens,
         handoff=delta.handoff,
+        prompt_token_ids=pack_u32(delta.prompt_token_ids),
         logprobs=[_write_logprobs(position) for position in delta.logprobs],
         prompt_logprobs=[_write_logprobs(position) for position in delta.prompt_logprobs],
     )
+    if delta.text is not None:
+        extra.events.extend(_write_text(delta.text))
     if delta.error is not None:
         extra.error.CopyFrom(to_detail(delta.error))
     if delta.usage is not None:
@@ -166,6 +189,15 @@ def write_extra(delta: Delta, slot: int = 0) -> worker_pb2.TokenExtra:
         extra.usage.cached_tokens = delta.usage.cached_tokens
         extra.usage.SetInParent()
     return extra
+
+
+def _write_text(text: TextDelta) -> list[postprocess_pb2.StreamEvent]:
+    """In the order of a TextBatch: what tokens stand for, what they became, how it ended; slots are 0."""
+    return [
+        *([postprocess_pb2.StreamEvent(tokens=to_tokens(text.tokens))] if text.tokens else []),
+        *[to_event(0, *part) for part in parts(merge(text.events))],
+        *([to_finish(0, text.finish)] if text.finish is not None else []),
+    ]
 
 
 def _write_logprobs(position: PositionLogprobs) -> common_pb2.PositionLogprobs:

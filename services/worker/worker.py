@@ -146,6 +146,9 @@ class Worker:
             else:
                 self._give_to_engine(request, delivery, trace or {})
         except SluiceError as error:
+            if self._live.get(request.request_id) is delivery:
+                delivery.refuse(error)
+                self._forget(request.request_id)
             self.metrics.record_refusal(error.kind.name.lower())
             raise
 
@@ -208,7 +211,6 @@ class Worker:
 
         def go_on(prepared: GenerateRequest) -> None:
             delivery.made_prompt = prepared.token_ids
-            self.check_open()
             self._give_to_engine(prepared, delivery, trace)
 
         self.processing.preparing.start(request, go_on, delivery.fail)
@@ -231,22 +233,19 @@ class Worker:
         try:
             sink = self.processing.sink(request, delivery, terms, lambda: self.engine.abort(context))
             self.engine.submit(request, context, sink)
-        except SluiceError as error:
-            self._refused(delivery, error)
+        except SluiceError:
             raise
         except Exception as error:
             log.exception("the engine failed to take a request", extra={"request": request.request_id})
-            cause = internal("The engine failed on this request.")
-            self._refused(delivery, cause)
-            raise cause from error
-
-    def _refused(self, delivery: Delivery, error: SluiceError) -> None:
-        delivery.refuse(error)
-        self._forget(delivery.context.request_id)
+            raise internal("The engine failed on this request.") from error
 
     def cancel(self, delivery: Delivery) -> None:
         """The caller lost interest: the engine stops within a step and the delivery hears CANCELLED."""
-        if not delivery.ended:
+        if delivery.ended:
+            return
+        if self.processing.preparing.give_up(delivery.context.request_id):
+            delivery.withdraw()
+        else:
             self.engine.abort(delivery.context)
 
     def fail(self, delivery: Delivery, error: SluiceError) -> None:
@@ -297,10 +296,15 @@ class Worker:
                 await self.engine.cleanup()
         except TimeoutError:
             log.warning("the engine's cleanup did not end in time", extra={"seconds": CLEANUP_S})
+        await self.processing.close()
 
     def _engine_failed(self, name: str, error: BaseException) -> None:
         self._closed = SluiceError(ErrorKind.ENGINE_SHUTDOWN, "The engine of this worker has failed.")
         self.fail_all(self._closed)
+        if self._report_failure is not None:
+            self._report_failure(name, error)
+
+    def _background_failed(self, name: str, error: BaseException) -> None:
         if self._report_failure is not None:
             self._report_failure(name, error)
 
@@ -325,6 +329,7 @@ class Worker:
 
     def _forget(self, request_id: str) -> None:
         self._live.pop(request_id, None)
+        self.processing.forget(request_id)
         self._note_idle()
 
     def _note_idle(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from services.common.errors import ErrorKind, SluiceError
+from services.postprocess.stream import StreamOptions
 from services.worker.capabilities import Capability
 from services.worker.demands import demands
 from services.worker.generation import Disaggregation, Guided, PromptEmbeds, Role, Sampling
@@ -20,7 +21,7 @@ USES: list[tuple[Capability, str, dict[str, Any]]] = [
     (Capability.TEXT, "prompt", {"text": "hello"}),
     (Capability.MESSAGES, "prompt", {"messages_json": b"{}"}),
     (Capability.PROMPT_EMBEDS, "prompt_embeds", {"embeds": PromptEmbeds(bytes(16), 4)}),
-    (Capability.TEXT_OUT, "postprocess", {"text_out": True}),
+    (Capability.TEXT_OUT, "postprocess", {"text_out": StreamOptions("tiny")}),
     (Capability.LOGPROBS, "logprobs", {"logprobs": 0}),
     (Capability.PROMPT_LOGPROBS, "prompt_logprobs", {"prompt_logprobs": 2}),
     (Capability.GUIDED_JSON, "response_format", {"guided": Guided("json_schema", "{}")}),

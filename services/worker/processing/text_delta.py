@@ -1,0 +1,35 @@
+"""What tokens became, on its way to the caller."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from services.postprocess.parsers.events import Event
+from services.postprocess.stream import Finish
+from services.postprocess.token_texts import TokenTexts
+
+
+@dataclass(slots=True)
+class TextDelta:
+    """The next part of one request's text.
+
+    Attributes:
+        events: text, reasoning and tool calls, in order.
+        tokens: what each token stands for, where the caller asked for it.
+        finish: how the text ended; on the last part.
+    """
+
+    events: list[Event] = field(default_factory=list)
+    tokens: TokenTexts | None = None
+    finish: Finish | None = None
+
+    def add(self, later: TextDelta) -> None:
+        """Appends the part that comes after this one."""
+        self.events += later.events
+        self.finish = later.finish or self.finish
+        if self.tokens is None:
+            self.tokens = later.tokens
+        elif later.tokens is not None:
+            self.tokens.lengths.extend(later.tokens.lengths)
+            self.tokens.pieces += later.tokens.pieces
+            self.tokens.offsets.extend(later.tokens.offsets)

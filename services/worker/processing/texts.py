@@ -1,0 +1,240 @@
+"""Makes the text of all requests that ask for it, once per engine step and for all of them together."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from services.common.errors import internal, invalid
+from services.postprocess.answers import Batch
+from services.postprocess.parsers.events import Content
+from services.postprocess.session import PostSession
+from services.postprocess.stream import Finish
+from services.postprocess.stream import FinishReason as TextReason
+from services.worker.delivery import Delivery, Terms
+from services.worker.generation import FinishReason, GenerateRequest, PositionLogprobs
+from services.worker.processing.text_delta import TextDelta
+from services.worker.processing.text_sink import TextSink
+
+log = logging.getLogger(__name__)
+
+MOST_SLOTS = 1 << 32
+NO_TRACE: Mapping[str, str] = {}
+
+
+class TextDesk:
+    """The texts of one worker.
+
+    Tokens collect while an engine steps and are turned into text in the event loop's next round. None of it waits for
+    callers who read slowly, so a stop string ends its request in the step after it.
+
+    Args:
+        session: makes a session of the postprocess code, given what to call when it has something to say.
+        model: served name, under which the session knows it.
+    """
+
+    def __init__(self, session: Callable[[Callable[[], None]], PostSession], model: str) -> None:
+        self._make_session = session
+        self._model = model
+        self._session = session(self._wake)
+        self._sinks: dict[int, TextSink] = {}
+        self._slots: dict[str, int] = {}
+        self._last_slot = 0
+        self._rows: list[tuple[TextSink, Sequence[PositionLogprobs]]] = []
+        self._counts, self._token_ids = array("I"), array("I")
+        self._ended: list[TextSink] = []
+        self._early: list[tuple[TextSink, Finish]] = []
+        self._due: asyncio.Handle | None = None
+
+    def __len__(self) -> int:
+        """Texts that have not ended."""
+        return len(self._sinks)
+
+    def open(self, request: GenerateRequest, target: Delivery, terms: Terms, stop: Callable[[], None]) -> TextSink:
+        """Begins a request's text; where it goes on from resumed tokens, their own text is not said again.
+
+        Args:
+            target: hears the tokens, up to where the text ends, and the text beside them.
+            terms: what the engine is held to.
+            stop: ends the request in the engine.
+
+        Raises:
+            SluiceError: INVALID_ARGUMENT naming what is wrong with the options.
+        """
+        options = request.text_out
+        assert options is not None
+        if options.model not in ("", self._model, request.model, request.lora):
+            raise invalid(
+                f"The text is asked for model {options.model!r}, the tokens for {request.model!r}; leave it out.",
+                param="postprocess.model",
+            )
+        self._last_slot = slot = (self._last_slot + 1) % MOST_SLOTS
+        sink = TextSink(slot, target, stop, request.resumed_tokens, self._put, self._end)
+        sink.accept(target.context, len(request.token_ids), _passed_on(terms, target), None)
+        self._settle()
+        self._sinks[slot], self._slots[request.request_id] = sink, slot
+        self._session.open(slot, request.request_id, replace(options, model=self._model), NO_TRACE)
+        if sink.before:
+            self._session.feed(array("I", [slot]), array("I", [sink.before]), request.token_ids[-sink.before :])
+        self._opened(request.request_id, sink)
+        return sink
+
+    def _opened(self, request_id: str, sink: TextSink) -> None:
+        """What the session says before the first token."""
+        text = _by_slot(self._session.drain()).get(sink.slot)
+        if text is None:
+            return
+        if text.finish is not None and text.finish.error is not None:
+            self.forget(request_id)
+            raise text.finish.error
+        if not sink.before:
+            sink.target.deliver_text(text)
+        elif text.finish is not None:
+            self._early.append((sink, text.finish))
+            self._wake()
+
+    def forget(self, request_id: str) -> None:
+        """Nobody waits for this text any more; unknown ones are ignored."""
+        slot = self._slots.pop(request_id, None)
+        if slot is not None and self._sinks.pop(slot, None) is not None:
+            self._session.close([slot])
+
+    async def close(self) -> None:
+        """Forgets everything."""
+        if self._due is not None:
+            self._due.cancel()
+        self._sinks.clear()
+        self._slots.clear()
+        await self._session.aclose()
+
+    def _put(self, sink: TextSink, token_ids: Sequence[int], logprobs: Sequence[PositionLogprobs]) -> None:
+        self._rows.append((sink, logprobs))
+        self._counts.append(len(token_ids))
+        self._token_ids.extend(token_ids)
+        if self._due is None:
+            self._wake()
+
+    def _end(self, sink: TextSink) -> None:
+        self._ended.append(sink)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._due is None:
+            self._due = asyncio.get_running_loop().call_soon(self._settle)
+
+    def _settle(self) -> None:
+        """Turns everything that has collected into text and passes both on."""
+        if self._due is not None:
+            self._due.cancel()
+            self._due = None
+        rows, counts, token_ids, ended, early = self._rows, self._counts, self._token_ids, self._ended, self._early
+        self._rows, self._counts, self._token_ids, self._ended, self._early = [], array("I"), array("I"), [], []
+        try:
+            said = self._said(rows, counts, token_ids, ended)
+        except Exception:
+            log.exception("the text of a step could not be made")
+            self._fail_all()
+            return
+        for sink, finish in early:
+            said.setdefault(sink.slot, TextDelta()).finish = finish
+        self._pass_tokens(zip(rows, counts, strict=True), token_ids, said)
+        for slot, text in said.items():
+            if (found := self._sinks.get(slot)) is not None:
+                found.target.deliver_text(text)
+                if text.finish is not None:
+                    self._finish(found, text.finish)
+
+    def _said(
+        self,
+        rows: Sequence[tuple[TextSink, Sequence[PositionLogprobs]]],
+        counts: array[int],
+        token_ids: array[int],
+        ended: Iterable[TextSink],
+    ) -> dict[int, TextDelta]:
+        if rows:
+            self._session.feed(array("I", [sink.slot for sink, _ in rows]), counts, token_ids)
+        for sink in ended:
+            terminal = sink.terminal
+            if sink.slot in self._sinks and terminal is not None and terminal.finish_reason is not None:
+                self._session.end(sink.slot, TextReason(terminal.finish_reason), terminal.stop_token_id)
+        return _by_slot(self._session.drain())
+
+    def _pass_tokens(
+        self,
+        rows: Iterable[tuple[tuple[TextSink, Sequence[PositionLogprobs]], int]],
+        token_ids: array[int],
+        said: Mapping[int, TextDelta],
+    ) -> None:
+        """The tokens go on, but none after the end of their text."""
+        end = 0
+        for (sink, logprobs), count in rows:
+            start, end = end, end + count
+            if sink.slot not in self._sinks:
+                continue
+            text = said.get(sink.slot)
+            if text is not None and text.finish is not None:
+                count = min(count, max(text.finish.tokens_seen - sink.before - sink.target.delivered, 0))
+            if count:
+                sink.target.push(token_ids[start : start + count], logprobs[:count])
+
+    def _finish(self, sink: TextSink, finish: Finish) -> None:
+        """Ends a request whose text has ended, and the engine's part of it if that still runs."""
+        self._slots.pop(sink.context.request_id, None)
+        self._sinks.pop(sink.slot, None)
+        target, terminal, usage = sink.target, sink.terminal, sink.usage()
+        if finish.error is not None:
+            target.finish(FinishReason.ERROR, usage, error=finish.error)
+        elif terminal is None or terminal.finish_reason is None or _ends_before(finish, terminal.finish_reason):
+            target.finish(FinishReason.STOP, usage, stop_token_id=finish.stop_token_id)
+        else:
+            target.finish(
+                terminal.finish_reason,
+                usage,
+                stop_token_id=terminal.stop_token_id,
+                error=terminal.error,
+                handoff=terminal.handoff,
+            )
+        if terminal is None:
+            sink.stop()
+
+    def _fail_all(self) -> None:
+        sinks = tuple(self._sinks.values())
+        self._session.close(list(self._sinks))
+        self._session = self._make_session(self._wake)
+        for sink in sinks:
+            self._finish(sink, Finish(TextReason.ERROR, 0, error=internal("The text could not be made.")))
+
+
+def _passed_on(terms: Terms, target: Delivery) -> Terms:
+    """What the engine is held to, for a sink before the delivery of which the worker hears everything else."""
+    return Terms(
+        lambda sink, reason, usage: None,
+        lambda sink, rule: terms.on_broken(target, rule),
+        vocab_size=terms.vocab_size,
+        strict=terms.strict,
+    )
+
+
+def _ends_before(finish: Finish, reason: FinishReason) -> bool:
+    """The text found an end that the engine did not see."""
+    return bool(finish.stop_string) or (finish.stop_token_id is not None and reason is not FinishReason.STOP)
+
+
+def _by_slot(batch: Batch | None) -> dict[int, TextDelta]:
+    said: dict[int, TextDelta] = {}
+    if batch is None:
+        return said
+    end = 0
+    for slot, length in zip(batch.slots, batch.text_lengths, strict=True):
+        start, end = end, end + length
+        said[slot] = TextDelta([Content(batch.text[start:end])])
+    for slot, events in batch.events:
+        said.setdefault(slot, TextDelta()).events += events
+    for slot, tokens in batch.tokens:
+        said.setdefault(slot, TextDelta()).add(TextDelta(tokens=tokens))
+    for slot, finish in batch.finishes:
+        said.setdefault(slot, TextDelta()).finish = finish
+    return said
