@@ -1,0 +1,66 @@
+"""`sluice up --tls DIR`: the flags that make every process speak TLS, and what its probes show and trust."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from services.common.errors import SluiceError
+from services.common.peers import PeerCredentials
+from services.common.settings import TlsSettings
+from services.common.tls import channel_credentials, server_credentials
+
+if TYPE_CHECKING:
+    from sluice.cli.plan import Process
+
+SERVICES = ("gateway", "preprocess", "router", "postprocess", "worker")
+AUTHORITY = "ca"
+
+
+def problem(folder: Path) -> str:
+    """Why the certificates in a folder cannot be used, in one sentence; empty when they can."""
+    try:
+        for service in SERVICES:
+            server_credentials(_identity(folder, service))
+    except SluiceError as error:
+        return f"--tls {folder}: {error.message} `sluice certs {folder}` makes a set."
+    return ""
+
+
+def secured(processes: Sequence[Process], folder: Path) -> list[Process]:
+    """The same processes with TLS everywhere: mTLS between services, HTTPS for clients."""
+    return [replace(one, arguments=(*one.arguments, *_flags(one.kind, folder)), tls=folder) for one in processes]
+
+
+def probe_credentials(folder: Path) -> PeerCredentials | None:
+    """What a probe shows to a gRPC service: the gateway's certificate."""
+    return channel_credentials(_identity(folder, "gateway"))
+
+
+def probe_context(folder: Path) -> ssl.SSLContext:
+    """For a probe of the gateway: it must have a certificate of the authority, whatever address it listens on."""
+    context = ssl.create_default_context(cafile=str(folder / f"{AUTHORITY}.pem"))
+    context.check_hostname = False
+    return context
+
+
+def authority_of(folder: Path) -> Path:
+    """The file that clients must trust."""
+    return folder / f"{AUTHORITY}.pem"
+
+
+def _identity(folder: Path, service: str) -> TlsSettings:
+    return TlsSettings(
+        tls_cert=folder / f"{service}.pem", tls_key=folder / f"{service}.key", tls_ca=folder / f"{AUTHORITY}.pem"
+    )
+
+
+def _flags(service: str, folder: Path) -> tuple[str, ...]:
+    certificate, key = str(folder / f"{service}.pem"), str(folder / f"{service}.key")
+    shown = ("--tls-cert", certificate, "--tls-key", key, "--tls-ca", str(authority_of(folder)))
+    if service == "gateway":
+        return (*shown, "--https-cert", certificate, "--https-key", key)
+    return (*shown, "--tls-require-client-cert")
