@@ -10,7 +10,7 @@ from typing import Annotated, Literal, NoReturn, Protocol, cast
 import typer
 from rich.console import Console
 
-from sluice.cli import ports, up
+from sluice.cli import ports, secured, up
 from sluice.cli.plan import BadFlag, Options, check, plan
 from sluice.cli.progress import View
 
@@ -88,6 +88,10 @@ def up_command(
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"] | None, typer.Option(help="least severe log line of all services")
     ] = None,
+    tls: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="TLS everywhere, with the certificates that `sluice certs DIR` made"),
+    ] = None,
 ) -> None:
     """Start the whole suite as local processes; Ctrl-C stops it.
 
@@ -111,9 +115,12 @@ def up_command(
         sglang_processing=sglang_processing,
         native_framework_processing=native_framework_processing,
         log_level=log_level,
+        tls=tls,
     )
     name = check(options).name
     processes = plan(options, ports.FreePorts().take)
+    if tls is not None:
+        processes = secured.secured(processes, tls)
     raise typer.Exit(up.run(processes, View(processes, Console(stderr=True, highlight=False)), name))
 
 
@@ -213,6 +220,31 @@ def conformance_command(
         tls_key=tls_key,
     )
     raise typer.Exit(conformance.run(options, console))
+
+
+@app.command("certs")
+def certs_command(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="where they are, or go")],
+    name: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="only this certificate; may be repeated; default: all")
+    ] = None,
+    host: Annotated[
+        list[str] | None, typer.Option(metavar="HOST", help="a name or address they carry too; may be repeated")
+    ] = None,
+    days: Annotated[int, typer.Option(min=1, max=3650, help="how long they are valid")] = 90,
+    renew: Annotated[bool, typer.Option("--renew", help="replace those that are there, by the same authority")] = False,
+) -> None:
+    """Make a development authority and a certificate for each service, for `sluice up --tls DIR`."""
+    try:
+        from sluice.cli import certs
+    except ImportError as error:
+        raise BadFlag(f"certs needs the package {error.name}: install sluice[cli]") from error
+    options = certs.Options(names=tuple(name or certs.NAMES), hosts=tuple(host or ()), days=days, renew=renew)
+    try:
+        for said in certs.make(folder, options):
+            typer.echo(said)
+    except certs.BadFolder as error:
+        raise BadFlag(str(error)) from error
 
 
 def main() -> NoReturn:

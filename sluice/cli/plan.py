@@ -12,6 +12,7 @@ from typing import Literal
 from services.common import models
 from services.common.errors import SluiceError
 from services.worker.engines import engine_names
+from sluice.cli import secured
 
 LOOPBACK = "127.0.0.1"
 DRAIN_S = 2.5
@@ -49,6 +50,7 @@ class Options:
     sglang_processing: bool = False
     native_framework_processing: bool = False
     log_level: str | None = None
+    tls: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Process:
 
     `port` is where it listens on `host`; `health` is how it says that it is ready; `env` is added to the environment
     and holds what must not be seen in a list of processes. `workers` is how many of them the gateway must have found to
-    be ready.
+    be ready. `tls` is the folder of its certificates; None for plain text.
     """
 
     name: str
@@ -68,6 +70,7 @@ class Process:
     health: Literal["grpc", "http"] = "grpc"
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
     workers: int = 0
+    tls: Path | None = None
 
     @property
     def address(self) -> str:
@@ -113,6 +116,8 @@ def check(options: Options) -> models.ModelSpec:
         raise BadFlag(
             "Of --vllm-processing, --sglang-processing and --native-framework-processing only one can be set."
         )
+    if options.tls is not None and (problem := secured.problem(options.tls)):
+        raise BadFlag(problem)
     return _model(options)
 
 

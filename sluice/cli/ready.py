@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.common.channels import open_channel
 from sluice.cli.plan import Process, join
+from sluice.cli.secured import probe_context, probe_credentials
 
 ASK_EVERY_S = 0.1
 ANSWER_WITHIN_S = 2.0
@@ -31,7 +33,14 @@ class Probe:
     def __init__(self, process: Process) -> None:
         self._process = process
         self._host = reachable(process.host)
-        self._channel = open_channel(join(self._host, process.port)) if process.health == "grpc" else None
+        self._channel: grpc.aio.Channel | None = None
+        self._https: ssl.SSLContext | None = None
+        tls = process.tls
+        if process.health == "grpc":
+            credentials = None if tls is None else probe_credentials(tls)
+            self._channel = open_channel(join(self._host, process.port), credentials)
+        elif tls is not None:
+            self._https = probe_context(tls)
 
     async def ask(self) -> str:
         """Empty when the process is ready, otherwise why it is not, in a few words."""
@@ -74,7 +83,7 @@ class Probe:
         return "" if connected >= wanted else f"connected to {connected} of {wanted} workers"
 
     async def _get(self, path: str) -> tuple[int, str]:
-        reader, writer = await asyncio.open_connection(self._host, self._process.port)
+        reader, writer = await asyncio.open_connection(self._host, self._process.port, ssl=self._https)
         try:
             host = join(self._host, self._process.port)
             writer.write(f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())

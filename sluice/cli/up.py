@@ -14,6 +14,7 @@ from sluice.cli.plan import Process, join
 from sluice.cli.process import Child, exit_words
 from sluice.cli.progress import View
 from sluice.cli.ready import ASK_EVERY_S, STARTING, Probe, reachable
+from sluice.cli.secured import authority_of
 
 KILL_AFTER_S = 4.0
 _GONE_WITHIN_S = 1.0
@@ -31,9 +32,10 @@ def taken(processes: Sequence[Process]) -> str:
 
 def invitation(gateway: Process, model: str) -> str:
     """What to print when the suite serves: the address, and a command to paste."""
-    url = f"http://{join(reachable(gateway.host), gateway.port)}"
+    url = f"{'http' if gateway.tls is None else 'https'}://{join(reachable(gateway.host), gateway.port)}"
     body = {"model": model, "stream": True, "messages": [{"role": "user", "content": "Tell me about rivers."}]}
-    command = ["curl", "-N", f"{url}/v1/chat/completions", "-H", "Content-Type: application/json"]
+    trust = [] if gateway.tls is None else ["--cacert", str(authority_of(gateway.tls))]
+    command = ["curl", "-N", *trust, f"{url}/v1/chat/completions", "-H", "Content-Type: application/json"]
     return f"ready {url}\n{shlex.join([*command, '-d', json.dumps(body)])}"
 
 
