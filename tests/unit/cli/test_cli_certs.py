@@ -1,0 +1,119 @@
+"""`sluice certs`: what it makes, what it leaves alone, and what it says."""
+
+from __future__ import annotations
+
+import stat
+import subprocess
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.x509.oid import ExtensionOID
+
+from services.common.settings import TlsSettings
+from services.common.tls import channel_credentials, server_credentials
+from sluice.cli import secured
+from sluice.cli.certs import NAMES, BadFolder, Options, make
+from sluice.cli.plan import BadFlag, plan
+from sluice.cli.plan import Options as UpOptions
+
+
+def certificate(folder: Path, name: str) -> x509.Certificate:
+    return x509.load_pem_x509_certificate((folder / f"{name}.pem").read_bytes())
+
+
+def names_in(found: x509.Certificate) -> set[str]:
+    names = found.extensions.get_extension_for_oid(ExtensionOID.SUBJECT_ALTERNATIVE_NAME).value
+    assert isinstance(names, x509.SubjectAlternativeName)
+    return {str(one.value) for one in names}
+
+
+def test_every_service_gets_a_certificate_that_only_its_owner_can_read(tmp_path: Path) -> None:
+    folder = tmp_path / "made" / "here"
+    said = make(folder, Options(hosts=("gateway.example", "192.0.2.7"), days=7))
+    assert len(said) == 1 + len(NAMES)
+    for path in folder.iterdir():
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    for name in NAMES:
+        found = certificate(folder, name)
+        assert {name, "localhost", "127.0.0.1", "::1", "gateway.example", "192.0.2.7"} == names_in(found)
+        assert timedelta(days=6) < found.not_valid_after_utc - datetime.now(UTC) <= timedelta(days=7)
+        found.verify_directly_issued_by(certificate(folder, "ca"))
+        settings = TlsSettings(
+            tls_cert=folder / f"{name}.pem", tls_key=folder / f"{name}.key", tls_ca=folder / "ca.pem"
+        )
+        assert server_credentials(settings) is not None
+        assert channel_credentials(settings) is not None
+
+
+def test_openssl_accepts_the_chain_for_servers_and_clients(tmp_path: Path) -> None:
+    make(tmp_path, Options(names=("router",)))
+    for purpose in ("sslserver", "sslclient"):
+        command = ["openssl", "verify", "-x509_strict", "-purpose", purpose, "-CAfile", str(tmp_path / "ca.pem")]
+        subprocess.run([*command, str(tmp_path / "router.pem")], check=True, capture_output=True)
+
+
+def test_what_is_there_stays_until_it_is_renewed_by_the_same_authority(tmp_path: Path) -> None:
+    make(tmp_path, Options())
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    make(tmp_path, Options())
+    assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    make(tmp_path, Options(names=("worker",), renew=True))
+    after = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert {name for name in after if after[name] != before[name]} == {"worker.pem", "worker.key"}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda folder: (folder / "ca.key").unlink(), "without ca.key"),
+        (lambda folder: (folder / "ca.key").write_text("junk"), "no authority"),
+        (lambda folder: (folder / "ca.key").write_bytes((folder / "router.key").read_bytes()), "is not the key"),
+        (lambda folder: (folder / "ca.pem").write_text("junk"), "no authority"),
+    ],
+)
+def test_an_authority_that_cannot_issue_is_one_sentence(tmp_path: Path, spoil, says: str) -> None:  # type: ignore[no-untyped-def]
+    make(tmp_path, Options())
+    spoil(tmp_path)
+    with pytest.raises(BadFolder, match=says) as refused:
+        make(tmp_path, Options(renew=True))
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("options", [Options(names=("../x",)), Options(names=("ca",)), Options(hosts=("bücher.de",))])
+def test_names_that_cannot_be_are_refused(tmp_path: Path, options: Options) -> None:
+    with pytest.raises(BadFolder):
+        make(tmp_path, options)
+    assert list(tmp_path.parent.glob("x*")) == []
+
+
+def test_a_folder_that_cannot_be_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BadFolder, match="file"):
+        make(tmp_path / "file", Options())
+
+
+def test_up_gives_every_process_its_own_certificate(tmp_path: Path) -> None:
+    make(tmp_path, Options())
+    numbers = iter(range(20_000, 21_000))
+    options = UpOptions(base_grpc_port=0, port=0, tls=tmp_path)
+    processes = secured.secured(plan(options, lambda: next(numbers)), tmp_path)
+    for one in processes:
+        flags = dict(zip(one.arguments, one.arguments[1:], strict=False))
+        assert flags["--tls-cert"] == str(tmp_path / f"{one.kind}.pem")
+        assert flags["--tls-key"] == str(tmp_path / f"{one.kind}.key")
+        assert flags["--tls-ca"] == str(tmp_path / "ca.pem")
+        assert ("--https-cert" in flags) is (one.kind == "gateway")
+        assert ("--tls-require-client-cert" in one.arguments) is (one.kind != "gateway")
+        assert one.tls == tmp_path
+
+
+def test_up_says_which_certificate_is_missing_or_wrong(tmp_path: Path) -> None:
+    with pytest.raises(BadFlag, match=r"gateway\.pem cannot be read.*`sluice certs .*` makes a set"):
+        plan(UpOptions(tls=tmp_path), lambda: 0)
+    make(tmp_path, Options())
+    (tmp_path / "worker.key").write_bytes((tmp_path / "router.key").read_bytes())
+    with pytest.raises(BadFlag, match=r"worker\.pem and tls-key .* are no certificate with its unencrypted key"):
+        plan(UpOptions(tls=tmp_path), lambda: 0)
