@@ -39,13 +39,16 @@ TOKENIZER_FILES = (
 class ModelSpec:
     """A served model: its name, where its files are, and which tokenizer implementation reads them.
 
-    `processor` is empty until chosen by what the files hold. `chat_template` is Jinja, used instead of the files' own.
+    `processor` is empty until chosen by what the files hold. `chat_template` is Jinja, used instead of the files' own;
+    the parsers are what "auto" means for this model, empty where the template tells.
     """
 
     name: str
     source: str
     processor: str = ""
     chat_template: str = ""
+    tool_parser: str = ""
+    reasoning_parser: str = ""
 
     @classmethod
     def parse(cls, text: str) -> ModelSpec:

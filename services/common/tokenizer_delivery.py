@@ -59,6 +59,11 @@ class Learned:
     engine: str
     fingerprint: str
 
+    @property
+    def declared(self) -> tuple[str, str, str]:
+        """As `Served.declared`."""
+        return self.spec.chat_template, self.spec.tool_parser, self.spec.reasoning_parser
+
 
 class TokenizerDelivery:
     """Follows the workers and learns their models.
@@ -133,7 +138,7 @@ class TokenizerDelivery:
     def _is_current(self, model: str) -> bool:
         known = self._learned.get(model)
         return known is not None and any(
-            (served.fingerprint, served.chat_template) == (known.fingerprint, known.spec.chat_template)
+            (served.fingerprint, served.declared) == (known.fingerprint, known.declared)
             for served in self._watch.of_model(model)
         )
 
@@ -160,7 +165,7 @@ class TokenizerDelivery:
         if path is None:
             path = await fetch_tokenizer(served.address, served.fingerprint, self._store, self._credentials)
         known = served.processor in (*PROCESSORS, *ENGINE_PROCESSORS)  # a class of its own would be code from outside
-        spec = ModelSpec(served.model, str(path), served.processor if known else "", served.chat_template)
+        spec = ModelSpec(served.model, str(path), served.processor if known else "", *served.declared)
         learned = Learned(spec, served.engine, served.fingerprint)
         await self._on_model(learned)
         self._learned[served.model] = learned

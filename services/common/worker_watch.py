@@ -24,7 +24,7 @@ ASK_S = 5.0
 
 @dataclass(frozen=True)
 class Served:
-    """What a worker serves: where it is, and its model's tokenizer by processor, fingerprint and template."""
+    """What a worker serves: where it is, and of its model what the other services have to know."""
 
     address: str
     model: str
@@ -32,6 +32,13 @@ class Served:
     fingerprint: str
     engine: str
     chat_template: str = ""
+    tool_parser: str = ""
+    reasoning_parser: str = ""
+
+    @property
+    def declared(self) -> tuple[str, str, str]:
+        """What the card says of prompts and answers beside the tokenizer's files."""
+        return self.chat_template, self.tool_parser, self.reasoning_parser
 
 
 class WorkerWatch:
@@ -118,7 +125,8 @@ class WorkerWatch:
             while True:
                 try:
                     info = await stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=ASK_S)
-                    self._served[address] = _served(address, info.card, info.engine)
+                    if info.card.model:  # else it is still starting
+                        self._served[address] = _served(address, info.card, info.engine)
                 except grpc.aio.AioRpcError as error:
                     log.debug("a worker does not answer", extra={"worker": address, "status": error.code().name})
                 self._asked.add(address)
@@ -129,4 +137,6 @@ class WorkerWatch:
 
 
 def _served(address: str, card: common_pb2.ModelCard, engine: str) -> Served:
-    return Served(address, card.model, card.tokenizer.processor, card.tokenizer.fingerprint, engine, card.chat_template)
+    tokenizer = card.tokenizer
+    declared = (card.chat_template, card.tool_parser, card.reasoning_parser)
+    return Served(address, card.model, tokenizer.processor, tokenizer.fingerprint, engine, *declared)

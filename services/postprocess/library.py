@@ -67,6 +67,7 @@ class VocabularyLibrary:
         loader: makes a vocabulary in a thread.
         parsers: what `auto` means for a model, where the operator knows better than its template.
         native: engines whose own parsers `auto` prefers, the first that has one.
+        check: SluiceError for parsers that this process does not have; a model whose card names them is not served.
 
     Attributes:
         learn: waits, at most so many seconds, for a model that may become known by `add`; False when it will not.
@@ -81,12 +82,14 @@ class VocabularyLibrary:
         loader: Callable[[ModelSpec], Vocabulary] = load,
         parsers: Mapping[str, ParserNames] = NO_OVERRIDES,
         native: Sequence[str] = (),
+        check: Callable[[ParserNames], None] = lambda names: None,
     ) -> None:
         self._specs = {spec.name: spec for spec in specs}
         self._timeout_s = load_timeout_s
         self._loader = loader
         self._parsers = parsers
         self._native = native
+        self._check = check
         self._loaded: dict[str, Vocabulary] = {}
         self._loading: dict[str, asyncio.Task[Vocabulary]] = {}
 
@@ -148,7 +151,7 @@ class VocabularyLibrary:
         except Exception as error:
             log.exception("loading the tokenizer failed", extra={"model": model})
             raise internal(f"The tokenizer of {model} cannot be loaded.") from error
-        vocabulary.parsers = chosen(self._parsers.get(model, ParserNames()), vocabulary, self._native)
+        vocabulary.parsers = chosen(self._given(spec), vocabulary, self._native)
         log.info(
             "tokenizer is loaded",
             extra={
@@ -161,6 +164,13 @@ class VocabularyLibrary:
             },
         )
         return vocabulary
+
+    def _given(self, spec: ModelSpec) -> ParserNames:
+        """The operator's word counts before the card's."""
+        operators = self._parsers.get(spec.name, ParserNames())
+        names = ParserNames(operators.tool or spec.tool_parser, operators.reasoning or spec.reasoning_parser)
+        self._check(names)
+        return names
 
     def _ended(self, model: str, loading: asyncio.Task[Vocabulary]) -> None:
         self._loading.pop(model, None)

@@ -22,6 +22,7 @@ from services.common.tokenizer_delivery import Learned
 from services.postprocess.library import VocabularyLibrary
 from services.postprocess.metrics import Metrics
 from services.postprocess.opening import Opener, OwnParsers
+from services.postprocess.parsers.registry import Registry
 from services.postprocess.session import PostSession, SessionLimits
 from services.postprocess.settings import PostprocessSettings
 from services.postprocess.stream import Limits
@@ -210,7 +211,11 @@ def limits_of(settings: PostprocessSettings) -> SessionLimits:
 async def serve(settings: PostprocessSettings, stop: Stop) -> None:
     """Serves until `stop`: healthy once the models are loaded, drained within `drain_s` at the end."""
     library = VocabularyLibrary(
-        settings.specs, settings.load_timeout_s, parsers=settings.parsers, native=settings.native_parsers
+        settings.specs,
+        settings.load_timeout_s,
+        parsers=settings.parsers,
+        native=settings.native_parsers,
+        check=Registry(settings.own_parsers, settings.engines).check,
     )
     limits = limits_of(settings)
     own = OwnParsers(settings.own_parsers, settings.parser_time_s, settings.parser_memory_mb, settings.engines)
@@ -219,7 +224,7 @@ async def serve(settings: PostprocessSettings, stop: Stop) -> None:
     server = GrpcServer(settings, postprocess_pb2.DESCRIPTOR)
     postprocess_pb2_grpc.add_PostprocessServicer_to_server(service, server.server)
     await server.start()
-    learning = _learning(settings, library, stop) if settings.learns else None
+    learning = _learning(settings, library, opener, stop) if settings.learns else None
     try:
         if learning is not None:
             await learning.start()
@@ -241,9 +246,10 @@ async def serve(settings: PostprocessSettings, stop: Stop) -> None:
         await opener.close()
 
 
-def _learning(settings: PostprocessSettings, library: VocabularyLibrary, stop: Stop) -> Learning:
+def _learning(settings: PostprocessSettings, library: VocabularyLibrary, opener: Opener, stop: Stop) -> Learning:
     async def learned(model: Learned) -> None:
         await library.add(model.spec)
+        await opener.prepare_for(await library.get(model.spec.name))
 
     return Learning("postprocess", settings, {spec.name for spec in settings.specs}, library, learned, stop)
 

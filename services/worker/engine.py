@@ -47,6 +47,8 @@ class EngineConfig:
     engine_version: str = ""
     prompt_fingerprint: str = ""  # as in `sluice.v1.TokenizerSpec`, where the engine makes prompts itself
     chat_template: str = ""  # Jinja, instead of the one in the files
+    tool_parser: str = ""  # what "auto" means for this model; empty: the template tells
+    reasoning_parser: str = ""
 
 
 @dataclass(frozen=True, slots=True)

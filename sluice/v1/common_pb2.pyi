@@ -705,6 +705,8 @@ class ModelCard(_message.Message):
     ADAPTERS_FIELD_NUMBER: _builtins.int
     CREATED_UNIX_S_FIELD_NUMBER: _builtins.int
     CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
+    TOOL_PARSER_FIELD_NUMBER: _builtins.int
+    REASONING_PARSER_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """served name, as clients write it in "model" """
     context_length: _builtins.int
@@ -729,6 +731,10 @@ class ModelCard(_message.Message):
     """when the worker loaded the model, Unix seconds"""
     chat_template: _builtins.str
     """Jinja, instead of the one in the tokenizer's files; empty: the files' own"""
+    tool_parser: _builtins.str
+    """what the tool parser "auto" means for this model; empty: the template tells"""
+    reasoning_parser: _builtins.str
+    """the same for the reasoning parser"""
     @_builtins.property
     def tokenizer(self) -> Global___TokenizerSpec: ...
     @_builtins.property
@@ -757,10 +763,12 @@ class ModelCard(_message.Message):
         adapters: _abc.Iterable[_builtins.str] | None = ...,
         created_unix_s: _builtins.int = ...,
         chat_template: _builtins.str = ...,
+        tool_parser: _builtins.str = ...,
+        reasoning_parser: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["tokenizer", b"tokenizer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "block_size", b"block_size", "capabilities", b"capabilities", "chat_template", b"chat_template", "context_length", b"context_length", "created_unix_s", b"created_unix_s", "data_parallel_size", b"data_parallel_size", "eos_token_ids", b"eos_token_ids", "hash_scheme", b"hash_scheme", "max_batched_tokens", b"max_batched_tokens", "max_sequences", b"max_sequences", "model", b"model", "tokenizer", b"tokenizer", "total_blocks", b"total_blocks", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "block_size", b"block_size", "capabilities", b"capabilities", "chat_template", b"chat_template", "context_length", b"context_length", "created_unix_s", b"created_unix_s", "data_parallel_size", b"data_parallel_size", "eos_token_ids", b"eos_token_ids", "hash_scheme", b"hash_scheme", "max_batched_tokens", b"max_batched_tokens", "max_sequences", b"max_sequences", "model", b"model", "reasoning_parser", b"reasoning_parser", "tokenizer", b"tokenizer", "tool_parser", b"tool_parser", "total_blocks", b"total_blocks", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

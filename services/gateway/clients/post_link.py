@@ -15,7 +15,7 @@ from services.common.grpc_errors import from_detail
 from services.common.packing import pack_u32, unpack_u32
 from services.common.replicas import Replica
 from services.gateway.clients.link import Link
-from services.gateway.generation import Finish, FinishReason, GenerationRequest, Tokenized
+from services.gateway.generation import ChatPrompt, Finish, FinishReason, GenerationRequest, Tokenized
 from sluice.v1 import common_pb2, postprocess_pb2, postprocess_pb2_grpc
 
 MAX_WAITING_BYTES = 16 << 20
@@ -114,26 +114,7 @@ class PostLink(Link[postprocess_pb2.PostSessionRequest, postprocess_pb2.TextBatc
             tokens: of a stream that began on another session, all of them so far.
             sent: how much its client has got; only the rest comes to the events.
         """
-        stop, parsing = request.stop, request.parsing
-        options = postprocess_pb2.StreamOptions(
-            model=request.model,
-            skip_special_tokens=request.skip_special_tokens,
-            stop=stop.strings,
-            include_stop_string=stop.include_stop_string,
-            stop_token_ids=pack_u32(stop.token_ids) + (b"" if stop.ignore_eos else prompt.stop_token_ids),
-            eos_token_ids=prompt.eos_token_ids,
-            min_tokens=stop.min_tokens,
-            prompt_tail=prompt.prompt_tail,
-            ignore_eos=stop.ignore_eos,
-            guided=request.guided is not None and not request.guided_calls,
-            token_texts=request.token_texts,
-        )
-        if parsing is not None:
-            options.tool_parser = parsing.tool_parser
-            options.reasoning_parser = parsing.reasoning_parser
-            options.tools_json = parsing.tools_json
-            options.tool_choice_json = parsing.tool_choice_json
-            options.single_tool_call = parsing.single_tool_call
+        options = stream_options(request, prompt)
         resume = None if tokens is None or sent is None else _resume(tokens, sent)
         self._opens.append(
             postprocess_pb2.OpenStream(slot=slot, request_id=request_id, options=options, trace=trace, resume=resume)
@@ -212,46 +193,15 @@ class PostLink(Link[postprocess_pb2.PostSessionRequest, postprocess_pb2.TextBatc
         text, start = message.text, 0
         for event in message.events:
             if event.HasField("tokens"):  # tokens come before their text
-                self._on_token_texts(event)
+                tell_token_texts(self._events, event.slot, event)
         for slot, length in zip(unpack_u32(message.slots), unpack_u32(message.text_lengths), strict=True):
             on_text(slot, text[start : start + length])
             start += length
         for event in message.events:
-            self._on_event(event)
+            tell_event(self._events, event.slot, event)
         if message.draining:
             self.leaving = True
             self._events.on_post_leaves(self)
-
-    def _on_event(self, event: postprocess_pb2.StreamEvent) -> None:
-        self._tell(event)
-        if event.finish_reason == common_pb2.FINISH_REASON_ERROR:
-            self._events.on_text_failed(event.slot, from_detail(event.error))
-        elif event.finish_reason:
-            self._events.on_finished(
-                event.slot,
-                Finish(
-                    reason=FinishReason(event.finish_reason),
-                    stop_string=event.stop_string,
-                    stop_token_id=event.stop_token_id if event.HasField("stop_token_id") else None,
-                    completion_tokens=event.tokens_seen,
-                    reasoning_tokens=event.reasoning_tokens,
-                ),
-            )
-
-    def _on_token_texts(self, event: postprocess_pb2.StreamEvent) -> None:
-        tokens = event.tokens
-        offsets = unpack_u32(tokens.text_offsets)
-        self._events.on_token_texts(event.slot, split_pieces(tokens.lengths, tokens.pieces), offsets)
-
-    def _tell(self, event: postprocess_pb2.StreamEvent) -> None:
-        if event.text:
-            self._events.on_text(event.slot, event.text)
-        if event.reasoning:
-            self._events.on_reasoning(event.slot, event.reasoning)
-        for call in event.tool_calls:
-            self._events.on_tool_call(event.slot, call.index, call.id, call.name, call.arguments)
-        if event.degraded:
-            self._events.on_degraded(event.slot, event.degraded)
 
     def _on_connected(self) -> None:
         self.leaving = False
@@ -263,6 +213,64 @@ class PostLink(Link[postprocess_pb2.PostSessionRequest, postprocess_pb2.TextBatc
         self._column_bytes = 0
         self._ends.clear()
         self._closes.clear()
+
+
+def stream_options(request: GenerationRequest, prompt: Tokenized) -> postprocess_pb2.StreamOptions:
+    """How a generation's tokens become text."""
+    stop, parsing = request.stop, request.parsing
+    options = postprocess_pb2.StreamOptions(
+        model=request.model,
+        skip_special_tokens=request.skip_special_tokens,
+        stop=stop.strings,
+        include_stop_string=stop.include_stop_string,
+        stop_token_ids=pack_u32(stop.token_ids) + (b"" if stop.ignore_eos else prompt.stop_token_ids),
+        eos_token_ids=prompt.eos_token_ids,
+        min_tokens=stop.min_tokens,
+        prompt_tail=prompt.prompt_tail,
+        ignore_eos=stop.ignore_eos,
+        guided=request.guided is not None and not request.guided_calls,
+        token_texts=request.token_texts,
+    )
+    if parsing is not None:
+        options.tool_parser = parsing.tool_parser
+        options.reasoning_parser = parsing.reasoning_parser
+        options.tools_json = parsing.tools_json
+        options.tool_choice_json = parsing.tool_choice_json
+        options.single_tool_call = parsing.single_tool_call
+        if isinstance(request.prompt, ChatPrompt):
+            options.chat_template_kwargs_json = request.prompt.template_kwargs_json
+    return options
+
+
+def tell_token_texts(events: TextEvents, slot: int, event: postprocess_pb2.StreamEvent) -> None:
+    """Passes on what the next tokens of a stream stand for."""
+    tokens = event.tokens
+    events.on_token_texts(slot, split_pieces(tokens.lengths, tokens.pieces), unpack_u32(tokens.text_offsets))
+
+
+def tell_event(events: TextEvents, slot: int, event: postprocess_pb2.StreamEvent) -> None:
+    """Passes on what a stream says besides plain text and its tokens."""
+    if event.text:
+        events.on_text(slot, event.text)
+    if event.reasoning:
+        events.on_reasoning(slot, event.reasoning)
+    for call in event.tool_calls:
+        events.on_tool_call(slot, call.index, call.id, call.name, call.arguments)
+    if event.degraded:
+        events.on_degraded(slot, event.degraded)
+    if event.finish_reason == common_pb2.FINISH_REASON_ERROR:
+        events.on_text_failed(slot, from_detail(event.error))
+    elif event.finish_reason:
+        events.on_finished(
+            slot,
+            Finish(
+                reason=FinishReason(event.finish_reason),
+                stop_string=event.stop_string,
+                stop_token_id=event.stop_token_id if event.HasField("stop_token_id") else None,
+                completion_tokens=event.tokens_seen,
+                reasoning_tokens=event.reasoning_tokens,
+            ),
+        )
 
 
 def _resume(tokens: array[int], sent: Sent) -> postprocess_pb2.StreamResume:

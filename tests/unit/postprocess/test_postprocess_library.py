@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import ErrorKind, SluiceError
-from services.common.models import ModelSpec
+from services.common.models import DEFAULT_SOURCE, ModelSpec
 from services.postprocess.library import VocabularyLibrary, load
+from services.postprocess.parsers.registry import ParserNames, Registry
 from services.postprocess.settings import PostprocessSettings
 from services.postprocess.vocabulary import Vocabulary
 from tests.support.tiny_models import build_tiny_model
@@ -111,3 +112,22 @@ def test_bad_models_are_refused_at_the_start(models: list[str], capsys: pytest.C
 
 def test_the_default_model_needs_no_network() -> None:
     assert [str(spec) for spec in PostprocessSettings.load([]).specs] == ["tekken=mistral-common:tekken_240911"]
+
+
+async def test_the_cards_parsers_count_unless_the_operator_says_otherwise() -> None:
+    registry = Registry()
+    library = VocabularyLibrary(
+        [], 30, lambda spec: byte_level().vocabulary, parsers={"b": ParserNames("granite")}, check=registry.check
+    )
+    for name in ("a", "b"):
+        await library.add(ModelSpec(name, DEFAULT_SOURCE, tool_parser="hermes", reasoning_parser="think"))
+        names = (await library.get(name)).parsers
+        assert names == ParserNames("hermes" if name == "a" else "granite", "think")
+
+
+async def test_a_card_that_names_a_parser_nobody_has_is_not_served() -> None:
+    library = VocabularyLibrary([], 30, lambda spec: byte_level().vocabulary, check=Registry().check)
+    with pytest.raises(SluiceError, match="nearest: hermes"):
+        await library.add(ModelSpec("a", DEFAULT_SOURCE, tool_parser="hermess"))
+    with pytest.raises(SluiceError, match="--native-parsers vllm"):
+        await library.add(ModelSpec("a", DEFAULT_SOURCE, tool_parser="vllm:hermes", reasoning_parser="vllm:qwen3"))

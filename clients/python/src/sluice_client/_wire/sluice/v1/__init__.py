@@ -1812,6 +1812,16 @@ class ModelCard(betterproto2.Message):
     Jinja, instead of the one in the tokenizer's files; empty: the files' own
     """
 
+    tool_parser: "str" = betterproto2.field(16, betterproto2.TYPE_STRING)
+    """
+    what the tool parser "auto" means for this model; empty: the template tells
+    """
+
+    reasoning_parser: "str" = betterproto2.field(17, betterproto2.TYPE_STRING)
+    """
+    the same for the reasoning parser
+    """
+
 
 default_message_pool.register_message("sluice.v1", "ModelCard", ModelCard)
 
