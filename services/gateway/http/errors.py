@@ -7,6 +7,7 @@ from typing import Any
 import orjson
 from starlette.responses import Response
 
+from services.common import telemetry
 from services.common.errors import SluiceError
 
 _TYPES = {
@@ -24,6 +25,7 @@ _TYPES = {
 
 def error_body(error: SluiceError) -> dict[str, Any]:
     """`{"error": {"message", "type", "param", "code"}}`."""
+    telemetry.failed(error)
     return _body(error.message, error.http_status, error.param, error.code)
 
 
