@@ -30,7 +30,7 @@ LONG_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60
 MODEL = Label("model", "served model", most=100)
 ERROR_KINDS = tuple(kind.name.lower() for kind in ErrorKind)
 
-MOST_ZEROS = 64
+MOST_ZEROS = 100
 _SUFFIXES = {"s": "_seconds", "By": "_bytes"}
 
 
@@ -119,10 +119,10 @@ def _known(labels: Sequence[Label]) -> Iterable[dict[str, str]]:
     """All combinations of label values, if they are few and declared."""
     combinations = 1
     for label in labels:
-        combinations *= len(label.values)
+        combinations *= len(label.expected)
     if not 0 < combinations <= MOST_ZEROS:
         return
-    for values in product(*(label.values for label in labels)):
+    for values in product(*(label.expected for label in labels)):
         yield {label.name: value for label, value in zip(labels, values, strict=True)}
 
 

@@ -19,12 +19,19 @@ class Label:
     Attributes:
         values: all it can be; anything else counts as "other". Empty: whatever comes.
         most: with `values` empty, how many different ones are kept; those that come later count as "other".
+        rare: of `values` unknown in advance none may ever come; its counter starts at zero with "other", to be there.
     """
 
     name: str
     meaning: str
     values: tuple[str, ...] = ()
     most: int = 50
+    rare: bool = False
+
+    @property
+    def expected(self) -> tuple[str, ...]:
+        """Values that a counter starts with."""
+        return self.values or ((OTHER,) if self.rare else ())
 
 
 class LabelBounds:

@@ -1,7 +1,7 @@
 """Structured logs: a sentence plus key=value fields, as text for people or JSON lines for machines.
 
-Fields come from `extra={...}`; the id of the request being served is added to every line by itself. Prompts and
-secrets do not belong in either.
+Fields come from `extra={...}`; the id of the request being served and, while it is traced, the ids of its trace and
+span are added to every line by themselves. Prompts and secrets do not belong in either.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any
 
+from opentelemetry import trace
+
 request_id: ContextVar[str] = ContextVar("sluice_request_id", default="")
 
 _STANDARD = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
@@ -21,8 +23,13 @@ _STANDARD = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskN
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
     fields = {key: value for key, value in vars(record).items() if key not in _STANDARD}
-    if current := request_id.get():
-        fields.setdefault("request_id", current)
+    named = fields.pop("request", "") or request_id.get()  # `extra={"request": id}` where many are served by one task
+    if named:
+        fields.setdefault("request_id", named)
+    context = trace.get_current_span().get_span_context()
+    if context.is_valid:
+        fields.setdefault("trace_id", trace.format_trace_id(context.trace_id))
+        fields.setdefault("span_id", trace.format_span_id(context.span_id))
     return fields
 
 

@@ -42,7 +42,7 @@ DURATION = METRICS.histogram(
     "generation_duration", "from the start of the generation on its worker to its end", MODEL, buckets=LONG_SECONDS
 )
 HTTP = METRICS.counter("http_requests", "HTTP answers by path and status", PATH, Label("status", "of HTTP", most=40))
-DEGRADED = METRICS.counter("degraded", "fallbacks taken", Label("reason", "as the answer says it", most=40))
+DEGRADED = METRICS.counter("degraded", "fallbacks taken", Label("reason", "as the answer says it", most=40, rare=True))
 MIGRATIONS = METRICS.counter(
     "migrations",
     "generations whose worker was lost, by what became of them",
@@ -51,7 +51,7 @@ MIGRATIONS = METRICS.counter(
 DISAGGREGATED = METRICS.counter(
     "disaggregated",
     "generations on a pair of workers, by what became of the pair",
-    Label("outcome", "pair: handed over; otherwise why the decode worker had to do it alone", most=20),
+    Label("outcome", "pair: handed over; otherwise why the decode worker had to do it alone", most=20, rare=True),
     when="prompts went to prefill workers",
 )
 TEXT_MOVES = METRICS.counter(

@@ -17,7 +17,9 @@ FINISHED = METRICS.counter(
     Label("found", "what ended it here", ("stop_string", "stop_token", "none")),
 )
 DEGRADED = METRICS.counter(
-    "degraded_streams", "fallbacks taken by parsed streams", Label("reason", "as the answer says it", most=40)
+    "degraded_streams",
+    "fallbacks taken by parsed streams",
+    Label("reason", "as the answer says it", most=40, rare=True),
 )
 
 

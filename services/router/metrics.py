@@ -50,9 +50,9 @@ COMPUTED_UNSAID = METRICS.counter(
 EVENT_BATCHES = METRICS.counter(
     "event_batches",
     "KV-event batches of workers; a gap is kept back until a snapshot comes",
-    Label("outcome", "what became of the batch", most=10),
+    Label("outcome", "what became of the batch", most=10, rare=True),
 )
-CUT_OFF = METRICS.counter("cut_off", "workers cut off", Label("why", "error code, or silent", most=40))
+CUT_OFF = METRICS.counter("cut_off", "workers cut off", Label("why", "error code, or silent", most=40, rare=True))
 RESYNCS = METRICS.counter("resyncs", "snapshots asked for")
 RELOADS = METRICS.counter(
     "reloads",

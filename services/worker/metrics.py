@@ -31,7 +31,7 @@ BETWEEN = METRICS.histogram(
 )
 DURATION = METRICS.histogram("request_duration_seconds", "from acceptance to the terminal delta", buckets=LONG_SECONDS)
 BROKEN = METRICS.counter(
-    "broken_contracts", "times the engine broke its contract", Label("rule", "that it broke", most=30)
+    "broken_contracts", "times the engine broke its contract", Label("rule", "that it broke", most=30, rare=True)
 )
 CANARIES = METRICS.counter(
     "canaries", "tiny generations that watch the engine", Label("outcome", "of the try", ("ok", "failed"))
