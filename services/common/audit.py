@@ -1,0 +1,212 @@
+"""The audit log: one JSON line for each request, who asked for what and what became of it.
+
+It holds no content unless asked to. Writing never holds a request up: lines wait in a bounded queue, and when the disk
+does not keep up they are dropped and counted in the log itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import sys
+import time
+from collections import deque
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TextIO
+
+from pydantic import Field
+from pydantic_settings import BaseSettings
+
+from services.common.errors import ErrorKind, SluiceError
+
+log = logging.getLogger(__name__)
+
+STANDARD_OUTPUT = "-"
+MAX_WAITING = 10_000
+MAX_CONTENT = 64 << 10
+WRITE_EVERY_S = 0.2
+
+
+class AuditSettings(BaseSettings):
+    """The audit log; off by default."""
+
+    audit_log: str = Field(
+        "", description="file that gets a JSON line for each request; '-': standard output; empty: none"
+    )
+    audit_content: bool = Field(
+        False, description="the audit log holds bodies and answers too, 64 KiB of each: prompts of your users"
+    )
+    audit_max_mb: float = Field(100, gt=0, description="the audit log is rotated at this size, MiB")
+    audit_keep: int = Field(5, ge=0, description="rotated audit logs that are kept")
+
+
+@dataclass(slots=True)
+class AuditEntry:
+    """What is known of one request; filled in while it runs.
+
+    Attributes:
+        outcome: "completed", "cancelled" (the client left), or the code of the error.
+        workers: in the order in which they worked on it.
+    """
+
+    path: str
+    with_content: bool = False
+    key: str = ""
+    request_id: str = ""
+    model: str = ""
+    workers: list[str] = field(default_factory=list)
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    status: int = 0
+    outcome: str = ""
+    request: bytearray = field(default_factory=bytearray, repr=False)
+    answer: list[str] = field(default_factory=list, repr=False)
+    answered: int = 0
+    began: float = field(default_factory=time.time)
+
+    def worked_on_by(self, worker: str) -> None:
+        """A worker takes it."""
+        if worker not in self.workers:
+            self.workers.append(worker)
+
+    def hear(self, text: str) -> None:
+        """Part of the answer's text; kept only with content, up to a bound."""
+        if self.with_content and self.answered < MAX_CONTENT:
+            self.answer.append(text[: MAX_CONTENT - self.answered])
+            self.answered += len(text)
+
+    def read(self, body: bytes) -> None:
+        """Part of the request's body; kept only with content, up to a bound."""
+        if self.with_content:
+            self.request += body[: MAX_CONTENT - len(self.request)]
+
+    def line(self) -> str:
+        """As JSON."""
+        shown: dict[str, Any] = {
+            "time": datetime.fromtimestamp(self.began, UTC).isoformat(timespec="milliseconds"),
+            "request_id": self.request_id,
+            "key": self.key,
+            "path": self.path,
+            "model": self.model,
+            "workers": self.workers,
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "output_tokens": self.output_tokens,
+            "status": self.status,
+            "outcome": self.outcome or ("completed" if 200 <= self.status < 400 else "refused"),
+            "duration_ms": round((time.time() - self.began) * 1000),
+        }
+        if self.with_content:
+            shown["request"] = self.request.decode("utf-8", "replace")
+            shown["answer"] = "".join(self.answer)
+        return json.dumps(shown, ensure_ascii=False)
+
+
+current: ContextVar[AuditEntry | None] = ContextVar("sluice_audit", default=None)
+"""The entry of the request being served; None while there is no audit log."""
+
+
+class AuditLog:
+    """Writes entries: `run` in a task of the service, `close` at the end.
+
+    A file is opened anew when somebody moved it away, and made readable by the owner alone.
+
+    Raises:
+        SluiceError: FAILED_PRECONDITION when the file cannot be written at first.
+    """
+
+    def __init__(self, settings: AuditSettings) -> None:
+        self.with_content = settings.audit_content
+        self._path = None if settings.audit_log == STANDARD_OUTPUT else Path(settings.audit_log)
+        self._most_bytes = int(settings.audit_max_mb * (1 << 20))
+        self._keep = settings.audit_keep
+        self._lines: deque[str] = deque()
+        self._some = asyncio.Event()
+        self._dropped = 0
+        self._complaint = ""
+        self._file: TextIO = sys.stdout
+        try:
+            self._open()
+        except OSError as error:
+            raise SluiceError(
+                ErrorKind.FAILED_PRECONDITION, f"The audit log {self._path} cannot be written: {error.strerror}."
+            ) from error
+
+    def write(self, entry: AuditEntry) -> None:
+        """Hands an entry over; returns at once."""
+        if len(self._lines) >= MAX_WAITING:
+            self._dropped += 1
+            return
+        self._lines.append(entry.line())
+        self._some.set()
+
+    async def run(self) -> None:
+        """Writes until cancelled."""
+        while True:
+            await self._some.wait()
+            self._some.clear()
+            await asyncio.to_thread(self._write_waiting)
+            await asyncio.sleep(WRITE_EVERY_S)
+
+    def close(self) -> None:
+        """Writes what waits."""
+        self._write_waiting()
+        if self._path is not None:
+            self._file.close()
+
+    def _write_waiting(self) -> None:
+        lines = [self._lines.popleft() for _ in range(len(self._lines))]
+        dropped, self._dropped = self._dropped, 0
+        if dropped:
+            lines.append(json.dumps({"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "lost": dropped}))
+        if not lines:
+            return
+        try:
+            self._reopen_if_moved()
+            self._file.write("\n".join(lines) + "\n")
+            self._file.flush()
+            self._rotate_if_large()
+            self._complaint = ""
+        except (OSError, ValueError) as error:
+            self._dropped += len(lines)
+            self._complain(getattr(error, "strerror", None) or str(error))
+
+    def _open(self) -> None:
+        if self._path is not None:
+            opened = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            self._file = os.fdopen(opened, "a", encoding="utf-8")
+
+    def _reopen_if_moved(self) -> None:
+        if self._path is None:
+            return
+        if not self._file.closed:
+            with contextlib.suppress(FileNotFoundError):
+                if os.stat(self._path).st_ino == os.fstat(self._file.fileno()).st_ino:
+                    return
+            self._file.close()
+        self._open()
+
+    def _rotate_if_large(self) -> None:
+        if self._path is None or self._file.tell() < self._most_bytes:
+            return
+        self._file.close()
+        for number in range(self._keep, 1, -1):
+            with contextlib.suppress(FileNotFoundError):
+                os.replace(f"{self._path}.{number - 1}", f"{self._path}.{number}")
+        if self._keep:
+            os.replace(self._path, f"{self._path}.1")
+        else:
+            os.unlink(self._path)
+        self._open()
+
+    def _complain(self, why: str) -> None:
+        if why != self._complaint:
+            self._complaint = why
+            log.error("the audit log cannot be written, lines are lost: %s", why)
