@@ -12,6 +12,7 @@ from services.common.access import shown_token
 from services.common.runner import Stop, run
 from services.common.tasks import TaskOwner
 from services.common.tls import channel_credentials, https_context
+from services.gateway import auditing
 from services.gateway.app import create_app
 from services.gateway.clients.catalogue import Catalogue
 from services.gateway.clients.embed import EmbedClient
@@ -84,6 +85,7 @@ async def serve(settings: GatewaySettings, stop: Stop) -> None:
         [partial(add_responses, endpoints=ResponsesEndpoints(conductor, settings, kept))],
     )
     app.add_middleware(RequestDeadlines, longest_s=settings.request_timeout_s)
+    close_audit = auditing.attach(app, settings, tasks)
     server = HttpServer(app, settings.listen, settings.keep_alive_s, settings.drain_s, https_context(settings))
 
     replica_sets = (preprocess.replicas, router.replicas, fleet.postprocess)
@@ -103,6 +105,7 @@ async def serve(settings: GatewaySettings, stop: Stop) -> None:
     await asyncio.gather(serving, return_exceptions=True)
     await router.flush_reports(LAST_REPORTS_S)
     await tasks.close()
+    close_audit()
     for replicas in replica_sets:
         await replicas.close()
 

@@ -12,6 +12,7 @@ from opentelemetry.trace import Span
 from services.common import telemetry
 from services.common.errors import SluiceError
 from services.common.packing import unpack_u32
+from services.gateway import auditing
 from services.gateway.clients.post_link import PostLink, Sent
 from services.gateway.clients.worker_link import WorkerLink
 from services.gateway.deadlines import Deadline
@@ -45,6 +46,7 @@ class LiveStream:
     __slots__ = (
         "active",
         "attempt_cached",
+        "audit",
         "cached_tokens",
         "completion_tokens",
         "computed",
@@ -91,7 +93,8 @@ class LiveStream:
         self.index = index
         self.prompt = prompt
         self.max_tokens = max_tokens
-        self.sink = sink
+        self.audit = auditing.of_request()
+        self.sink = sink if self.audit is None else self.audit.listening(sink)
         self.deadline = deadline
         self.expiry: asyncio.TimerHandle | None = None
         self.worker: WorkerLink | None = None
@@ -117,6 +120,8 @@ class LiveStream:
         self.first_text_at = 0.0
         self.span: Span | None = None
         self.worker_span: Span | None = None
+        if self.audit is not None:
+            self.audit.began(request.request_id, request.model, 0 if index else prompt.length)
 
     @property
     def model(self) -> str:
@@ -144,8 +149,10 @@ class LiveStream:
         """What the services that work on it now continue."""
         return self.worker_span or self.span
 
-    def end_spans(self, error: SluiceError | None = None) -> None:
-        """Everything about it has been said."""
+    def end_spans(self, error: SluiceError | None = None, gone: bool = False) -> None:
+        """Everything about it has been said; `gone`: because the client went away."""
+        if self.audit is not None:
+            self.audit.ended(self.completion_tokens or len(self.tokens), self.cached_tokens, error, gone)
         for span in (self.worker_span, self.span):
             if span is None:
                 continue
@@ -158,6 +165,8 @@ class LiveStream:
     def attach(self, worker: WorkerLink, route: Route) -> None:
         """From now on this worker computes it."""
         self.worker = worker
+        if self.audit is not None:
+            self.audit.worked_on_by(worker.worker_id)
         self.reservation_id = route.reservation_id
         self.attempt_cached = None
         self.resumed = len(self.tokens)

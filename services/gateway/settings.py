@@ -5,11 +5,12 @@ from __future__ import annotations
 from pydantic import Field
 
 from services.common.access import RouterTokenSettings
+from services.common.audit import AuditSettings
 from services.common.settings import CommaList, ServiceSettings, settings_config
 from services.common.trust import HttpsSettings
 
 
-class GatewaySettings(HttpsSettings, RouterTokenSettings, ServiceSettings):
+class GatewaySettings(AuditSettings, HttpsSettings, RouterTokenSettings, ServiceSettings):
     """Settings of the gateway. Every flag is also an environment variable: --log-level is SLUICE_GATEWAY_LOG_LEVEL."""
 
     model_config = settings_config("gateway")

@@ -145,7 +145,7 @@ class Switchboard:
         if self._forget(stream):
             _stop(stream, worker, post)
             self._metrics.cancelled(stream.model)
-            stream.end_spans()
+            stream.end_spans(gone=True)
 
     # --- from workers ---
 

@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from services.common import telemetry
 from services.common.errors import SluiceError
+from services.gateway import auditing
 
 _TYPES = {
     400: "invalid_request_error",
@@ -31,6 +32,7 @@ def error_body(error: SluiceError) -> dict[str, Any]:
 
 def error_response(error: SluiceError) -> Response:
     """The HTTP answer to an error, with Retry-After where waiting helps."""
+    auditing.failed(error)
     headers = {}
     if error.http_status in (429, 503):
         headers["retry-after"] = str(max(1, (error.retry_after_ms + 999) // 1000))
