@@ -19,7 +19,7 @@ import psutil
 
 SLUICE = Path(sys.executable).with_name("sluice")
 MODULE = re.compile(r"services\.(gateway|preprocess|router|postprocess|worker)")
-READY = re.compile(r"^ready (http://\S+)")
+READY = re.compile(r"^ready (https?://\S+)")
 
 
 class Suite:
