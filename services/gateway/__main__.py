@@ -13,6 +13,9 @@ from services.common.runner import Stop, run
 from services.common.tasks import TaskOwner
 from services.common.tls import channel_credentials, https_context
 from services.gateway import auditing
+from services.gateway.anthropic.dialect import AnthropicDialect
+from services.gateway.anthropic.endpoints import MessagesEndpoints
+from services.gateway.anthropic.routes import add_messages
 from services.gateway.app import create_app
 from services.gateway.clients.catalogue import Catalogue
 from services.gateway.clients.embed import EmbedClient
@@ -82,9 +85,13 @@ async def serve(settings: GatewaySettings, stop: Stop) -> None:
         EmbeddingEndpoints(pipeline, EmbedClient(catalogue, fleet, settings.embed_timeout_s), settings),
         Readiness(preprocess, router, catalogue, fleet),
         metrics,
-        [partial(add_responses, endpoints=ResponsesEndpoints(conductor, settings, kept))],
+        [
+            partial(add_responses, endpoints=ResponsesEndpoints(conductor, settings, kept)),
+            partial(add_messages, endpoints=MessagesEndpoints(conductor, settings)),
+        ],
     )
     app.add_middleware(RequestDeadlines, longest_s=settings.request_timeout_s)
+    app.add_middleware(AnthropicDialect)  # outermost, because errors of all the others get its form
     close_audit = auditing.attach(app, settings, tasks)
     server = HttpServer(app, settings.listen, settings.keep_alive_s, settings.drain_s, https_context(settings))
 

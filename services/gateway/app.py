@@ -15,6 +15,9 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.common.errors import SluiceError, internal
+from services.gateway.anthropic import models as anthropic_models
+from services.gateway.anthropic.answer_schemas import EitherModel, EitherModelList
+from services.gateway.anthropic.dialect import speaks_anthropic
 from services.gateway.http.errors import error_response, plain_error_response
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.openai.answer_schemas import (
@@ -22,8 +25,6 @@ from services.gateway.openai.answer_schemas import (
     Completion,
     Detokenized,
     EmbeddingList,
-    Model,
-    ModelList,
     Rendered,
     Tokens,
 )
@@ -138,10 +139,13 @@ def _add_openai(
     post("/tokenize", tokens.tokenize, TokenizeRequest, Tokens)
     post("/detokenize", tokens.detokenize, DetokenizeRequest, Detokenized)
 
-    @app.get("/v1/models", tags=["OpenAI"], response_model=None, responses=responses(ModelList, (500,)))
-    async def models() -> dict[str, Any]:
-        """List the models that workers serve now."""
-        return await openai.models()
+    @app.get("/v1/models", tags=["OpenAI"], response_model=None, responses=responses(EitherModelList, (400, 500)))
+    async def models(request: Request) -> dict[str, Any]:
+        """List the models that workers serve now; in Anthropic's form for its clients."""
+        listed = await openai.models()
+        if speaks_anthropic(request.scope):
+            return anthropic_models.page(listed["data"], request.query_params)
+        return listed
 
     parameter = {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
 
@@ -149,12 +153,13 @@ def _add_openai(
         "/v1/models/{model:path}",
         tags=["OpenAI"],
         response_model=None,
-        responses=responses(Model, (404, 500, 503)),
+        responses=responses(EitherModel, (404, 500, 503)),
         openapi_extra={"parameters": [parameter]},
     )
     async def model(request: Request) -> dict[str, Any]:
-        """Retrieve one of the models."""
-        return await openai.model(request.path_params["model"])
+        """Retrieve one of the models; in Anthropic's form for its clients."""
+        shown = await openai.model(request.path_params["model"])
+        return anthropic_models.as_anthropic(shown) if speaks_anthropic(request.scope) else shown
 
     return bodies
 

@@ -24,11 +24,15 @@ class Place:
 
     def wrong(self, what: str) -> SluiceError:
         """INVALID_ARGUMENT; `what` completes a sentence that begins with the path."""
-        return invalid(f"{self.path} {what}.", param=self.path, code="invalid_value")
+        return self._refusal(f"{what}.", "invalid_value")
 
     def unsupported(self, why: str) -> SluiceError:
         """INVALID_ARGUMENT for what the API knows and nobody here can do."""
-        return invalid(f"{self.path} is not supported: {why}.", param=self.path, code="unsupported_parameter")
+        return self._refusal(f"is not supported: {why}.", "unsupported_parameter")
+
+    def _refusal(self, said: str, code: str) -> SluiceError:
+        colon = ":" if self._style == "." else ""
+        return invalid(f"{self.path}{colon} {said}", param=self.path, code=code)
 
     def under(self, name: str) -> Place:
         """A field of this object; its value is None when it is not there."""
@@ -41,7 +45,8 @@ class Place:
         for name in self.value:
             if name not in known:
                 place = self.under(str(name)[:64])
-                raise invalid(f"Unknown parameter: {place.path}.", param=place.path, code="unknown_parameter")
+                said = "Extra inputs are not permitted" if self._style == "." else "is an unknown parameter"
+                raise place._refusal(f"{said}.", "unknown_parameter")
         return self
 
     def kind(self, *kinds: str) -> str:

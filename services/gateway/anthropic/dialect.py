@@ -1,0 +1,118 @@
+"""What Anthropic's clients send and expect around their requests: headers, ids, and errors in Anthropic's form.
+
+Errors arise in many places; here, outside of all of them, they get the form that the path's clients know.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+import orjson
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from services.common.errors import SluiceError
+
+VERSIONS = ("2023-06-01", "2026-10-21")
+"""Of the API; what the second one removed (`temperature`, `top_p`, `top_k`) is taken in both: models here use it."""
+REQUEST_ID = b"request-id"
+_PATHS = "/v1/messages"
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    499: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def error_type(status: int) -> str:
+    """Anthropic's word for an HTTP status."""
+    return _TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+
+
+def error_body(status: int, message: str, request_id: str) -> dict[str, Any]:
+    """`{"type": "error", "error": {"type", "message"}, "request_id"}`."""
+    return {"type": "error", "error": {"type": error_type(status), "message": message}, "request_id": request_id}
+
+
+def error_event_body(error: SluiceError, request_id: str) -> dict[str, Any]:
+    """The same for an error in the middle of a stream."""
+    return error_body(error.http_status, error.message, request_id)
+
+
+def speaks_anthropic(scope: Scope) -> bool:
+    """Whether the client of this request is one of Anthropic's: by the path, or by the header that all of them send."""
+    path: str = scope["path"]
+    if path == _PATHS or path.startswith(_PATHS + "/"):
+        return True
+    return path.startswith("/v1/models") and any(name == b"anthropic-version" for name, _ in scope["headers"])
+
+
+class AnthropicDialect:
+    """Gives requests of Anthropic's clients an id, and answers that are errors Anthropic's form.
+
+    A key in `x-api-key` is shown to what lies inside as `authorization`, where there is none.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not speaks_anthropic(scope):
+            await self._app(scope, receive, send)
+            return
+        request_id = f"req_{secrets.token_hex(12)}"
+        headers = _with_authorization(scope["headers"])
+        scope = {**scope, "headers": headers, "state": {**scope.get("state", {}), "request_id": request_id}}
+        await self._app(scope, receive, _Answer(send, request_id))
+
+
+def _with_authorization(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    given = dict(headers)
+    if b"x-api-key" not in given or b"authorization" in given:
+        return headers
+    return [*headers, (b"authorization", b"Bearer " + given[b"x-api-key"])]
+
+
+class _Answer:
+    """Sends an answer on; one that is an error waits until its body is whole."""
+
+    def __init__(self, send: Send, request_id: str) -> None:
+        self._send = send
+        self._request_id = request_id
+        self._error: Message | None = None
+        self._body = b""
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = [*message["headers"], (REQUEST_ID, self._request_id.encode())]
+            message = {**message, "headers": headers}
+            if message["status"] >= 400:
+                self._error = message
+                return
+        if self._error is None:
+            await self._send(message)
+            return
+        self._body += message.get("body", b"")
+        if not message.get("more_body"):
+            await self._send_error(self._error)
+
+    async def _send_error(self, start: Message) -> None:
+        body = orjson.dumps(error_body(start["status"], _said(self._body), self._request_id))
+        kept = [pair for pair in start["headers"] if pair[0] not in (b"content-length", b"content-type")]
+        own = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await self._send({**start, "headers": kept + own})
+        await self._send({"type": "http.response.body", "body": body})
+
+
+def _said(body: bytes) -> str:
+    try:
+        return str(orjson.loads(body)["error"]["message"])
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return body.decode("utf-8", "replace") or "The request was not answered."

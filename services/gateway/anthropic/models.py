@@ -1,0 +1,52 @@
+"""Models as Anthropic's API lists them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from services.common.errors import invalid
+
+LIMIT, MOST = 20, 1000
+
+
+def as_anthropic(model: Mapping[str, Any]) -> dict[str, Any]:
+    """One model, from what OpenAI's list says of it."""
+    created = datetime.fromtimestamp(model["created"], UTC)
+    return {
+        "type": "model",
+        "id": model["id"],
+        "display_name": model["id"],
+        "created_at": created.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "lifecycle": "active",
+        "max_input_tokens": model.get("max_model_len") or None,
+        "max_tokens": model.get("max_model_len") or None,
+    }
+
+
+def page(models: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
+    """A page of models; SluiceError(INVALID_ARGUMENT) names the field that is wrong."""
+    limit = query.get("limit", str(LIMIT))
+    if not (limit.isascii() and limit.isdigit() and len(limit) < 5 and 1 <= int(limit) <= MOST):
+        raise invalid(f"limit: must be a number from 1 to {MOST}.", param="limit")
+    ids = [model["id"] for model in models]
+    first, end = 0, len(ids)
+    if (after := query.get("after_id")) is not None:
+        first = _place(ids, after, "after_id") + 1
+    if (before := query.get("before_id")) is not None:
+        end = _place(ids, before, "before_id")
+    backwards = before is not None and after is None
+    shown = models[max(first, end - int(limit)) : end] if backwards else models[first : min(end, first + int(limit))]
+    return {
+        "data": [as_anthropic(model) for model in shown],
+        "has_more": len(shown) < end - first,
+        "first_id": shown[0]["id"] if shown else None,
+        "last_id": shown[-1]["id"] if shown else None,
+    }
+
+
+def _place(ids: list[str], wanted: str, field: str) -> int:
+    if wanted not in ids:
+        raise invalid(f"{field}: names {wanted[:80]!r}, which is no model here.", param=field)
+    return ids.index(wanted)
