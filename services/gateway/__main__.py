@@ -20,8 +20,6 @@ from services.gateway.app import create_app
 from services.gateway.clients.catalogue import Catalogue
 from services.gateway.clients.embed import EmbedClient
 from services.gateway.clients.pieces import TokenPieces
-from services.gateway.clients.preprocess import PreprocessClient
-from services.gateway.clients.router import RouterClient
 from services.gateway.fleet import Fleet
 from services.gateway.http.pacing import Pacer
 from services.gateway.http.server import HttpServer
@@ -41,6 +39,9 @@ from services.gateway.readiness import Readiness
 from services.gateway.settings import GatewaySettings
 from services.gateway.switchboard import Switchboard
 from services.gateway.turns.conducting import Conductor
+from services.gateway.ui.endpoints import add_live_view
+from services.gateway.ui.view import LiveView
+from services.gateway.ui.watching import WatchedPreprocess, WatchedRouter, WatchedSwitchboard
 
 log = logging.getLogger(__name__)
 
@@ -53,15 +54,15 @@ async def serve(settings: GatewaySettings, stop: Stop) -> None:
     credentials = channel_credentials(settings)
     tasks = TaskOwner(on_death=stop.fail)
 
-    preprocess = PreprocessClient(settings.preprocess, credentials, settings.tokenize_timeout_s)
-    router = RouterClient(
+    preprocess = WatchedPreprocess(settings.preprocess, credentials, settings.tokenize_timeout_s)
+    router = WatchedRouter(
         settings.router,
         credentials,
         settings.route_timeout_s,
         owner=f"gateway-{uuid.uuid4().hex}",
         token=shown_token(settings),
     )
-    switchboard = Switchboard(
+    switchboard = WatchedSwitchboard(
         settings.max_streams, router.prefill_complete, router.free, metrics, settings.postprocess_wait_s
     )
     metrics.watch(lambda: switchboard.live)
@@ -93,6 +94,8 @@ async def serve(settings: GatewaySettings, stop: Stop) -> None:
     app.add_middleware(RequestDeadlines, longest_s=settings.request_timeout_s)
     app.add_middleware(AnthropicDialect)  # outermost, because errors of all the others get its form
     close_audit = auditing.attach(app, settings, tasks)
+    view = LiveView(preprocess, router, switchboard, catalogue, fleet, settings.ui_viewers) if settings.ui else None
+    add_live_view(app, view)
     server = HttpServer(app, settings.listen, settings.keep_alive_s, settings.drain_s, https_context(settings))
 
     replica_sets = (preprocess.replicas, router.replicas, fleet.postprocess)
@@ -104,10 +107,14 @@ async def serve(settings: GatewaySettings, stop: Stop) -> None:
     tasks.spawn(router.run_reports(), "reports")
     tasks.spawn(fleet.run_sweeps(), "sweeps")
     tasks.spawn(_sweep_stalled(switchboard, settings.stall_timeout_s), "stalled")
+    if view is not None:
+        tasks.spawn(view.run(), "live-view")
     serving = tasks.spawn(server.serve(), "http")
     log.info("HTTP server listens", extra={"address": server.address})
 
     await stop.wait()
+    if view is not None:
+        view.close()
     server.stop()
     await asyncio.gather(serving, return_exceptions=True)
     await router.flush_reports(LAST_REPORTS_S)

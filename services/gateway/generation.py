@@ -179,6 +179,26 @@ class Tokenized:
 
 
 @dataclass(frozen=True, slots=True)
+class Score:
+    """What the router thought of one worker; everything is in blocks, the lowest cost won.
+
+    Attributes:
+        overlap: of the prompt, held there as a prefix, by tier: device, host, disk.
+        predicted: blocks nobody reported but the router expects there.
+        prefill: outstanding prefill booked on it.
+        decode: booked on it for decoding.
+    """
+
+    worker: str
+    rank: int
+    cost: float
+    overlap: tuple[int, int, int]
+    predicted: int
+    prefill: float
+    decode: float
+
+
+@dataclass(frozen=True, slots=True)
 class Route:
     """Where a generation goes; `reservation_id` is empty when nothing is booked."""
 
@@ -186,6 +206,7 @@ class Route:
     rank: int = 0
     reservation_id: str = ""
     degraded: str = ""
+    scores: tuple[Score, ...] = ()  # only where they were asked for
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,3 +55,5 @@ class GatewaySettings(AuditSettings, HttpsSettings, RouterTokenSettings, Service
     )
     responses_kept_mb: int = Field(64, ge=1, description="of all of them together, MiB")
     responses_kept_s: float = Field(86_400, gt=0, description="how long a response is kept")
+    ui: bool = Field(True, description="serve the live view at /ui")
+    ui_viewers: int = Field(16, ge=1, le=1000, description="pages of the live view open at once; more are refused")

@@ -12,7 +12,7 @@ import grpc
 
 from services.common.errors import SluiceError
 from services.common.replicas import ReplicaSet
-from services.gateway.generation import Route, Tokenized
+from services.gateway.generation import Route, Score, Tokenized
 from sluice.v1 import router_pb2, router_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -65,12 +65,14 @@ class RouterClient:
         priority: int = 0,
         candidates: Sequence[str] | None = None,
         timeout_s: float | None = None,
+        explain: bool = False,
     ) -> Route:
         """Chooses a worker and books the request on it; SluiceError as the router says.
 
         Args:
             candidates: worker ids to choose from; None for all of the model.
             timeout_s: longest wait; None for the setting.
+            explain: the answer says what the router thought of each candidate.
         """
         reference = router_pb2.PromptRef(prompt_tokens=prompt.length)
         if prompt.hash_scheme and block_size:
@@ -92,6 +94,7 @@ class RouterClient:
                 expected_output_tokens=expected_output_tokens,
                 candidates=None if candidates is None else router_pb2.CandidateSet(worker_ids=candidates),
                 owner=self.owner,
+                explain=explain,
             ),
             self._timeout_s if timeout_s is None else timeout_s,
             hedge="route",  # idempotent by request id
@@ -101,6 +104,7 @@ class RouterClient:
             rank=answer.decode.data_parallel_rank,
             reservation_id=answer.reservation_id,
             degraded=answer.degraded,
+            scores=tuple(map(_score, answer.scores)),
         )
 
     def prefill_complete(self, reservation_id: str) -> None:
@@ -163,3 +167,16 @@ class RouterClient:
                 self._news.set()
                 return news
         return news[len(batch) :]
+
+
+def _score(score: router_pb2.CandidateScore) -> Score:
+    overlap = score.overlap
+    return Score(
+        worker=score.worker_id,
+        rank=score.data_parallel_rank,
+        cost=score.cost,
+        overlap=(overlap.device_blocks, overlap.host_blocks, overlap.disk_blocks),
+        predicted=overlap.predicted_blocks,
+        prefill=score.prefill_blocks,
+        decode=score.decode_blocks,
+    )

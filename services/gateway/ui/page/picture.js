@@ -1,0 +1,138 @@
+// The pipeline as a picture: who calls whom, and how much of it now.
+
+import { mark, svg, write } from "./dom.js";
+import { count, plural } from "./format.js";
+
+const WIDE = {
+  box: [980, 300], node: [150, 48],
+  at: { client: [85, 150], gateway: [345, 150], preprocess: [790, 36], router: [790, 112], workers: [790, 188], postprocess: [790, 264] },
+};
+const NARROW = {
+  box: [380, 420], node: [136, 50],
+  at: { client: [70, 40], gateway: [70, 210], preprocess: [300, 40], router: [300, 152], workers: [300, 264], postprocess: [300, 376] },
+};
+const ARROWS = {
+  client: { from: "client", to: "gateway", rate: (r) => [r.requests, `${count(r.requests)} requests/s`, `${count(r.live)} under way`] },
+  preprocess: { from: "gateway", to: "preprocess", rate: (r) => [r.tokenized, `${count(r.tokenized)} prompts/s`, `${count(r.prompt_tokens)} tokens/s`] },
+  router: { from: "gateway", to: "router", rate: (r) => [r.decisions, `${count(r.decisions)} decisions/s`] },
+  workers: { from: "gateway", to: "workers", rate: (r) => [r.output_tokens, `${count(r.output_tokens)} tokens/s`] },
+  postprocess: { from: "gateway", to: "postprocess", rate: (r) => [r.characters, `${count(r.characters)} characters/s`] },
+};
+const DOTS = { columns: 4, apart: 11, most: 12 };
+
+export class Picture {
+  #host;
+  #narrow = matchMedia("(max-width: 620px)");
+  #nodes = {};
+  #arrows = {};
+  #drawing;
+  #last = null;
+
+  constructor(host) {
+    this.#host = host;
+    this.#narrow.addEventListener("change", () => this.#draw());
+    this.#draw();
+  }
+
+  show(model) {
+    this.#last = model;
+    const rates = { requests: 0, live: 0, tokenized: 0, prompt_tokens: 0, decisions: 0, output_tokens: 0, characters: 0, ...model.rates };
+    for (const [name, arrow] of Object.entries(ARROWS)) {
+      const [flow, ...lines] = arrow.rate(rates);
+      const { path, labels } = this.#arrows[name];
+      mark(path, flow > 0 ? "flow moving" : "flow");
+      path.style.setProperty("--pace", `${pace(flow)}s`);
+      labels.forEach((label, index) => {
+        write(label, lines[index] ?? "");
+        mark(label, flow > 0 ? "rate moving" : "rate");
+      });
+    }
+    for (const name of ["preprocess", "router", "postprocess"]) this.#service(name, model.nodes[name]);
+    this.#workers(model.rows);
+    const told = `${count(rates.requests)} requests and ${count(rates.output_tokens)} tokens a second, ${count(rates.live)} under way`;
+    this.#drawing.setAttribute("aria-label", `The pipeline: ${told}`);
+  }
+
+  #service(name, node) {
+    const { group, under } = this.#nodes[name];
+    const serving = node?.serving.length ?? 0;
+    mark(group, `node ${serving === 0 ? "away" : node.troubled ? "troubled" : "ok"}`);
+    write(under, serving === 0 ? "nobody serves" : plural(serving, "replica") + (node.troubled ? `, ${node.troubled} failed` : ""));
+  }
+
+  #workers(rows) {
+    const { group, under, dots } = this.#nodes.workers;
+    const here = rows.filter((row) => row.health !== "gone" && row.health !== "left");
+    const well = here.filter((row) => row.health === "ok" || row.health === "draining");
+    mark(group, `node ${well.length === 0 ? "away" : "ok"}`);
+    write(under, `${well.length} of ${plural(rows.length, "worker")}`);
+    const shown = rows.slice(0, DOTS.most);
+    while (dots.children.length > shown.length) dots.lastChild.remove();
+    while (dots.children.length < shown.length) dots.append(svg("circle", { r: 4 }));
+    shown.forEach((row, index) => {
+      const dot = dots.children[index];
+      mark(dot, `dot ${row.health}`);
+      dot.setAttribute("cx", (index % DOTS.columns) * DOTS.apart);
+      dot.setAttribute("cy", Math.floor(index / DOTS.columns) * DOTS.apart);
+    });
+  }
+
+  #draw() {
+    const plan = this.#narrow.matches ? NARROW : WIDE;
+    const [width, height] = plan.box;
+    this.#drawing = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "The pipeline" });
+    for (const [name, arrow] of Object.entries(ARROWS)) this.#arrows[name] = this.#arrow(plan, arrow);
+    const [x, y] = plan.at.workers;
+    const up = plan.at.router[1];
+    const edge = x + plan.node[0] / 2;
+    const bend = edge + (this.#narrow.matches ? 10 : 46);
+    this.#drawing.append(svg("path", { class: "flow aside", d: `M${edge} ${y} C${bend} ${y} ${bend} ${up} ${edge} ${up}` }));
+    if (!this.#narrow.matches) this.#drawing.append(svg("text", { class: "rate", x: bend - 4, y: (y + up) / 2 + 4, text: "cache, load" }));
+    for (const name of Object.keys(plan.at)) this.#nodes[name] = this.#node(plan, name);
+    this.#host.replaceChildren(this.#drawing);
+    if (this.#last) this.show(this.#last);
+  }
+
+  #node(plan, name) {
+    const [width, height] = plan.node;
+    const [x, y] = plan.at[name];
+    const group = svg("g", { class: "node", transform: `translate(${x - width / 2} ${y - height / 2})` });
+    const under = svg("text", { class: "under", x: 14, y: height / 2 + 15 });
+    const dots = svg("g", { transform: `translate(${width - 16 - (DOTS.columns - 1) * DOTS.apart} ${height / 2 - 11})` });
+    const plain = name === "client" || name === "gateway";
+    group.append(svg("rect", { width, height, rx: 10 }), svg("text", { x: 14, y: plain ? height / 2 + 5 : height / 2 - 2, text: name }), under);
+    if (name === "workers") group.append(dots);
+    else if (!plain) group.append(svg("circle", { class: "state", cx: width - 16, cy: height / 2 - 7, r: 4 }));
+    this.#drawing.append(group);
+    return { group, under, dots };
+  }
+
+  #arrow(plan, { from, to }) {
+    const [x1, y1] = plan.at[from];
+    const [x2, y2] = plan.at[to];
+    const half = plan.node[0] / 2;
+    const vertical = x1 === x2;
+    const start = vertical ? [x1, y1 + plan.node[1] / 2] : [x1 + half, y1];
+    const end = vertical ? [x2, y2 - plan.node[1] / 2] : [x2 - half, y2];
+    const middle = (start[0] + end[0]) / 2;
+    const d = vertical || start[1] === end[1]
+      ? `M${start} L${end}`
+      : `M${start} C${[middle, start[1]]} ${[middle, end[1]]} ${end}`;
+    const path = svg("path", { class: "flow", d });
+    const narrow = this.#narrow.matches;
+    const [x, y, anchor] = vertical
+      ? [start[0] + 8, start[1] + 32, "start"]
+      : narrow ? [end[0] - 2, end[1] + (y2 < y1 ? -8 : 20), "end"]
+        : from === "client" ? [middle, start[1] - 10, "middle"] : [end[0] - 12, end[1] - 8, "end"];
+    const labels = [0, 1].map((line) => svg("text", {
+      class: "rate", x, y: y + line * (vertical ? 16 : 27), "text-anchor": anchor,
+    }));
+    this.#drawing.append(path, ...labels);
+    return { path, labels };
+  }
+}
+
+// Seconds for one dash to pass, in few steps, so that the animation seldom starts over.
+function pace(rate) {
+  return rate > 1000 ? 0.6 : rate > 100 ? 0.9 : rate > 10 ? 1.4 : 2.2;
+}
