@@ -21,9 +21,12 @@ from sluice.v1 import worker_pb2, worker_pb2_grpc
 
 @asynccontextmanager
 async def hosted(folder: Path, **fields: Any) -> AsyncIterator[WorkerHost]:
-    """A worker with the tiny model, on a free port; shuts down in order at the end."""
+    """A worker with the tiny model, on a free port; shuts down in order at the end.
+
+    It makes neither prompts nor text unless told to: most tests need none, and starts are quicker.
+    """
     defaults = {"listen": "127.0.0.1:0", "model": f"tiny={folder}", "speedup": 1e6, "grace_s": 0.0, "drain_s": 5.0}
-    defaults |= {"strict_streams": True, "canary_s": 0.0}
+    defaults |= {"strict_streams": True, "canary_s": 0.0, "processing": "none"}
     host = WorkerHost(WorkerSettings(**{**defaults, **fields}), Stop())
     try:
         await host.start()
