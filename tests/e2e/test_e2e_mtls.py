@@ -1,0 +1,314 @@
+"""A suite that trusts nobody: mTLS on every hop, a token of each service's own, HTTPS, an audit log, and every log line
+written. Everything works, strangers are refused on every port, certificates and tokens rotate under load, and no log
+holds what it must not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import shutil
+import ssl
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from services.common.channels import open_channel
+from services.common.errors import ErrorKind, SluiceError
+from services.common.grpc_errors import from_rpc_error
+from services.common.settings import TlsSettings
+from services.common.tls import channel_credentials
+from sluice.cli.certs import Options, make
+from sluice.v1 import router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
+from tests.support.authority import Authority
+from tests.support.suite import Suite
+from tests.support.tiny_models import build_tiny_model
+
+GRPC_SERVICES = ("preprocess", "router", "postprocess", "worker")
+CALLERS = ("gateway", *GRPC_SERVICES)
+MODEL = "tiny"
+ROTATED_S = 1.2
+"""Files are looked at every second."""
+MARK = "quagmire"
+"""Begins everything that no log may hold."""
+
+
+@dataclass
+class Guarded:
+    """A running suite and what guards it."""
+
+    suite: Suite
+    certificates: Path
+    tokens: Path
+    audit: Path
+    secrets: dict[str, str]
+
+    def write_tokens(self, *generations: dict[str, str]) -> None:
+        """What every service accepts from now on."""
+        lines = [f"{secret} {caller}" for tokens in generations for caller, secret in tokens.items()]
+        fresh = self.tokens / "fresh"
+        fresh.write_text("\n".join(lines))
+        fresh.replace(self.tokens / "accepted")
+
+    def show_tokens(self, tokens: dict[str, str]) -> None:
+        """What every service shows from now on."""
+        for caller in CALLERS:
+            fresh = self.tokens / f"{caller}.fresh"
+            fresh.write_text(tokens[caller])
+            fresh.replace(self.tokens / caller)
+
+    def trust(self, name: str) -> TlsSettings:
+        """What a service shows and trusts."""
+        folder = self.certificates
+        return TlsSettings(tls_cert=folder / f"{name}.pem", tls_key=folder / f"{name}.key", tls_ca=folder / "ca.pem")
+
+    @asynccontextmanager
+    async def http(self) -> AsyncIterator[httpx.AsyncClient]:
+        context = ssl.create_default_context(cafile=str(self.certificates / "ca.pem"))
+        key = {"authorization": f"Bearer {MARK}-key", "x-api-key": f"{MARK}-key"}
+        async with httpx.AsyncClient(
+            base_url=self.suite.url, verify=context, timeout=60, trust_env=False, headers=key
+        ) as http:
+            yield http
+
+
+def new_tokens() -> dict[str, str]:
+    return {caller: f"{MARK}-token-{secrets.token_hex(8)}" for caller in (*CALLERS, "operator")}
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    folder = tmp_path_factory.mktemp("guarded")
+    make(folder / "certificates", Options())
+    (folder / "tokens").mkdir()
+    env = {f"SLUICE_{name.upper()}_PEER_TOKEN_FILE": str(folder / "tokens" / name) for name in CALLERS}
+    env |= {f"SLUICE_{name.upper()}_TOKENS_FILE": str(folder / "tokens" / "accepted") for name in GRPC_SERVICES}
+    env |= {"SLUICE_GATEWAY_AUDIT_LOG": str(folder / "audit.jsonl"), "SLUICE_GATEWAY_REQUEST_TIMEOUT_S": "60"}
+    held = Guarded(
+        Suite.__new__(Suite), folder / "certificates", folder / "tokens", folder / "audit.jsonl", new_tokens()
+    )
+    held.write_tokens(held.secrets)
+    held.show_tokens(held.secrets)
+    tls = str(folder / "certificates")
+    model = ("--model", str(build_tiny_model(folder / "tiny")), "--model-name", MODEL)
+    with Suite("--speedup", "20", "--log-level", "debug", "--tls", tls, *model, env=env) as suite:
+        held.suite = suite
+        yield held
+
+
+async def chat(http: httpx.AsyncClient, text: str, tokens: int = 16) -> str:
+    """A streamed answer; AssertionError when it does not end as it should."""
+    body = {"model": MODEL, "stream": True, "max_tokens": tokens, "messages": [{"role": "user", "content": text}]}
+    async with http.stream("POST", "/v1/chat/completions", json=body) as answer:
+        assert answer.status_code == 200, await answer.aread()
+        said = [line async for line in answer.aiter_lines()]
+    assert "data: [DONE]" in said, said[-3:]
+    assert not any('"error"' in line for line in said), said
+    return "\n".join(said)
+
+
+def served(address: str, certificates: Path) -> str:
+    """The certificate that a port shows."""
+    host, _, port = address.rpartition(":")
+    return ssl.get_server_certificate((host, int(port)), timeout=20, ca_certs=str(certificates / "ca.pem"))
+
+
+def ports(guarded: Guarded) -> list[tuple[str, str]]:
+    """(service, address) of every gRPC port."""
+    return [(service, address) for service in GRPC_SERVICES for address in guarded.suite.addresses(service)]
+
+
+async def serves(address: str, credentials: grpc.ChannelCredentials | None) -> bool:
+    """Whether a port answers the health question of somebody who shows this."""
+    async with open_channel(address, credentials) as channel:
+        try:
+            answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=20)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                raise
+            return False
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+async def test_a_chat_goes_through_all_of_it(guarded: Guarded) -> None:
+    assert guarded.suite.url.startswith("https://")
+    async with guarded.http() as http:
+        assert (await http.get("/ready")).status_code == 200
+        await chat(http, f"{MARK}-prompt of a stream")
+    async with httpx.AsyncClient(trust_env=False) as plain:
+        with pytest.raises(httpx.TransportError):
+            await plain.get(guarded.suite.url.replace("https", "http"))
+
+
+@pytest.mark.parametrize("shown", ["plain", "none", "expired", "foreign"])
+async def test_strangers_are_refused_on_every_port(guarded: Guarded, shown: str, tmp_path: Path) -> None:
+    credentials = None
+    if shown == "none":
+        credentials = channel_credentials(TlsSettings(tls_ca=guarded.certificates / "ca.pem"))
+    elif shown == "expired":
+        late = tmp_path / "late"
+        shutil.copytree(guarded.certificates, late)
+        make(late, Options(names=("client",), days=0, renew=True))
+        credentials = channel_credentials(
+            TlsSettings(tls_cert=late / "client.pem", tls_key=late / "client.key", tls_ca=late / "ca.pem")
+        )
+    elif shown == "foreign":
+        foreign = Authority(tmp_path).issue("gateway").model_copy(update={"tls_ca": guarded.certificates / "ca.pem"})
+        credentials = channel_credentials(foreign)
+    ours = channel_credentials(guarded.trust("client"))
+    for service, address in ports(guarded):
+        assert not await serves(address, credentials), service
+        assert await serves(address, ours), service
+
+
+async def test_a_service_may_call_what_it_needs_and_nothing_else(guarded: Guarded) -> None:
+    async def outcome(caller: str, service: str) -> SluiceError | None:
+        token = guarded.secrets.get(caller, f"{MARK}-token-of-nobody")
+        credentials = channel_credentials(guarded.trust("client"))
+        async with open_channel(guarded.suite.address(service), credentials, token=lambda: token) as channel:
+            try:
+                if service == "router":
+                    await router_pb2_grpc.RouterStub(channel).GetLoads(router_pb2.GetLoadsRequest(), timeout=20)
+                else:
+                    control = worker_pb2.ControlRequest()
+                    await worker_pb2_grpc.WorkerStub(channel).Control(control, timeout=20)
+            except grpc.aio.AioRpcError as error:
+                return from_rpc_error(error, service)
+        return None
+
+    async def kind(caller: str, service: str) -> ErrorKind | None:
+        error = await outcome(caller, service)
+        return error.kind if error else None
+
+    assert await kind("gateway", "router") is None
+    assert await kind("worker", "router") is ErrorKind.PERMISSION_DENIED
+    assert await kind("nobody", "router") is ErrorKind.UNAUTHENTICATED
+    assert await kind("gateway", "worker") is ErrorKind.PERMISSION_DENIED
+    assert await kind("operator", "worker") not in (ErrorKind.PERMISSION_DENIED, ErrorKind.UNAUTHENTICATED)
+
+
+async def test_certificates_and_tokens_rotate_under_load_and_nothing_is_lost(guarded: Guarded) -> None:
+    answered = 0
+    over = asyncio.Event()
+
+    async def client() -> None:
+        nonlocal answered
+        while not over.is_set():
+            async with guarded.http() as http:  # a handshake each, as new clients make
+                for _ in range(3):
+                    await chat(http, f"{MARK}-prompt {secrets.token_hex(4)}", tokens=64)
+                    answered += 1
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(8):
+            group.create_task(client())
+        try:
+            await asyncio.sleep(0.5)
+            for _ in range(2):
+                before = answered
+                old, guarded.secrets = guarded.secrets, new_tokens()
+                make(guarded.certificates, Options(renew=True))
+                guarded.write_tokens(old, guarded.secrets)
+                await asyncio.sleep(ROTATED_S)  # accepted everywhere, before anybody shows them
+                guarded.show_tokens(guarded.secrets)
+                await asyncio.sleep(ROTATED_S)
+                guarded.write_tokens(guarded.secrets)
+                await asyncio.sleep(ROTATED_S)
+                assert answered > before
+            for service, address in ports(guarded):
+                shown = await asyncio.to_thread(served, address, guarded.certificates)
+                assert shown.split() == (guarded.certificates / f"{service}.pem").read_text().split()
+        finally:
+            over.set()
+    assert "replica is down" not in "".join(guarded.suite.output)
+
+
+async def test_files_that_vanish_or_break_under_load_cost_nothing(guarded: Guarded) -> None:
+    kept = guarded.certificates.parent / "kept"
+    shutil.copytree(guarded.certificates, kept)
+    async with guarded.http() as http:
+        for path in guarded.certificates.glob("*.key"):
+            path.write_text("no key")
+        for path in guarded.tokens.iterdir():
+            path.unlink()
+        (guarded.certificates / "router.pem").unlink()
+        try:
+            await asyncio.sleep(1.5)
+            await asyncio.gather(*(chat(http, f"{MARK}-prompt {number}") for number in range(16)))
+            context = ssl.create_default_context(cafile=str(kept / "ca.pem"))
+            async with httpx.AsyncClient(base_url=guarded.suite.url, verify=context, trust_env=False) as fresh:
+                assert (await fresh.get("/ready")).status_code == 200
+        finally:
+            shutil.copytree(kept, guarded.certificates, dirs_exist_ok=True)
+            guarded.write_tokens(guarded.secrets)
+            guarded.show_tokens(guarded.secrets)
+        await asyncio.sleep(1.5)
+        await chat(http, f"{MARK}-prompt after")
+    said = "".join(guarded.suite.output)
+    assert "are no certificate with its unencrypted key" in said
+    assert "cannot be read: No such file or directory. What was read before stays valid." in said
+
+
+async def test_every_request_is_in_the_audit_log(guarded: Guarded) -> None:
+    async with guarded.http() as http:
+        messages = [{"role": "user", "content": f"{MARK}-prompt to audit"}]
+        body = {"model": MODEL, "max_tokens": 7, "ignore_eos": True, "messages": messages}
+        answer = (await http.post("/v1/chat/completions", json=body)).json()
+        await http.post("/v1/chat/completions", json={**body, "model": "unknown"})
+        await http.get("/health")
+
+        async def written() -> dict[str, dict[str, object]]:
+            await asyncio.sleep(0.1)
+            lines = (await asyncio.to_thread(guarded.audit.read_text)).splitlines()
+            return {str(entry["outcome"]): entry for entry in map(json.loads, lines)}
+
+        for _ in range(200):
+            entries = await written()
+            if "model_not_found" in entries and entries["completed"]["request_id"] == answer["id"]:
+                break
+        completed = entries["completed"]
+        assert completed["request_id"] == answer["id"]
+        assert (completed["model"], completed["status"], completed["output_tokens"]) == (MODEL, 200, 7)
+        assert completed["prompt_tokens"] == answer["usage"]["prompt_tokens"]
+        assert completed["path"] == "/v1/chat/completions"
+        assert str(completed["workers"]).startswith("['worker-")
+        assert entries["model_not_found"]["status"] == 404
+        assert {"request", "answer"}.isdisjoint(completed)
+
+
+async def test_no_log_holds_a_prompt_a_key_or_a_token(guarded: Guarded) -> None:
+    """The last test of this file: it reads what all of them have left behind."""
+    async with guarded.http() as http:
+        text = f"{MARK}-prompt that is refused"
+        message = {"role": "user", "content": text}
+        for path, body in (
+            ("/v1/chat/completions", {"model": MODEL, "messages": [{**message, "role": text}]}),
+            ("/v1/chat/completions", {"model": MODEL, "messages": [message], "max_tokens": text}),
+            ("/v1/chat/completions", {"model": MODEL, "messages": [message], "chat_template": "{{ boom("}),
+            ("/v1/chat/completions", {"model": MODEL, "messages": [message], "tools": [{"type": text}]}),
+            ("/v1/completions", {"model": MODEL, "prompt": text, "max_tokens": 10**9}),
+            ("/v1/completions", {"model": text, "prompt": text}),
+            ("/v1/embeddings", {"model": MODEL, "input": text}),
+            ("/tokenize", {"model": MODEL, "prompt": text}),
+            ("/v1/chat/completions", text),
+        ):
+            await http.post(path, json=body)
+        await http.post("/v1/chat/completions", content=text.encode(), headers={"content-type": "application/json"})
+        await http.get(f"/v1/models/{MARK}?q={MARK}")
+        async with http.stream(
+            "POST",
+            "/v1/completions",
+            json={"model": MODEL, "prompt": text, "stream": True, "max_tokens": 4096, "ignore_eos": True},
+        ) as answer:
+            await anext(answer.aiter_bytes())  # and gone
+        await asyncio.sleep(1)
+    said = [*guarded.suite.output, *(await asyncio.to_thread(guarded.audit.read_text)).splitlines()]
+    assert any("DEBUG" in line for line in said)
+    assert [line for line in said if MARK in line and f"/v1/models/{MARK}" not in line] == []
