@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import ssl
 import threading
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import start_http_server
 
 from services.common.errors import ErrorKind, SluiceError
+from services.common.scraping_tls import start_tls_server
 
 log = logging.getLogger(__name__)
 
@@ -21,12 +23,13 @@ class ScrapeEndpoint:
 
     Args:
         listen: host:port; port 0 takes a free one, which the log says.
+        tls: None for plain HTTP.
 
     Raises:
         SluiceError: FAILED_PRECONDITION when this is no address.
     """
 
-    def __init__(self, listen: str) -> None:
+    def __init__(self, listen: str, tls: ssl.SSLContext | None = None) -> None:
         host, _, port = listen.rpartition(":")
         if not port.isdigit() or int(port) > HIGHEST_PORT:
             raise SluiceError(
@@ -34,6 +37,7 @@ class ScrapeEndpoint:
                 f"--metrics-listen {listen!r} is not host:port; 127.0.0.1:9464 would be.",
             )
         self._listen = listen
+        self._tls = tls
         self._host, self._port = host.strip("[]") or "127.0.0.1", int(port)
         self._server: WSGIServer | None = None
         self._closed = threading.Event()
@@ -60,7 +64,10 @@ class ScrapeEndpoint:
     def _listened(self) -> str:
         """Empty when it listens now, else why not."""
         try:
-            self._server, _ = start_http_server(self._port, addr=self._host)
+            if self._tls is not None:
+                self._server = start_tls_server(self._host, self._port, self._tls)
+            else:
+                self._server, _ = start_http_server(self._port, addr=self._host)
         except OSError as error:
             return error.strerror or str(error)
         host = f"[{self._host}]" if ":" in self._host else self._host

@@ -20,6 +20,7 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 from services.common.errors import SluiceError
 from services.common.scraping import ScrapeEndpoint
 from services.common.settings import ServiceSettings
+from services.common.tls import metrics_context
 from sluice.v1 import common_pb2
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def configure(service: str, settings: ServiceSettings) -> None:
     if settings.otlp_endpoint:
         _configure_traces(resource, settings)
     if settings.metrics_listen:
-        _endpoint = ScrapeEndpoint(settings.metrics_listen)
+        _endpoint = ScrapeEndpoint(settings.metrics_listen, metrics_context(settings) if settings.metrics_tls else None)
         configure_metrics(resource)
         _endpoint.start()
 
