@@ -20,12 +20,12 @@ from services.gateway.app import create_app
 from services.gateway.clients.catalogue import Catalogue
 from services.gateway.clients.embed import EmbedClient
 from services.gateway.clients.pieces import TokenPieces
+from services.gateway.direction_headers import RequestDirections
 from services.gateway.fleet import Fleet
 from services.gateway.http.pacing import Pacer
 from services.gateway.http.server import HttpServer
 from services.gateway.http.timeouts import RequestDeadlines
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.migration import MigrationPolicy, Migrator
 from services.gateway.openai.embeddings import EmbeddingEndpoints
 from services.gateway.openai.endpoints import OpenAIEndpoints
 from services.gateway.openai.responses.endpoints import ResponsesEndpoints
@@ -33,10 +33,10 @@ from services.gateway.openai.responses.routes import add_responses
 from services.gateway.openai.responses.store import MemoryStore
 from services.gateway.openai.tokens import TokenEndpoints
 from services.gateway.parity import Parity
-from services.gateway.pipeline import Pipeline
-from services.gateway.placement import Placement
+from services.gateway.pipeline import build_pipeline
 from services.gateway.readiness import Readiness
 from services.gateway.settings import GatewaySettings
+from services.gateway.stages import Components
 from services.gateway.switchboard import Switchboard
 from services.gateway.turns.conducting import Conductor
 from services.gateway.ui.endpoints import add_live_view
@@ -68,12 +68,19 @@ async def serve(settings: GatewaySettings, stop: Stop) -> None:
     metrics.watch(lambda: switchboard.live)
     fleet = Fleet(settings.postprocess, credentials, settings.connect_timeout_s, switchboard, tasks)
     catalogue = Catalogue(router.replicas, fleet.worker_up, fleet.worker_down, router.owner)
-    placement = Placement(router, catalogue, fleet, tasks, settings.route_timeout_s)
-    policy = MigrationPolicy(
-        settings.migration, settings.migration_limit, settings.migration_max_tokens, settings.migration_wait_s
+    components = Components(
+        preprocess=preprocess,
+        router=router,
+        catalogue=catalogue,
+        fleet=fleet,
+        switchboard=switchboard,
+        metrics=metrics,
+        tasks=tasks,
+        migration=settings.migration_policy,
+        route_timeout_s=settings.route_timeout_s,
+        post_wait_s=settings.postprocess_wait_s,
     )
-    switchboard.migrate = Migrator(policy, placement, catalogue, fleet, switchboard, metrics, tasks).take_over
-    pipeline = Pipeline(preprocess, router, catalogue, fleet, switchboard, placement, settings.postprocess_wait_s)
+    pipeline = build_pipeline(settings.pipeline, components)
 
     parity = Parity(preprocess.tokenizers, catalogue.of_model, lambda: list(catalogue.models))
     pacer, pieces = Pacer(), TokenPieces(fleet.postprocess)
@@ -84,13 +91,14 @@ async def serve(settings: GatewaySettings, stop: Stop) -> None:
         openai,
         TokenEndpoints(pipeline, settings),
         EmbeddingEndpoints(pipeline, EmbedClient(catalogue, fleet, settings.embed_timeout_s), settings),
-        Readiness(preprocess, router, catalogue, fleet),
+        Readiness(preprocess, router, catalogue, fleet, settings.pipeline.services),
         metrics,
         [
             partial(add_responses, endpoints=ResponsesEndpoints(conductor, settings, kept)),
             partial(add_messages, endpoints=MessagesEndpoints(conductor, settings)),
         ],
     )
+    app.add_middleware(RequestDirections)
     app.add_middleware(RequestDeadlines, longest_s=settings.request_timeout_s)
     app.add_middleware(AnthropicDialect)  # outermost, because errors of all the others get its form
     close_audit = auditing.attach(app, settings, tasks)

@@ -39,6 +39,7 @@ class Fleet:
         self._connect_timeout_s = connect_timeout_s
         self._switchboard = switchboard
         self._tasks = tasks
+        self.makes_text = True  # streams are opened on the postprocess replicas
         self._workers: dict[str, WorkerLink] = {}
         self._running: dict[WorkerLink | PostLink, asyncio.Task[None]] = {}
         self._channels: dict[WorkerLink, grpc.aio.Channel] = {}
@@ -121,6 +122,8 @@ class Fleet:
                     del self._switchboard.texts.links[link.address]
 
     def _on_post_change(self) -> None:
+        if not self.makes_text:
+            return
         links = self._switchboard.texts.links
         serving = {replica.address: replica for replica in self.postprocess.serving}
         for address, link in links.items():

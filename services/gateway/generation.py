@@ -8,6 +8,7 @@ from enum import IntEnum
 from typing import Any, Literal, Protocol
 
 from services.common.errors import SluiceError
+from services.gateway.directions import NOWHERE, Directions
 
 
 class FinishReason(IntEnum):
@@ -19,6 +20,22 @@ class FinishReason(IntEnum):
     CANCELLED = 4
     ERROR = 5
     HANDOFF = 6
+
+
+class Role(IntEnum):
+    """The part a worker plays; the numbers of `sluice.v1.WorkerRole`."""
+
+    AGGREGATED = 1
+    PREFILL = 2
+    DECODE = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one worker of a pair is told: its part and, for the second one, what the first handed over."""
+
+    role: Role
+    handoff: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +172,8 @@ class GenerationRequest:
     prompt_logprobs: int | None = None
     token_texts: bool = False  # the sinks hear what each token stands for
     needs: tuple[tuple[str, str], ...] = ()
+    directions: Directions = NOWHERE
+    engine_text: bool = False  # the worker makes the text
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,10 +190,16 @@ class Tokenized:
     defaults: Sampling = Sampling()
     default_max_tokens: int | None = None
     embeds: EmbedsPrompt | None = None  # in place of ids
+    raw: ChatPrompt | TextPrompt | None = None  # the worker makes the ids and says them with its first delta
+
+    @property
+    def known(self) -> bool:
+        """It is made of ids, and they are here."""
+        return self.raw is None and self.embeds is None
 
     @property
     def length(self) -> int:
-        """Tokens of the prompt."""
+        """Tokens of the prompt; 0 as long as only the worker could know."""
         return len(self.token_ids) // 4 if self.embeds is None else self.embeds.length
 
 
@@ -200,12 +225,24 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where a generation goes; `reservation_id` is empty when nothing is booked."""
+    """Where a generation goes.
+
+    Attributes:
+        worker_id: who answers; of a pair, the decode worker.
+        reservation_id: of all that is booked; empty when nothing is.
+        prefill_worker_id: who computes the prompt for it; empty: the worker does all.
+        prefill_skipped: why there is no prefill worker although there are some, in the router's word.
+        split_skipped: why one worker does what was meant for two, as a `degraded` mark.
+    """
 
     worker_id: str
     rank: int = 0
     reservation_id: str = ""
     degraded: str = ""
+    prefill_worker_id: str = ""
+    prefill_rank: int = 0
+    prefill_skipped: str = ""
+    split_skipped: str = ""
     scores: tuple[Score, ...] = ()  # only where they were asked for
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
+from dataclasses import replace
 from time import perf_counter
 from typing import NamedTuple
 
@@ -18,12 +19,30 @@ from services.gateway.clients.worker_link import WorkerLink
 from services.gateway.deadlines import Deadline
 from services.gateway.generation import FinishReason, GenerationRequest, Route, Sink, Tokenized
 
+TAIL_TOKENS = 16
+"""Ids of a prompt's end, which its text goes on from; as preprocess says them."""
+
 
 class EngineEnd(NamedTuple):
     """How the engine ended a generation; `stop_token_id` is the id that did."""
 
     reason: FinishReason
     stop_token_id: int | None = None
+
+
+class Pair(NamedTuple):
+    """Who goes on when the prefill worker of a stream is done.
+
+    Attributes:
+        worker: the decode worker, with its data-parallel rank.
+        name: of the request on both workers.
+        resumed: tokens that there were before the prefill; both workers get them with the prompt.
+    """
+
+    worker: WorkerLink
+    rank: int
+    name: str
+    resumed: int
 
 
 class LiveStream:
@@ -34,6 +53,10 @@ class LiveStream:
         post: where its text is made; None while it waits for a replica.
         tokens: everything generated so far, by all its workers.
         resumed: how many of them came from earlier workers.
+        booked_from: how many there were when its worker, or its pair of workers, was booked.
+        prompt_ids: of a prompt that the worker makes, once they are known; None: they are in `prompt`.
+        pair: set while a pair works on it.
+        handed_over: the second worker of the pair does.
         text_sent: code points of content that the sink has got; counted here because most of what is said is that.
         sent: how much of everything else the sink has got.
         end: set when the engine is done.
@@ -47,6 +70,7 @@ class LiveStream:
         "active",
         "attempt_cached",
         "audit",
+        "booked_from",
         "cached_tokens",
         "completion_tokens",
         "computed",
@@ -55,12 +79,15 @@ class LiveStream:
         "end",
         "expiry",
         "first_text_at",
+        "handed_over",
         "index",
         "max_tokens",
         "migrations",
         "mover",
+        "pair",
         "post",
         "prompt",
+        "prompt_ids",
         "reasoning_tokens",
         "replays",
         "request",
@@ -103,6 +130,10 @@ class LiveStream:
         self.waiting_since = 0.0
         self.tokens = array("I")
         self.resumed = 0
+        self.booked_from = 0
+        self.prompt_ids = None if prompt.raw is None else array("I")
+        self.pair: Pair | None = None
+        self.handed_over = False
         self.text_sent = 0
         self.sent = Sent()
         self.end: EngineEnd | None = None
@@ -169,12 +200,33 @@ class LiveStream:
             self.audit.worked_on_by(worker.worker_id)
         self.reservation_id = route.reservation_id
         self.attempt_cached = None
+        self.resumed = self.booked_from = len(self.tokens)
+        self.pair = None
+        self.handed_over = False
+        worker.live += 1
+
+    def shift(self, worker: WorkerLink) -> None:
+        """Another worker of the same booking goes on."""
+        if self.worker is not None:
+            self.worker.live -= 1
+        self.worker = worker
         self.resumed = len(self.tokens)
         worker.live += 1
+
+    def learn_prompt(self, token_ids: bytes) -> None:
+        """The worker has made the prompt's ids, packed u32."""
+        prompt = self.prompt
+        self.prompt = replace(prompt, token_ids=token_ids, prompt_tail=token_ids[-4 * TAIL_TOKENS :], raw=None)
+        if self.prompt_ids is not None:
+            self.prompt_ids.extend(unpack_u32(token_ids))
+        if prompt.context_length:
+            self.max_tokens = min(self.max_tokens, prompt.context_length - self.prompt.length)
 
     def known_end(self) -> EngineEnd | None:
         """How the tokens so far end the generation, if they do, whoever computed them."""
         stop, prompt, count = self.request.stop, self.prompt, len(self.tokens)
+        if not count:
+            return None
         eos = unpack_u32(prompt.eos_token_ids)
         if stop.ignore_eos:
             stop_ids = set(stop.token_ids).difference(eos)

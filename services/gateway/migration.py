@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass, replace
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Protocol
 
 from services.common import telemetry
 from services.common.errors import SluiceError, internal, unavailable
@@ -19,10 +21,11 @@ from services.gateway.clients.catalogue import Catalogue
 from services.gateway.clients.worker_link import WorkerLink
 from services.gateway.deadlines import overdue
 from services.gateway.fleet import Fleet
-from services.gateway.generation import Route, Sampling, Tokenized
+from services.gateway.generation import Sampling, Tokenized
 from services.gateway.live_stream import LiveStream
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.placement import Placement, Wanted
+from services.gateway.moving import MigrationPolicy
+from services.gateway.placement import Placed, Wanted
 from services.gateway.switchboard import Switchboard
 
 log = logging.getLogger(__name__)
@@ -34,21 +37,13 @@ AT_ONCE = 64
 PAUSE_S = 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class MigrationPolicy:
-    """Which generations may move.
+__all__ = ["MigrationPolicy", "Migrator"]
 
-    Attributes:
-        enabled: any at all.
-        limit: moves of one generation.
-        max_tokens: of prompt and generated tokens together, which the new worker may have to compute; 0 for no limit.
-        wait_s: how long a generation waits for a worker that takes it.
-    """
 
-    enabled: bool = True
-    limit: int = 3
-    max_tokens: int = 0
-    wait_s: float = 10.0
+class Placing(Protocol):
+    """Finds workers, as `placement.Placement`."""
+
+    async def place(self, wanted: Wanted, excluded: Collection[str] = ()) -> Placed: ...
 
 
 class Migrator:
@@ -61,7 +56,7 @@ class Migrator:
     def __init__(
         self,
         policy: MigrationPolicy,
-        placement: Placement,
+        placement: Placing,
         catalogue: Catalogue,
         fleet: Fleet,
         switchboard: Switchboard,
@@ -115,7 +110,7 @@ class Migrator:
     async def _move(self, stream: LiveStream, lost: WorkerLink) -> None:
         try:
             async with self._at_once, asyncio.timeout(min(self._policy.wait_s, stream.deadline.left_s)):
-                route, worker = await self._find(stream, lost)
+                placed = await self._find(stream, lost)
         except TimeoutError:
             self._give_up(stream, overdue() if stream.deadline.left_s <= 0 else _nobody())
         except SluiceError as error:
@@ -124,9 +119,9 @@ class Migrator:
             log.exception("a migration failed", extra={"request": stream.request_id})
             self._give_up(stream, internal("Unexpected failure in the gateway; its log has the details."))
         else:
-            self._resume(stream, lost, route, worker)
+            self._resume(stream, lost, placed)
 
-    async def _find(self, stream: LiveStream, lost: WorkerLink) -> tuple[Route, WorkerLink]:
+    async def _find(self, stream: LiveStream, lost: WorkerLink) -> Placed:
         """Asks until a worker takes it; the one that was lost counts again once it has come back."""
         sessions_then, attempt = lost.sessions, 0
         while True:
@@ -154,15 +149,14 @@ class Migrator:
             needs=((RESUME_GUIDED, "response_format"),) if guided else (),
         )
 
-    def _resume(self, stream: LiveStream, lost: WorkerLink, route: Route, worker: WorkerLink) -> None:
+    def _resume(self, stream: LiveStream, lost: WorkerLink, placed: Placed) -> None:
+        worker = placed.worker
         self._metrics.migration("moved")
-        if route.degraded:
-            self._switchboard.on_degraded(stream.slot, route.degraded)
-        if stream.tokens and _is_history_dependent(stream.request.sampling) and not self._resumes(worker):
+        if stream.tokens and is_history_dependent(stream.request.sampling) and not self._resumes(worker):
             self._switchboard.on_degraded(stream.slot, INEXACT)
         if stream.span is not None:
             _trace(stream, lost, worker)
-        self._switchboard.resume(stream, route, worker)
+        self._switchboard.resume(stream, placed.route, worker, placed.prefill)
 
     def _resumes(self, worker: WorkerLink) -> bool:
         entry = self._catalogue.workers.get(worker.worker_id)
@@ -181,7 +175,7 @@ def _with_generated(prompt: Tokenized, stream: LiveStream) -> Tokenized:
     return replace(prompt, token_ids=prompt.token_ids + pack_u32(stream.tokens), block_hashes=b"", hash_scheme="")
 
 
-def _is_history_dependent(sampling: Sampling) -> bool:
+def is_history_dependent(sampling: Sampling) -> bool:
     """The next token depends on more than the tokens before it: on which of them were generated, or how many."""
     return sampling.seed is not None or bool(sampling.frequency_penalty or sampling.presence_penalty)
 

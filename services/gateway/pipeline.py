@@ -2,31 +2,57 @@
 
     model known? → admission → tokenize → does it fit? → place (route, reserve) → start on worker and postprocess
 
-From there on the switchboard carries tokens to text to the sinks, and gives the reservation back at the end. What
-fails on the way has one place where it is dealt with: a worker that cannot be reached in `placement`, one that is lost
-later in `migration`, a postprocess replica in `text_replicas`, a call that is not answered in `ReplicaSet`, and time
-that is up in `deadlines`.
+From there on the switchboard carries tokens to text to the sinks, and gives the reservation back at the end. Who does
+each step is put together in `assembling`, after PipelineConfig. What fails on the way has one place where it is dealt
+with: a worker that cannot be reached in `placement`, one that is lost later in `migration`, a pair of workers in
+`disaggregation`, a postprocess replica in `text_replicas`, a call that is not answered in `ReplicaSet`, and time that
+is up in `deadlines`.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 
 from services.common import telemetry
-from services.common.errors import invalid
-from services.gateway import deadlines
+from services.common.errors import ErrorKind, SluiceError, invalid
+from services.common.packing import unpack_u32
+from services.gateway import deadlines, directions, hooks
+from services.gateway.assembling import assembled
 from services.gateway.capabilities import able
-from services.gateway.clients.catalogue import Catalogue, WorkerEntry
-from services.gateway.clients.preprocess import PreprocessClient
-from services.gateway.clients.router import RouterClient
-from services.gateway.fleet import Fleet
-from services.gateway.generation import ChatPrompt, GenerationRequest, Sink, TextPrompt, Tokenized, TokenPrompt
+from services.gateway.clients.catalogue import WorkerEntry
+from services.gateway.config import PipelineConfig
+from services.gateway.generation import (
+    ChatPrompt,
+    GenerationRequest,
+    Route,
+    Sink,
+    TextPrompt,
+    Tokenized,
+    TokenPrompt,
+)
 from services.gateway.live_stream import LiveStream
-from services.gateway.placement import Placement, Wanted
-from services.gateway.switchboard import POST_WAIT_S, Switchboard
+from services.gateway.placement import Wanted
+from services.gateway.stages import Components
+from services.gateway.stages_engine import check_able
+from services.gateway.switchboard import Switchboard
 
 TEXT_SHARE = 0.5
+UNBOUNDED = 1 << 30
+
+
+def build_pipeline(config: PipelineConfig, components: Components) -> Pipeline:
+    """The pipeline that a configuration describes.
+
+    Raises:
+        SluiceError: FAILED_PRECONDITION with a sentence that says what to change.
+    """
+    try:
+        config.check()
+        return hooks.own_handler(config, components, Pipeline) if config.handler else Pipeline(config, components)
+    except ValueError as error:
+        raise SluiceError(ErrorKind.FAILED_PRECONDITION, str(error)) from error
 
 
 class Generation:
@@ -34,8 +60,7 @@ class Generation:
 
     def __init__(self, switchboard: Switchboard, prompt: Tokenized) -> None:
         self._switchboard = switchboard
-        self.prompt_tokens = prompt.length
-        self.prompt = prompt
+        self._prompt = prompt
         self.streams: list[LiveStream] = []
 
     @property
@@ -59,6 +84,27 @@ class Generation:
         return sum(stream.completion_tokens for stream in self.streams)
 
     @property
+    def prompt(self) -> Tokenized:
+        """What was generated from; of a prompt that the worker makes, its ids once they are known."""
+        return self.streams[0].prompt if self.streams else self._prompt
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return self.prompt.length
+
+    @property
+    def prompt_ids(self) -> array[int]:
+        """Of the prompt; when the worker makes them, they come into this array later."""
+        learnt = self.streams[0].prompt_ids if self.streams else None
+        return unpack_u32(self.prompt.token_ids) if learnt is None else learnt
+
+    @property
+    def generated_tokens(self) -> int:
+        """The same, also of choices that were given up."""
+        return sum(max(stream.completion_tokens, len(stream.tokens)) for stream in self.streams)
+
+    @property
     def reasoning_tokens(self) -> int:
         """Of them, those inside the model's thinking."""
         return sum(stream.reasoning_tokens for stream in self.streams)
@@ -70,25 +116,27 @@ class Generation:
 
 
 class Pipeline:
-    """Conducts preprocess, router, workers and postprocess."""
+    """Conducts preprocess, router, workers and postprocess.
 
-    def __init__(
-        self,
-        preprocess: PreprocessClient,
-        router: RouterClient,
-        catalogue: Catalogue,
-        fleet: Fleet,
-        switchboard: Switchboard,
-        placement: Placement,
-        post_wait_s: float = POST_WAIT_S,
-    ) -> None:
-        self.preprocess = preprocess
-        self.router = router
-        self.catalogue = catalogue
-        self.fleet = fleet
-        self.switchboard = switchboard
-        self.placement = placement
-        self._post_wait_s = post_wait_s
+    Args:
+        config: what is done where.
+        components: the parts of this process.
+    """
+
+    def __init__(self, config: PipelineConfig, components: Components) -> None:
+        self.config = config
+        self.preprocess = components.preprocess
+        self.router = components.router
+        self.catalogue = components.catalogue
+        self.fleet = components.fleet
+        self.switchboard = components.switchboard
+        self._post_wait_s = components.post_wait_s
+        stages = assembled(config, components)
+        self.tokenizing = stages.tokenizing
+        self.placement = stages.placement
+        self._router_asking = stages.router_asking
+        self._engine_text = config.postprocessing == "engine"
+        self._text_replicas = not self._engine_text and not stages.own_text
 
     async def start(self, request: GenerationRequest, sinks: Sequence[Sink]) -> Generation:
         """Starts every choice of a request; `sinks[i]` hears choice i.
@@ -96,37 +144,86 @@ class Pipeline:
         Raises:
             SluiceError: before anything runs; nothing is left behind then.
         """
-        self.catalogue.model(request.model)
-        entry = able(self.catalogue.of_model(request.model), request.needs)[0]
+        if self.config.routing == "query-only":
+            raise SluiceError(
+                ErrorKind.FAILED_PRECONDITION,
+                "This gateway runs nothing (routing query-only): /v1/chat/completions and /v1/completions answer which "
+                "worker would be chosen.",
+                code="query_only",
+            )
         self.switchboard.admit(request.choices)
         deadline = deadlines.current()
-        with telemetry.stage("gateway.tokenize"):
-            prompt = await self.preprocess.tokenize(
-                request.model, request.prompt, entry.block_size, request.lora, request.cache_salt
-            )
-        request = replace(request, sampling=request.sampling.or_else(prompt.defaults))
+        request, entry, prompt = await self._prepared(request)
         max_tokens = _fit(request, prompt, entry)
         generation = Generation(self.switchboard, prompt)
         try:
-            await self.fleet.text_ready(deadline.share(TEXT_SHARE, self._post_wait_s))
+            if self._text_replicas:
+                await self.fleet.text_ready(deadline.share(TEXT_SHARE, self._post_wait_s))
             for index, sink in enumerate(sinks):
-                route, worker = await self.placement.place(
-                    Wanted(
-                        request=request,
-                        booking=f"{request.request_id}-{index}",
-                        prompt=prompt,
-                        block_size=entry.block_size,
-                        output_tokens=max_tokens if request.stop.max_tokens else 0,
-                        deadline=deadline,
-                    )
-                )
+                placed = await self.placement.place(self._wanted(request, index, prompt, entry, max_tokens))
                 generation.streams.append(
-                    self.switchboard.connect(request, index, prompt, route, worker, max_tokens, sink, deadline)
+                    self.switchboard.connect(
+                        request,
+                        index,
+                        prompt,
+                        placed.route,
+                        placed.worker,
+                        max_tokens,
+                        sink,
+                        deadline,
+                        placed.prefill,
+                    )
                 )
         except BaseException:
             generation.cancel()
             raise
         return generation
+
+    def only_asks(self) -> bool:
+        """Whether the request at hand is answered with who would run it."""
+        return self.config.routing == "query-only" or directions.current().query_only
+
+    async def query(self, request: GenerationRequest) -> tuple[Tokenized, Route]:
+        """What `start` would run, and where; runs and books nothing.
+
+        Raises:
+            SluiceError: as `start`, FAILED_PRECONDITION where only a worker could make the prompt's ids.
+        """
+        if self.config.preprocessing == "engine":
+            raise SluiceError(
+                ErrorKind.FAILED_PRECONDITION,
+                "This gateway leaves prompts to the engine (preprocessing engine) and knows no ids to answer.",
+                code="query_only",
+            )
+        request, entry, prompt = await self._prepared(request)
+        wanted = self._wanted(request, 0, prompt, entry, _fit(request, prompt, entry))
+        return prompt, await self._router_asking.ask(wanted)
+
+    async def _prepared(self, request: GenerationRequest) -> tuple[GenerationRequest, WorkerEntry, Tokenized]:
+        """The request as it runs, one of the workers that can run it, and the prompt's ids."""
+        said = directions.current()
+        self.catalogue.model(request.model)
+        workers = able(self.catalogue.of_model(request.model), request.needs)
+        entry = workers[0]
+        request = replace(request, directions=said, engine_text=self._engine_text)
+        if said.token_ids is not None:
+            request = replace(request, prompt=TokenPrompt(said.token_ids))
+        with telemetry.stage("gateway.tokenize"):
+            prompt = await self.tokenizing.tokenize(request, entry)
+        check_able(workers, prompt, self._engine_text)
+        return replace(request, sampling=request.sampling.or_else(prompt.defaults)), entry, prompt
+
+    def _wanted(
+        self, request: GenerationRequest, index: int, prompt: Tokenized, entry: WorkerEntry, max_tokens: int
+    ) -> Wanted:
+        return Wanted(
+            request=request,
+            booking=f"{request.request_id}-{index}",
+            prompt=prompt,
+            block_size=entry.block_size,
+            output_tokens=max_tokens if request.stop.max_tokens else 0,
+            deadline=deadlines.current(),
+        )
 
     async def prompt_text(self, request: GenerationRequest) -> str:
         """The prompt of a completion as text, for clients that want it echoed."""
@@ -139,6 +236,8 @@ class Pipeline:
 def _fit(request: GenerationRequest, prompt: Tokenized, entry: WorkerEntry) -> int:
     """How many tokens may be generated; SluiceError(INVALID_ARGUMENT) when the prompt leaves no room."""
     field = "messages" if isinstance(request.prompt, ChatPrompt) else "prompt"
+    if prompt.raw is not None:  # the worker checks it
+        return request.stop.max_tokens or entry.context_length or UNBOUNDED
     if prompt.length == 0:
         raise invalid("The prompt is empty.", param=field, code="empty_prompt")
     limits = [limit for limit in (entry.context_length, prompt.context_length) if limit]

@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from math import inf
+from typing import NamedTuple, Protocol
 
 from services.common import telemetry
 from services.common.errors import ErrorKind, SluiceError, unavailable
 from services.common.tasks import TaskOwner
 from services.gateway.capabilities import able
-from services.gateway.clients.catalogue import Catalogue
+from services.gateway.clients.catalogue import Catalogue, WorkerEntry
 from services.gateway.clients.router import RouterClient
 from services.gateway.clients.worker_link import WorkerLink
 from services.gateway.deadlines import Deadline
+from services.gateway.directions import NOWHERE
 from services.gateway.fleet import Fleet
-from services.gateway.generation import GenerationRequest, Route, Tokenized
+from services.gateway.generation import GenerationRequest, Role, Route, Tokenized
+from services.gateway.stages_engine import POLICY, capabilities
 
 log = logging.getLogger(__name__)
 
 ATTEMPTS = 3
 ROUTER_LAG_S = 1.5
 ROUTER_RETRY_S = 0.1
+ROUTER_AWAY = "router_unavailable"
 ROUTE_SHARE = 0.5
 CONNECT_SHARE = 0.5
 
@@ -37,6 +41,7 @@ class Wanted:
         prompt: with what was generated already, if anything was.
         output_tokens: expected to come; 0 when unknown.
         needs: capabilities beyond those of the request, as there.
+        book: False only asks.
     """
 
     request: GenerationRequest
@@ -46,26 +51,65 @@ class Wanted:
     output_tokens: int
     deadline: Deadline
     needs: tuple[tuple[str, str], ...] = ()
+    book: bool = True
+
+    @property
+    def alone(self) -> bool:
+        """Two workers cannot share it: one of them would not know the ids, or the text so far."""
+        return self.prompt.raw is not None or self.request.engine_text
+
+
+class Placed(NamedTuple):
+    """A worker with a connection and a booking; `prefill` computes the prompt for it, if it is not None."""
+
+    route: Route
+    worker: WorkerLink
+    prefill: WorkerLink | None = None
+
+
+class Sharing(Protocol):
+    """Which requests two workers share, as `disaggregation.DisaggRules` says."""
+
+    def eligible(
+        self, workers: Sequence[WorkerEntry], prompt_tokens: int, alone: bool = False
+    ) -> list[WorkerEntry]: ...
+
+    def judged(self, route: Route, chosen: WorkerEntry | None, prompt_tokens: int) -> Route: ...
+
+
+OwnRoute = Callable[[Wanted, Sequence[WorkerEntry]], Awaitable[Route]]
 
 
 class Placement:
     """Finds workers for generations.
 
     Args:
+        sharing: says which requests a pair of workers serves.
+
+    Attributes:
+        own_route: chooses in place of the router, if it is not None.
         tasks: owns questions to the router whose asker has gone: what they book is given back.
     """
 
     def __init__(
-        self, router: RouterClient, catalogue: Catalogue, fleet: Fleet, tasks: TaskOwner, route_timeout_s: float
+        self,
+        router: RouterClient,
+        catalogue: Catalogue,
+        fleet: Fleet,
+        tasks: TaskOwner,
+        route_timeout_s: float,
+        sharing: Sharing,
     ) -> None:
         self._router = router
         self._catalogue = catalogue
         self._fleet = fleet
         self._tasks = tasks
         self._route_timeout_s = route_timeout_s
+        self._sharing = sharing
+        self.own_route: OwnRoute | None = None
 
-    async def place(self, wanted: Wanted, excluded: Collection[str] = ()) -> tuple[Route, WorkerLink]:
-        """A worker with a connection and a booking.
+    async def place(self, wanted: Wanted, excluded: Collection[str] = ()) -> Placed:
+        """A worker, or a pair, with connections and a booking.
 
         Args:
             excluded: ids of workers that must not be chosen.
@@ -77,18 +121,34 @@ class Placement:
         for attempt in range(ATTEMPTS):
             booking = f"{wanted.booking}-{attempt}" if attempt else wanted.booking
             route = await self._route(wanted, booking, avoided)
+            trying = route.worker_id
             try:
-                worker = self._fleet.worker(route.worker_id)
-                await worker.ready(wanted.deadline.share(CONNECT_SHARE, inf))
-                return route, worker
+                route = self._sharing.judged(route, self._catalogue.workers.get(trying), wanted.prompt.length)
+                worker = await self._connected(trying, wanted)
+                prefill = None
+                if route.prefill_worker_id:
+                    trying = route.prefill_worker_id
+                    prefill = await self._connected(trying, wanted)
+                return Placed(route, worker, prefill)
             except BaseException as error:
                 if route.reservation_id:
                     self._router.free(route.reservation_id)
-                avoided.add(route.worker_id)
+                avoided.add(trying)
                 if not isinstance(error, SluiceError) or attempt == ATTEMPTS - 1:
                     raise
                 log.warning("%s Trying another worker.", error.message)
         raise AssertionError("the last attempt returns or raises")
+
+    async def ask(self, wanted: Wanted) -> Route:
+        """Who would be chosen; nothing is booked. SluiceError as `place`."""
+        wanted = replace(wanted, book=False)
+        route = await self._route(wanted, wanted.booking, set())
+        return self._sharing.judged(route, self._catalogue.workers.get(route.worker_id), wanted.prompt.length)
+
+    async def _connected(self, worker_id: str, wanted: Wanted) -> WorkerLink:
+        worker = self._fleet.worker(worker_id)
+        await worker.ready(wanted.deadline.share(CONNECT_SHARE, inf))
+        return worker
 
     async def _route(self, wanted: Wanted, booking: str, avoided: set[str]) -> Route:
         candidates = self._candidates(wanted, avoided)
@@ -112,9 +172,18 @@ class Placement:
         left = [worker for worker in workers if worker.worker_id not in avoided]
         if avoided and not left:
             raise unavailable(f"No worker of model {model!r} can be reached.", code="no_workers")
+        said = wanted.request.directions
+        if said is not NOWHERE:
+            left = [one for one in left if said.allows(one.worker_id, one.address, one.role is Role.PREFILL)]
+            if not left:
+                raise unavailable(f"None of the workers that the request allows serves {model!r}.", code="no_workers")
         needs = (*wanted.request.needs, *wanted.needs)
         if needs and left:
             left = able(left, needs)
+        of_engine = capabilities(wanted.prompt, wanted.request.engine_text)
+        left = [one for one in left if all(each in one.capabilities for each in of_engine)] if of_engine else left
+        if left:
+            left = self._sharing.eligible(left, wanted.prompt.length, wanted.alone)
         sound = [worker for worker in left if self._fleet.sound(worker.worker_id)]
         left = sound or left  # all of them troubled: better than none
         return None if len(left) == len(workers) else [worker.worker_id for worker in left]
@@ -138,9 +207,13 @@ class Placement:
             await asyncio.sleep(ROUTER_RETRY_S)
 
     async def _ask_once(self, wanted: Wanted, booking: str, candidates: list[str] | None) -> Route | SluiceError:
-        """What the router says; goes on when whoever asked is gone, so that no booking is made unseen."""
+        """What is chosen; goes on when whoever asked is gone, so that no booking is made unseen."""
         request = wanted.request
         try:
+            if self.own_route is not None:
+                workers = self._catalogue.of_model(request.model)
+                allowed = workers if candidates is None else [one for one in workers if one.worker_id in candidates]
+                return await self.own_route(wanted, allowed)
             return await self._router.route(
                 booking,
                 request.model,
@@ -152,6 +225,8 @@ class Placement:
                 priority=request.priority,
                 candidates=candidates,
                 timeout_s=wanted.deadline.share(ROUTE_SHARE, self._route_timeout_s),
+                policy=POLICY if wanted.prompt.raw is not None else "",
+                book=wanted.book,
             )
         except SluiceError as error:
             return error
@@ -164,10 +239,16 @@ class Placement:
             self._router.free(answer.reservation_id)
 
     def _without_router(self, wanted: Wanted, candidates: list[str] | None, cause: SluiceError) -> Route:
-        """No router answers: the worker last seen that has least to do."""
+        """No router answers: the worker last seen that has least to do, or the pair when none runs alone."""
         if candidates is None:
             candidates = [worker.worker_id for worker in self._catalogue.of_model(wanted.request.model)]
-        link = self._fleet.least_busy(candidates)
-        if link is None:
+        known = [entry for name in candidates if (entry := self._catalogue.workers.get(name)) is not None]
+        alone = [entry.worker_id for entry in known if entry.runs_alone]
+        link = self._fleet.least_busy(alone)
+        if link is not None:
+            return Route(worker_id=link.worker_id, degraded=ROUTER_AWAY)
+        decode = self._fleet.least_busy([entry.worker_id for entry in known if entry.role is Role.DECODE])
+        prefill = self._fleet.least_busy([entry.worker_id for entry in known if entry.role is Role.PREFILL])
+        if decode is None or prefill is None:
             raise cause
-        return Route(worker_id=link.worker_id, degraded="router_unavailable")
+        return Route(decode.worker_id, degraded=ROUTER_AWAY, prefill_worker_id=prefill.worker_id)

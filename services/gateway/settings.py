@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from functools import cached_property
+from pathlib import Path
+from typing import Self
+
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from services.common.access import RouterTokenSettings
 from services.common.audit import AuditSettings
 from services.common.settings import CommaList, ServiceSettings, settings_config
 from services.common.trust import HttpsSettings
+from services.gateway.config import Disaggregation, PipelineConfig, Place, PresetName, Routing, parse_stages, resolve
+from services.gateway.moving import MigrationPolicy
 
 
 class GatewaySettings(AuditSettings, HttpsSettings, RouterTokenSettings, ServiceSettings):
@@ -43,7 +50,38 @@ class GatewaySettings(AuditSettings, HttpsSettings, RouterTokenSettings, Service
     postprocess_wait_s: float = Field(
         10, ge=0, description="longest that streams wait for a postprocess replica when there is none"
     )
-    migration: bool = Field(True, description="generations whose worker is lost go on elsewhere")
+    preset: PresetName | None = Field(
+        None,
+        description="of the pipeline's knobs below; full_discovery if neither this nor the file says one; "
+        "direct_execution: routing direct without migration; query_only: routing query-only",
+    )
+    pipeline_config: Path | None = Field(
+        None, description="TOML, YAML or JSON file with the pipeline's knobs; flags change what it says"
+    )
+    preprocessing: Place | None = Field(
+        None, description="who makes token ids: preprocess services (frontend, default) or the worker's engine"
+    )
+    postprocessing: Place | None = Field(
+        None, description="who makes text: postprocess services (frontend, default) or the worker's engine"
+    )
+    routing: Routing | None = Field(
+        None,
+        description="the router chooses the worker (discover, default); the request names it (direct); requests are "
+        "answered with who would be chosen (query-only)",
+    )
+    disaggregation: Disaggregation | None = Field(
+        None,
+        description="prefill and decode workers share requests when there are both (auto, default), always (require), "
+        "never (off)",
+    )
+    disagg_min_tokens: int | None = Field(
+        None, ge=0, description="shorter prompts are not shared where one worker can do all, tokens; 0 (default): none"
+    )
+    stage: CommaList = Field(
+        [], description="NAME=package.module:Class, a stage of your own; tokenize, route, place or postprocess"
+    )
+    handler: str = Field("", description="package.module:Class, a pipeline of your own")
+    migration: bool | None = Field(None, description="generations whose worker is lost go on elsewhere (default)")
     migration_limit: int = Field(3, ge=1, le=100, description="how often one generation may move")
     migration_max_tokens: int = Field(
         131_072, ge=0, description="longest generation that may move, tokens of prompt and answer together; 0: any"
@@ -55,5 +93,28 @@ class GatewaySettings(AuditSettings, HttpsSettings, RouterTokenSettings, Service
     )
     responses_kept_mb: int = Field(64, ge=1, description="of all of them together, MiB")
     responses_kept_s: float = Field(86_400, gt=0, description="how long a response is kept")
+
+    @property
+    def migration_policy(self) -> MigrationPolicy:
+        """How generations move."""
+        return MigrationPolicy(
+            self.pipeline.migration, self.migration_limit, self.migration_max_tokens, self.migration_wait_s
+        )
+
+    @cached_property
+    def pipeline(self) -> PipelineConfig:
+        """The pipeline's knobs, of preset, file and flags; ValueError as `config.resolve`."""
+        names = ("preset", "preprocessing", "postprocessing", "routing", "migration", "disaggregation")
+        flags = {name: getattr(self, name) for name in (*names, "disagg_min_tokens")}
+        flags |= {"stages": parse_stages(self.stage), "handler": self.handler or None}
+        return resolve(flags, self.pipeline_config)
+
+    @model_validator(mode="after")
+    def _pipeline_fits_together(self) -> Self:
+        try:
+            assert self.pipeline
+        except ValueError as error:
+            raise PydanticCustomError("pipeline", "{sentence}", {"sentence": str(error)}) from error
+        return self
     ui: bool = Field(True, description="serve the live view at /ui")
     ui_viewers: int = Field(16, ge=1, le=1000, description="pages of the live view open at once; more are refused")

@@ -16,7 +16,7 @@ from math import inf
 from time import perf_counter
 
 from services.common import telemetry
-from services.common.errors import ErrorKind, SluiceError, overloaded
+from services.common.errors import ErrorKind, SluiceError, internal, overloaded, unavailable
 from services.common.packing import pack_u32, unpack_u32
 from services.gateway import deadlines
 from services.gateway.clients.post_link import PostLink
@@ -26,12 +26,14 @@ from services.gateway.generation import (
     Finish,
     FinishReason,
     GenerationRequest,
+    Part,
     PositionLogprobs,
+    Role,
     Route,
     Sink,
     Tokenized,
 )
-from services.gateway.live_stream import EngineEnd, LiveStream
+from services.gateway.live_stream import EngineEnd, LiveStream, Pair
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.text_replicas import TextReplicas
 
@@ -53,6 +55,9 @@ class Switchboard:
         texts: where text is made.
         migrate: asked when a worker cannot go on with a stream, with the reason; True when it sees to the rest:
             `resume` or `give_up`, some time later.
+        hand_over: told what a prefill worker hands over.
+        text_here: False when all text is made by the workers.
+        rescue: asked first when a pair of workers breaks: None when it saw to it, else the error to go on with.
     """
 
     def __init__(
@@ -71,7 +76,12 @@ class Switchboard:
         self._streams: dict[int, LiveStream] = {}
         self._keep: dict[int, Callable[[int], None]] = {}  # each stream's tokens.append: most rows are one token
         self.texts = TextReplicas(self._streams, self.give_up, self.on_degraded, metrics, post_wait_s)
+        self.text_here = True
         self.migrate: Callable[[LiveStream, WorkerLink, SluiceError], bool] = lambda stream, worker, error: False
+        self.hand_over: Callable[[LiveStream, bytes], None] = lambda stream, handoff: None
+        self.rescue: Callable[[LiveStream, WorkerLink, SluiceError], SluiceError | None] = (
+            lambda stream, worker, error: error
+        )
 
     @property
     def live(self) -> int:
@@ -95,8 +105,14 @@ class Switchboard:
         max_tokens: int,
         sink: Sink,
         deadline: Deadline = NO_DEADLINE,
+        prefill: WorkerLink | None = None,
     ) -> LiveStream:
-        """Starts choice `index` of a request: from now on its text goes to the sink."""
+        """Starts choice `index` of a request: from now on its text goes to the sink.
+
+        Args:
+            worker: who answers.
+            prefill: who computes the prompt for it; None: the worker does all.
+        """
         slot = next(self._slots) & 0xFFFFFFFF
         stream = LiveStream(slot, request, index, prompt, max_tokens, sink, deadline)
         stream.span = telemetry.start_span("gateway.generate", worker=worker.worker_id, choice=index)
@@ -104,39 +120,53 @@ class Switchboard:
         self._keep[slot] = stream.tokens.append
         if deadline.at != inf:
             stream.expiry = asyncio.get_running_loop().call_at(deadline.at, self.give_up, stream, deadlines.overdue())
-        if route.degraded:
-            self.on_degraded(slot, route.degraded)
-        self.texts.open(stream)
-        stream.attach(worker, route)
-        worker.start(
-            slot,
-            stream.request_id,
-            request,
-            prompt,
-            stream.seed,
-            max_tokens,
-            route.rank,
-            telemetry.trace_context(stream.current_span),
-        )
+        if not request.engine_text and prompt.raw is None:
+            self.texts.open(stream)
+        self._book(stream, route, worker, prefill, stream.request_id)
         return stream
 
-    def resume(self, stream: LiveStream, route: Route, worker: WorkerLink) -> None:
-        """Goes on with a stream on another worker, after the tokens it has."""
+    def resume(self, stream: LiveStream, route: Route, worker: WorkerLink, prefill: WorkerLink | None = None) -> None:
+        """Goes on with a stream on another worker, or pair of workers, after the tokens it has."""
         stream.mover = None
-        stream.attach(worker, route)
+        self._book(stream, route, worker, prefill, f"{stream.request_id}-m{stream.migrations}")
+
+    def _book(
+        self, stream: LiveStream, route: Route, worker: WorkerLink, prefill: WorkerLink | None, name: str
+    ) -> None:
+        for mark in (route.degraded, route.split_skipped):
+            if mark:
+                self.on_degraded(stream.slot, mark)
+        stream.attach(prefill or worker, route)
+        if prefill is None:
+            self._start(stream, worker, route.rank, name, stream.resumed, None)
+            return
+        stream.pair = Pair(worker, route.rank, name, stream.resumed)
+        self._start(stream, prefill, route.prefill_rank, name, stream.resumed, Part(Role.PREFILL))
+
+    def go_on(
+        self, stream: LiveStream, worker: WorkerLink, rank: int, name: str, resumed: int, part: Part | None
+    ) -> None:
+        """Starts another worker of the same booking, with the first `resumed` tokens."""
+        stream.shift(worker)
+        self._start(stream, worker, rank, name, resumed, part)
+
+    def _start(
+        self, stream: LiveStream, worker: WorkerLink, rank: int, name: str, resumed: int, part: Part | None
+    ) -> None:
         request = stream.request
         if stream.computed and request.prompt_logprobs is not None:  # the sink has them
             request = replace(request, prompt_logprobs=None)
         worker.start(
             stream.slot,
-            f"{stream.request_id}-m{stream.migrations}",
+            name,
             request,
             stream.prompt,
             stream.seed,
             stream.max_tokens,
-            route.rank,
+            rank,
             telemetry.trace_context(stream.current_span),
-            stream.tokens,
+            stream.tokens[:resumed],
+            part,
         )
 
     def cancel(self, stream: LiveStream) -> None:
@@ -151,7 +181,7 @@ class Switchboard:
 
     def on_tokens(self, slots: bytes, counts: bytes, token_ids: bytes) -> None:
         """Keeps tokens and passes their columns on to the postprocess sessions of their streams."""
-        sole = self.texts.sole
+        sole = self.texts.sole if self.text_here else None
         if sole is None:
             self._split(slots, counts, token_ids)
             return
@@ -189,6 +219,15 @@ class Switchboard:
         for link, columns in parts.items():
             link.feed(*map(pack_u32, columns))
 
+    def on_prompt(self, slot: int, token_ids: bytes) -> None:
+        """A worker made a prompt's ids; now it is known what the text of the answer follows on."""
+        stream = self._streams.get(slot)
+        if stream is None or stream.prompt.raw is None:
+            return
+        stream.learn_prompt(token_ids)
+        if not stream.request.engine_text:
+            self.texts.open(stream)
+
     def on_logprobs(self, slot: int, positions: list[PositionLogprobs]) -> None:
         """Log-probabilities of the next tokens of a stream; comes before what they stand for."""
         stream = self._streams.get(slot)
@@ -208,6 +247,11 @@ class Switchboard:
             return
         if stream.worker is not None:
             stream.worker.breaker.succeeded()
+        if stream.prompt.raw is not None:
+            self.give_up(stream, internal("The worker made a prompt and did not say its token ids."))
+            return
+        if stream.handed_over and stream.attempt_cached is not None:
+            return  # the prefill worker has said it
         if not stream.computed:
             stream.cached_tokens = min(cached_tokens, stream.prompt_tokens) if stream.resumed else cached_tokens
         stream.computed = True
@@ -227,29 +271,46 @@ class Switchboard:
         stream.completion_tokens = stream.resumed + completion_tokens
         self._engine_done(stream, EngineEnd(reason, stop_token_id))
 
+    def on_handoff(self, slot: int, handoff: bytes) -> None:
+        """A prefill worker has done its part of a stream."""
+        stream = self._streams.get(slot)
+        if stream is None:
+            return
+        if stream.pair is None or stream.handed_over:
+            self.interrupted(stream, internal("The worker handed a request over that it was to finish."))
+        else:
+            self.hand_over(stream, handoff)
+
     def _engine_done(self, stream: LiveStream, end: EngineEnd) -> None:
         stream.end = end
         if stream.post is not None:
             stream.post.end(stream.slot, *end)
+        elif stream.request.engine_text:  # its last words came with the end
+            self.on_finished(stream.slot, Finish(end.reason, "", end.stop_token_id, stream.completion_tokens))
 
     def on_failed(self, slot: int, error: SluiceError) -> None:
         """A worker could not finish a stream."""
         stream = self._streams.get(slot)
         if stream is not None:
-            self._interrupted(stream, error)
+            self.interrupted(stream, error)
 
     def on_worker_lost(self, link: WorkerLink, error: SluiceError) -> None:
         """A worker's session is gone, and with it every generation on it that was not done."""
         for stream in [stream for stream in self._streams.values() if stream.worker is link]:
             if stream.end is None:
-                self._interrupted(stream, error)
+                self.interrupted(stream, error)
 
-    def _interrupted(self, stream: LiveStream, error: SluiceError) -> None:
+    def interrupted(self, stream: LiveStream, error: SluiceError) -> None:
+        """The worker of a stream cannot go on with it."""
         worker = stream.worker
         if worker is None:
             return
         if error.retryable and len(stream.tokens) == stream.resumed:
             worker.breaker.failed()
+        unsolved = self.rescue(stream, worker, error)
+        if unsolved is None:
+            return
+        error = unsolved
         self._leave_worker(stream)
         end = stream.known_end()
         if end is not None:  # only the worker's word that this was all is missing
@@ -363,6 +424,11 @@ class Switchboard:
         stream.end_spans(error)
         stream.sink.fail(error)
 
+    def give_up_all(self, error: SluiceError) -> None:
+        """Ends everything under way."""
+        for stream in list(self._streams.values()):
+            self.give_up(stream, error)
+
     def _forget(self, stream: LiveStream) -> bool:
         """Drops a stream and gives its reservation back; False when that has happened already."""
         if self._streams.pop(stream.slot, None) is None:
@@ -384,7 +450,7 @@ class Switchboard:
             worker.live -= 1
         reservation_id, stream.reservation_id = stream.reservation_id, ""
         if reservation_id:
-            output = max(stream.completion_tokens, len(stream.tokens)) - stream.resumed
+            output = max(stream.completion_tokens, len(stream.tokens)) - stream.booked_from
             self._free(reservation_id, stream.attempt_cached, output)
 
 
@@ -394,3 +460,8 @@ def _stop(stream: LiveStream, worker: WorkerLink | None, post: PostLink | None) 
         worker.cancel(stream.slot)
     if post is not None:
         post.close_stream(stream.slot)
+
+
+def shutting_down() -> SluiceError:
+    """What clients hear whose answers take longer than a gateway that stops has time."""
+    return unavailable("The gateway is shutting down; ask again.", code="shutting_down")

@@ -25,12 +25,22 @@ from services.common.tasks import TaskOwner
 from services.gateway.clients.catalogue import Catalogue, WorkerEntry
 from services.gateway.clients.preprocess import PreprocessClient
 from services.gateway.clients.router import RouterClient
+from services.gateway.config import PipelineConfig
 from services.gateway.fleet import Fleet
-from services.gateway.generation import Finish, GenerationRequest, Route, Sampling, StopRules, TextPrompt, Tokenized
+from services.gateway.generation import (
+    Finish,
+    GenerationRequest,
+    Role,
+    Route,
+    Sampling,
+    StopRules,
+    TextPrompt,
+    Tokenized,
+)
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.migration import MigrationPolicy, Migrator
-from services.gateway.pipeline import Pipeline
-from services.gateway.placement import Placement
+from services.gateway.moving import MigrationPolicy
+from services.gateway.pipeline import Pipeline, build_pipeline
+from services.gateway.stages import Components
 from services.gateway.switchboard import Switchboard
 from services.postprocess import service as postprocess
 from services.postprocess.library import VocabularyLibrary
@@ -177,15 +187,30 @@ class Bookings:
         self.alive: set[str] = set()
         self.made = 0
         self.order: list[str] = []
+        self.roles: dict[str, Role] = {}
+        self.skipped = ""
+        self.last: tuple[str, str] = ("", "")
 
     async def route(self, request_id: str, model: str, prompt: Tokenized, block_size: int, **more: Any) -> Route:
         allowed = more["candidates"]
         chosen = [name for name in self.order if allowed is None or name in allowed]
         if not chosen:
             raise unavailable("No worker.", code="no_workers")
-        self.made += 1
-        self.alive.add(f"{request_id}#{self.made}")
-        return Route(chosen[0], reservation_id=f"{request_id}#{self.made}")
+        prefill = next((name for name in chosen if self.roles.get(name) is Role.PREFILL), "")
+        answering = [name for name in chosen if self.roles.get(name) is not Role.PREFILL]
+        decode = next((name for name in answering if self.roles.get(name) is Role.DECODE), "")
+        if not answering:
+            raise unavailable("No worker.", code="no_workers")
+        pair = bool(prefill and decode) and not self.skipped
+        self.last = (prefill, decode) if pair else ("", answering[0])
+        reservation = ""
+        if more["book"]:
+            self.made += 1
+            reservation = f"{request_id}#{self.made}"
+            self.alive.add(reservation)
+        return Route(
+            self.last[1], reservation_id=reservation, prefill_worker_id=self.last[0], prefill_skipped=self.skipped
+        )
 
     def prefill_complete(self, reservation_id: str) -> None:
         assert reservation_id in self.alive
@@ -313,13 +338,20 @@ async def staged(
     replicas: int = 1,
     policy: MigrationPolicy | None = None,
     post_wait_s: float = 10.0,
+    roles: Sequence[str] = (),
+    config: PipelineConfig | None = None,
     **worker_fields: Any,
 ) -> AsyncIterator[Stage]:
-    """A pipeline with workers `w0`, `w1`, … (chosen in this order) and postprocess replicas, all connected."""
+    """A pipeline with workers `w0`, `w1`, … (chosen in this order) and postprocess replicas, all connected.
+
+    Args:
+        roles: of the workers, in place of their number; aggregated without.
+    """
     async with AsyncExitStack() as stack:
         died = Stop()
         tasks = TaskOwner(died.fail)
-        hosts = [await stack.enter_async_context(hosted(folder, **worker_fields)) for _ in range(workers)]
+        parts = list(roles) or ["aggregated"] * workers
+        hosts = [await stack.enter_async_context(hosted(folder, role=role, **worker_fields)) for role in parts]
         knives = [Knife() for _ in hosts]
         posts = [PostReplica(folder) for _ in range(replicas)]
         for post in posts:
@@ -331,12 +363,12 @@ async def staged(
         fleet = Fleet([post.address for post in posts], None, 3.0, board, tasks)
         catalogue = Catalogue(cast(Any, None), fleet.worker_up, fleet.worker_down)
         router = cast(RouterClient, bookings)
-        placement = Placement(router, catalogue, fleet, tasks, 5.0)
-        board.migrate = Migrator(
-            policy or MigrationPolicy(), placement, catalogue, fleet, board, metrics, tasks
-        ).take_over
         preprocess = cast(PreprocessClient, _Preprocess(load_vocabulary(folder, "hf")))
-        pipeline = Pipeline(preprocess, router, catalogue, fleet, board, placement, post_wait_s)
+        policy = policy or MigrationPolicy()
+        pipeline = build_pipeline(
+            config or PipelineConfig(migration=policy.enabled),
+            Components(preprocess, router, catalogue, fleet, board, metrics, tasks, policy, 5.0, post_wait_s),
+        )
         await fleet.postprocess.start()
         stack.push_async_callback(fleet.postprocess.close)
         stack.push_async_callback(tasks.close)
@@ -345,11 +377,12 @@ async def staged(
             address = await stack.enter_async_context(cuttable(host, knife))
             bookings.order.append(f"w{number}")
             capabilities = frozenset(str(one) for one in host.worker.config.capabilities)
-            entry = WorkerEntry(f"w{number}", address, 1, "tiny", 16, CONTEXT, 0, capabilities, 0)
+            role = bookings.roles[f"w{number}"] = Role[parts[number].upper()]
+            entry = WorkerEntry(f"w{number}", address, 1, "tiny", 16, CONTEXT, 0, capabilities, 0, role=role)
             catalogue._up(entry)
         stage = Stage(pipeline, bookings, hosts, knives)
         stage.replicas = posts
-        await until(lambda: fleet.connected_workers == workers and stage.texts_connected == replicas)
+        await until(lambda: fleet.connected_workers == len(parts) and stage.texts_connected == replicas)
         yield stage
         assert not died.failed, "a background task of the gateway died"
 

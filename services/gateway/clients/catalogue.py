@@ -11,12 +11,14 @@ import grpc
 
 from services.common.errors import SluiceError, not_found, unavailable
 from services.common.replicas import ReplicaSet
+from services.gateway.generation import Role
 from sluice.v1 import router_pb2, router_pb2_grpc
 
 log = logging.getLogger(__name__)
 
 REWATCH_S = 0.5
 KNOWN_MODELS = 1024
+LOCAL_PREFILL = "local_prefill"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,13 @@ class WorkerEntry:
     created_unix_s: int
     fingerprint: str = ""
     prompt_fingerprint: str = ""
+    role: Role = Role.AGGREGATED
+    eos_token_ids: bytes = b""  # packed u32
+
+    @property
+    def runs_alone(self) -> bool:
+        """It can compute prompt and answer both."""
+        return self.role is Role.AGGREGATED or (self.role is Role.DECODE and LOCAL_PREFILL in self.capabilities)
 
 
 class Catalogue:
@@ -141,4 +150,6 @@ def _entry(worker: router_pb2.WorkerInfo) -> WorkerEntry:
         created_unix_s=card.created_unix_s,
         fingerprint=card.tokenizer.fingerprint,
         prompt_fingerprint=card.tokenizer.prompt_fingerprint,
+        role=Role(worker.role or Role.AGGREGATED),
+        eos_token_ids=card.eos_token_ids,
     )

@@ -13,12 +13,16 @@ import grpc
 from services.common.errors import SluiceError
 from services.common.replicas import ReplicaSet
 from services.gateway.generation import Route, Score, Tokenized
+from services.gateway.stages_engine import guessed_tokens
 from sluice.v1 import router_pb2, router_pb2_grpc
 
 log = logging.getLogger(__name__)
 
 REPORT_BACKLOG = 100_000
 REPORT_RETRY_S = 1.0
+
+_BOOK = router_pb2.RouteQueryRequest.MODE_SELECT_AND_RESERVE
+_ASK = router_pb2.RouteQueryRequest.MODE_QUERY_ONLY
 
 N = TypeVar("N")
 
@@ -66,15 +70,19 @@ class RouterClient:
         candidates: Sequence[str] | None = None,
         timeout_s: float | None = None,
         explain: bool = False,
+        policy: str = "",
+        book: bool = True,
     ) -> Route:
-        """Chooses a worker and books the request on it; SluiceError as the router says.
+        """Chooses a worker, or a pair, and books the request there; SluiceError as the router says.
 
         Args:
             candidates: worker ids to choose from; None for all of the model.
             timeout_s: longest wait; None for the setting.
             explain: the answer says what the router thought of each candidate.
+            policy: how to choose; empty for the router's setting.
+            book: False only asks.
         """
-        reference = router_pb2.PromptRef(prompt_tokens=prompt.length)
+        reference = router_pb2.PromptRef(prompt_tokens=guessed_tokens(prompt))
         if prompt.hash_scheme and block_size:
             reference.block_hashes = prompt.block_hashes
             reference.hash_scheme = prompt.hash_scheme
@@ -84,7 +92,7 @@ class RouterClient:
         answer = await self.replicas.call(
             lambda stub: stub.RouteQuery,
             router_pb2.RouteQueryRequest(
-                mode=router_pb2.RouteQueryRequest.MODE_SELECT_AND_RESERVE,
+                mode=_BOOK if book else _ASK,
                 request_id=request_id,
                 model=model,
                 prompt=reference,
@@ -93,6 +101,7 @@ class RouterClient:
                 priority=priority,
                 expected_output_tokens=expected_output_tokens,
                 candidates=None if candidates is None else router_pb2.CandidateSet(worker_ids=candidates),
+                policy=policy,
                 owner=self.owner,
                 explain=explain,
             ),
@@ -105,6 +114,9 @@ class RouterClient:
             reservation_id=answer.reservation_id,
             degraded=answer.degraded,
             scores=tuple(map(_score, answer.scores)),
+            prefill_worker_id=answer.prefill.worker_id,
+            prefill_rank=answer.prefill.data_parallel_rank,
+            prefill_skipped=answer.prefill_skipped,
         )
 
     def prefill_complete(self, reservation_id: str) -> None:

@@ -14,14 +14,18 @@ from services.common.errors import SluiceError
 from services.common.grpc_errors import from_detail
 from services.common.packing import pack_u32
 from services.gateway.clients.link import Link
+from services.gateway.clients.post_link import TextEvents, stream_options, tell_event, tell_token_texts
 from services.gateway.generation import (
+    ChatPrompt,
     EmbedsPrompt,
     FinishReason,
     GenerationRequest,
     Guided,
+    Part,
     PositionLogprobs,
     Sampling,
     StopRules,
+    TextPrompt,
     Tokenized,
     TokenLogprob,
 )
@@ -31,8 +35,11 @@ START_BYTES_PER_MESSAGE = 4 << 20
 NONE_YET: array[int] = array("I")
 
 
-class WorkerEvents(Protocol):
-    """What a worker tells the switchboard."""
+class WorkerEvents(TextEvents, Protocol):
+    """What a worker tells the switchboard; text only where it is the worker that makes it."""
+
+    def on_prompt(self, slot: int, token_ids: bytes) -> None:
+        """The worker made the ids of a stream's prompt, packed u32."""
 
     def on_tokens(self, slots: bytes, counts: bytes, token_ids: bytes) -> None:
         """Token columns of many streams, packed u32 each."""
@@ -48,6 +55,9 @@ class WorkerEvents(Protocol):
 
     def on_ended(self, slot: int, reason: FinishReason, stop_token_id: int | None, completion_tokens: int) -> None:
         """The engine is done with a stream."""
+
+    def on_handoff(self, slot: int, handoff: bytes) -> None:
+        """A prefill worker is done with its part; the decode worker goes on with what it hands over."""
 
     def on_failed(self, slot: int, error: SluiceError) -> None:
         """The engine could not finish a stream."""
@@ -84,36 +94,40 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
         rank: int,
         trace: common_pb2.TraceContext | None,
         generated: array[int] = NONE_YET,
+        part: Part | None = None,
     ) -> None:
         """Starts a generation; its tokens come to the events under `slot`.
 
         Args:
             max_tokens: of the whole generation.
             generated: what earlier workers made of it; this one goes on after the last of them.
+            part: of this worker, when two share the request.
         """
         if generated:
             prompt = replace(prompt, token_ids=prompt.token_ids + pack_u32(generated))
-        self._starts.append(
-            worker_pb2.SessionStart(
-                slot=slot,
-                request=worker_pb2.GenerateRequest(
-                    request_id=request_id,
-                    model=request.model,
-                    tokens=None if prompt.embeds else worker_pb2.TokenPrompt(token_ids=prompt.token_ids),
-                    embeds=_embeds(prompt.embeds) if prompt.embeds else None,
-                    sampling=_sampling(request.sampling, seed),
-                    stop=_stop(request.stop, prompt, max_tokens, len(generated)),
-                    output=_output(request),
-                    guided=_guided(request.guided) if request.guided else None,
-                    lora=request.lora,
-                    cache_salt=request.cache_salt,
-                    priority=request.priority,
-                    data_parallel_rank=rank or None,
-                    trace=trace,
-                    resumed_tokens=len(generated),
-                ),
-            )
+        message = worker_pb2.GenerateRequest(
+            request_id=request_id,
+            model=request.model,
+            tokens=worker_pb2.TokenPrompt(token_ids=prompt.token_ids) if prompt.known else None,
+            embeds=_embeds(prompt.embeds) if prompt.embeds else None,
+            sampling=_sampling(request.sampling, seed),
+            stop=_stop(request.stop, prompt, max_tokens, len(generated)),
+            output=_output(request),
+            guided=_guided(request.guided) if request.guided else None,
+            lora=request.lora,
+            cache_salt=request.cache_salt,
+            priority=request.priority,
+            data_parallel_rank=rank or None,
+            trace=trace,
+            resumed_tokens=len(generated),
+            disaggregation=None if part is None else _part(part),
+            postprocess=stream_options(request, prompt) if request.engine_text else None,
         )
+        if isinstance(prompt.raw, TextPrompt):
+            message.text = prompt.raw.text
+        elif prompt.raw is not None:
+            message.messages_json = _messages(prompt.raw)
+        self._starts.append(worker_pb2.SessionStart(slot=slot, request=message))
         self._wake()
 
     def cancel(self, slot: int) -> None:
@@ -129,7 +143,8 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
             return None
         taken, size = 0, 0
         while taken < len(self._starts) and size < START_BYTES_PER_MESSAGE:
-            size += len(self._starts[taken].request.tokens.token_ids)
+            request = self._starts[taken].request
+            size += len(request.tokens.token_ids) + len(request.messages_json) + len(request.text)
             taken += 1
         starts, self._starts = self._starts[:taken], self._starts[taken:]
         # A cancel must not overtake the start it belongs to.
@@ -143,18 +158,30 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
         if message.slots:
             events.on_tokens(message.slots, message.counts, message.token_ids)
         for extra in message.extras:
+            if extra.prompt_token_ids:
+                events.on_prompt(extra.slot, extra.prompt_token_ids)
             if extra.prompt_logprobs:
                 events.on_prompt_logprobs(extra.slot, [_position(position) for position in extra.prompt_logprobs])
             if extra.logprobs:
                 events.on_logprobs(extra.slot, [_position(position) for position in extra.logprobs])
             if extra.HasField("cached_tokens"):
                 events.on_started(extra.slot, extra.cached_tokens)
+            if extra.events:
+                self._on_text_events(extra)
             if extra.finish_reason == common_pb2.FINISH_REASON_ERROR:
                 events.on_failed(extra.slot, from_detail(extra.error))
+            elif extra.finish_reason == common_pb2.FINISH_REASON_HANDOFF:
+                events.on_handoff(extra.slot, extra.handoff)
             elif extra.finish_reason:
                 stop_token_id = extra.stop_token_id if extra.HasField("stop_token_id") else None
                 reason = FinishReason(extra.finish_reason)
                 events.on_ended(extra.slot, reason, stop_token_id, extra.usage.completion_tokens)
+
+    def _on_text_events(self, extra: worker_pb2.TokenExtra) -> None:
+        for event in extra.events:
+            if event.HasField("tokens"):
+                tell_token_texts(self._events, extra.slot, event)
+            tell_event(self._events, extra.slot, event)
 
     def _reset(self) -> None:
         self._starts.clear()
@@ -179,6 +206,11 @@ def _sampling(sampling: Sampling, seed: int | None) -> common_pb2.SamplingOption
     )
 
 
+def _part(part: Part) -> worker_pb2.DisaggregationParams:
+    role = common_pb2.WorkerRole.ValueType(int(part.role))
+    return worker_pb2.DisaggregationParams(role=role, handoff=part.handoff)
+
+
 def _output(request: GenerationRequest) -> common_pb2.OutputOptions | None:
     if request.logprobs is None and request.prompt_logprobs is None:
         return None
@@ -196,6 +228,22 @@ def _guided(guided: Guided) -> common_pb2.GuidedDecoding:
     return message
 
 
+def _messages(prompt: ChatPrompt) -> bytes:
+    """An OpenAI request body with what decides the prompt."""
+    opens = prompt.add_generation_prompt
+    parts = {
+        b"messages": prompt.messages_json,
+        b"tools": prompt.tools_json,
+        b"tool_choice": prompt.tool_choice_json,
+        b"chat_template_kwargs": prompt.template_kwargs_json,
+        b"documents": prompt.documents_json,
+        b"chat_template": orjson.dumps(prompt.chat_template) if prompt.chat_template else b"",
+        b"continue_final_message": b"true" if prompt.continue_final_message else b"",
+        b"add_generation_prompt": b"" if opens is None else orjson.dumps(opens),
+    }
+    return b"{%b}" % b",".join(b'"%b":%b' % part for part in parts.items() if part[1])
+
+
 def _embeds(embeds: EmbedsPrompt) -> worker_pb2.EmbedsPrompt:
     return worker_pb2.EmbedsPrompt(values=embeds.values, width=embeds.width)
 
@@ -210,7 +258,7 @@ def _token(token: common_pb2.TokenLogprob) -> TokenLogprob:
 
 def _stop(stop: StopRules, prompt: Tokenized, max_tokens: int, generated: int) -> common_pb2.StopOptions:
     return common_pb2.StopOptions(
-        max_tokens=max_tokens - generated,
+        max_tokens=None if prompt.raw is not None and stop.max_tokens is None else max_tokens - generated,
         min_tokens=max(stop.min_tokens - generated, 0),
         stop_token_ids=pack_u32(stop.token_ids) + (b"" if stop.ignore_eos else prompt.stop_token_ids),
         ignore_eos=stop.ignore_eos,

@@ -11,7 +11,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from services.common import logs, telemetry
-from services.common.packing import unpack_u32
 from services.common.tasks import TaskOwner
 from services.gateway.clients.catalogue import WorkerEntry
 from services.gateway.clients.pieces import TokenPieces
@@ -183,7 +182,7 @@ class OpenAIEndpoints:
                 generation = await self._pipeline.start(one, sinks)
                 usage.generations.append(generation)
                 if asked.any:
-                    prompt_ids = unpack_u32(generation.prompt.token_ids)
+                    prompt_ids = generation.prompt_ids
                     for sink, stream in zip(sinks, generation.streams, strict=True):
                         sink.begin(stream.tokens, prompt_ids)
         except BaseException:

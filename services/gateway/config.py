@@ -1,0 +1,192 @@
+"""PipelineConfig: what of a request's way runs where, from a preset, a file and flags; checked at start."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, get_args
+
+Place = Literal["frontend", "engine"]
+Routing = Literal["discover", "direct", "query-only"]
+Disaggregation = Literal["auto", "require", "off"]
+PresetName = Literal["full_discovery", "direct_execution", "query_only"]
+StageName = Literal["tokenize", "route", "place", "postprocess"]
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "full_discovery": {},
+    "direct_execution": {"routing": "direct", "migration": False},
+    "query_only": {"routing": "query-only", "migration": False},
+}
+DEFAULT_PRESET = "full_discovery"
+_NO_STAGES: Mapping[str, str] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class PipelineConfig:
+    """The knobs of the pipeline.
+
+    Attributes:
+        preprocessing: who makes token ids of prompts: preprocess services, or the worker's engine.
+        postprocessing: who makes text of tokens: postprocess services, or the worker's engine.
+        routing: discover: the router chooses. direct: each request says which worker runs it. query-only: requests are
+            answered with token ids and the workers that would be chosen, and nothing runs.
+        migration: generations whose worker is lost go on elsewhere.
+        disaggregation: as `disaggregation.DisaggRules`.
+        disagg_min_tokens: as there.
+        stages: `package.module:Class` by stage, in place of the project's own.
+        handler: `package.module:Class` in place of the whole pipeline; empty: the project's own.
+    """
+
+    preprocessing: Place = "frontend"
+    postprocessing: Place = "frontend"
+    routing: Routing = "discover"
+    migration: bool = True
+    disaggregation: Disaggregation = "auto"
+    disagg_min_tokens: int = 0
+    stages: Mapping[str, str] = field(default_factory=lambda: _NO_STAGES)
+    handler: str = ""
+
+    def check(self) -> PipelineConfig:
+        """Itself; ValueError with a sentence that says what to change when the knobs exclude each other."""
+        for refusal, applies in _refusals(self).items():
+            if applies:
+                raise ValueError(refusal)
+        return self
+
+    @property
+    def services(self) -> frozenset[str]:
+        """The services without which nothing can be served."""
+        needed = {"router"}
+        if self.preprocessing == "frontend" and "tokenize" not in self.stages:
+            needed.add("preprocess")
+        if self.postprocessing == "frontend" and "postprocess" not in self.stages and self.routing != "query-only":
+            needed.add("postprocess")
+        return frozenset(needed)
+
+
+def resolve(flags: Mapping[str, Any], file: Path | None = None) -> PipelineConfig:
+    """The configuration of a preset, changed by a file, changed by flags.
+
+    Args:
+        flags: by field of PipelineConfig, and `preset`; None is unset.
+        file: TOML, YAML or JSON with the same names; dashes count as underscores.
+
+    Raises:
+        ValueError: a sentence that says what to change.
+    """
+    filed = read(file) if file is not None else {}
+    given = {name: value for name, value in flags.items() if value is not None}
+    preset = given.pop("preset", None) or filed.pop("preset", None) or DEFAULT_PRESET
+    filed.pop("preset", None)
+    if preset not in PRESETS:
+        raise ValueError(f"preset must be one of {', '.join(PRESETS)}, not {preset!r}.")
+    stages = {**filed.pop("stages", {}), **given.pop("stages", {})}
+    return PipelineConfig(**{**PRESETS[preset], **filed, **given}, stages=MappingProxyType(stages)).check()
+
+
+def read(file: Path) -> dict[str, Any]:
+    """What a file says, checked field by field; ValueError with a sentence that names the file."""
+    try:
+        found = _parsed(file)
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror}.") from error
+    except ValueError as error:
+        raise ValueError(f"{file} cannot be read: {error}.") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} must hold fields such as routing, not {type(found).__name__}.")
+    values = {str(name).replace("-", "_"): value for name, value in found.items()}
+    for name, value in values.items():
+        if name not in _ALLOWED:
+            raise ValueError(f"{file}: {name} is unknown; there are {', '.join(_ALLOWED)}.")
+        _check_value(file, name, value)
+    return values
+
+
+def parse_stages(texts: list[str]) -> dict[str, str]:
+    """`NAME=package.module:Class` texts by name; ValueError with a sentence for anything else."""
+    stages: dict[str, str] = {}
+    for text in texts:
+        name, _, path = text.partition("=")
+        _check_stage(name, path)
+        if name in stages:
+            raise ValueError(f"stage {name} is given twice.")
+        stages[name] = path
+    return stages
+
+
+def _parsed(file: Path) -> Any:
+    text = file.read_text("utf-8")
+    if file.suffix == ".json":
+        return json.loads(text)
+    if file.suffix == ".toml":
+        return tomllib.loads(text)
+    if file.suffix in (".yaml", ".yml"):
+        try:
+            import yaml
+        except ImportError as error:
+            raise ValueError("YAML needs the package pyyaml; install it, or write TOML or JSON") from error
+        try:
+            return yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ValueError(" ".join(str(error).split())) from error
+    raise ValueError("its name must end in .toml, .yaml, .yml or .json")
+
+
+_CHOICES: Mapping[str, tuple[str, ...]] = {
+    "preset": get_args(PresetName),
+    "preprocessing": get_args(Place),
+    "postprocessing": get_args(Place),
+    "routing": get_args(Routing),
+    "disaggregation": get_args(Disaggregation),
+}
+_ALLOWED = ("preset", *(one.name for one in fields(PipelineConfig)))
+
+
+def _check_value(file: Path, name: str, value: Any) -> None:
+    if name in _CHOICES and value not in _CHOICES[name]:
+        raise ValueError(f"{file}: {name} must be one of {', '.join(_CHOICES[name])}, not {value!r}.")
+    if name == "migration" and not isinstance(value, bool):
+        raise ValueError(f"{file}: migration must be true or false, not {value!r}.")
+    if name == "disagg_min_tokens" and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+        raise ValueError(f"{file}: disagg_min_tokens must be a whole number of at least 0, not {value!r}.")
+    if name == "handler" and not isinstance(value, str):
+        raise ValueError(f"{file}: handler must be package.module:Class, not {value!r}.")
+    if name == "stages":
+        if not isinstance(value, dict):
+            raise ValueError(f"{file}: stages must name a package.module:Class for each stage.")
+        for stage, path in value.items():
+            _check_stage(str(stage), path if isinstance(path, str) else "")
+
+
+def _check_stage(name: str, path: str) -> None:
+    if name not in get_args(StageName):
+        raise ValueError(f"stage {name!r} is unknown; there are {', '.join(get_args(StageName))}.")
+    module, _, attribute = path.partition(":")
+    if not module or not attribute:
+        raise ValueError(f"stage {name} must be {name}=package.module:Class, not {path!r}.")
+
+
+def _refusals(config: PipelineConfig) -> dict[str, bool]:
+    """Sentences, each with whether it is what is wrong."""
+    engine_makes_ids = config.preprocessing == "engine"
+    engine_makes_text = config.postprocessing == "engine"
+    return {
+        "routing query-only answers token ids, and with preprocessing engine there are none before a worker runs: set "
+        "preprocessing to frontend, or routing to discover or direct.": config.routing == "query-only"
+        and engine_makes_ids,
+        "disaggregation require needs the token ids and the text in the gateway: set preprocessing and postprocessing "
+        "to frontend, or disaggregation to auto.": config.disaggregation == "require"
+        and (engine_makes_ids or engine_makes_text),
+        "stage tokenize replaces the preprocess services, and with preprocessing engine nobody asks them: set "
+        "preprocessing to frontend, or leave the stage out.": "tokenize" in config.stages and engine_makes_ids,
+        "stage postprocess replaces the postprocess services, and with postprocessing engine nobody asks them: set "
+        "postprocessing to frontend, or leave the stage out.": "postprocess" in config.stages and engine_makes_text,
+        "stage route replaces the router's choice, and with routing direct nobody asks it: set routing to discover, or "
+        "leave the stage out.": "route" in config.stages and config.routing == "direct",
+        "stage place chooses and connects workers itself: leave stage route or stage place out.": {"route", "place"}
+        <= config.stages.keys(),
+    }

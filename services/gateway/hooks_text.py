@@ -1,0 +1,121 @@
+"""A postprocess stage of the user's own, where the link to a replica stands: same columns in, same events out."""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+from services.common.errors import SluiceError, internal
+from services.common.packing import unpack_u32
+from services.gateway.clients.post_link import Sent, TextEvents
+from services.gateway.generation import Finish, FinishReason, GenerationRequest, Tokenized
+from services.gateway.stages import OwnStream, PostprocessStage, Said
+
+log = logging.getLogger(__name__)
+
+
+class _Open:
+    """A stream of the stage, and the tokens it has seen."""
+
+    __slots__ = ("seen", "stream")
+
+    def __init__(self, stream: OwnStream) -> None:
+        self.stream = stream
+        self.seen = 0
+
+
+class OwnTextLink:
+    """Stands where the link to a postprocess replica stands."""
+
+    connected = True
+    retired = False
+    leaving = False
+    address = "own stage"
+
+    def __init__(self, stage: PostprocessStage, events: TextEvents) -> None:
+        self.live = 0
+        self._stage = stage
+        self._events = events
+        self._streams: dict[int, _Open] = {}
+
+    def open(
+        self,
+        slot: int,
+        request_id: str,
+        request: GenerationRequest,
+        prompt: Tokenized,
+        trace: Any,
+        tokens: array[int] | None = None,
+        sent: Sent | None = None,
+    ) -> None:
+        """Opens a stream; tokens that are there already are said at once."""
+        opened = self._guarded(slot, lambda: self._stage.open(request, prompt))
+        if opened is None:
+            return
+        self._streams[slot] = _Open(opened)
+        if tokens:
+            self._feed(slot, tokens)
+
+    def feed(self, slots: bytes, counts: bytes, token_ids: bytes) -> None:
+        """Gives each stream its tokens."""
+        ids, start = unpack_u32(token_ids), 0
+        for slot, number in zip(unpack_u32(slots), unpack_u32(counts), strict=True):
+            self._feed(slot, ids[start : start + number])
+            start += number
+
+    def end(self, slot: int, reason: FinishReason, stop_token_id: int | None) -> None:
+        """The engine is done."""
+        opened = self._streams.get(slot)
+        if opened is None:
+            return
+        said = self._guarded(slot, lambda: opened.stream.end(reason, stop_token_id))
+        if said is not None:
+            self._say(slot, said)
+            self._finish(slot, Finish(reason, stop_token_id=stop_token_id, completion_tokens=opened.seen))
+
+    def close_stream(self, slot: int) -> None:
+        """Forgets a stream without an answer."""
+        self._streams.pop(slot, None)
+
+    def abandon(self) -> None:
+        """Forgets every stream."""
+        self._streams.clear()
+
+    def _feed(self, slot: int, token_ids: array[int]) -> None:
+        opened = self._streams.get(slot)
+        if opened is None:
+            return
+        opened.seen += len(token_ids)
+        said = self._guarded(slot, lambda: opened.stream.feed(token_ids))
+        if said is None:
+            return
+        self._say(slot, said)
+        if said.stopped:
+            self._finish(slot, Finish(FinishReason.STOP, completion_tokens=opened.seen))
+
+    def _say(self, slot: int, said: Said) -> None:
+        if said.reasoning:
+            self._events.on_reasoning(slot, said.reasoning)
+        if said.text:
+            self._events.on_text(slot, said.text)
+
+    def _finish(self, slot: int, finish: Finish) -> None:
+        self._streams.pop(slot, None)
+        self._events.on_finished(slot, finish)
+
+    def _guarded(self, slot: int, call: Callable[[], Any]) -> Any:
+        """What the stage answers; None, and the stream has failed, when it raises."""
+        try:
+            return call()
+        except SluiceError as error:
+            self._fail(slot, error)
+        except Exception:
+            log.exception("the postprocess stage failed")
+            self._fail(slot, internal("The postprocess stage of this gateway failed; its log has the details."))
+        return None
+
+    def _fail(self, slot: int, error: SluiceError) -> None:
+        self._streams.pop(slot, None)
+        self._events.on_text_failed(slot, error)
