@@ -60,7 +60,7 @@ class RequestDirections:
                 try:
                     said = of_headers({name: value.decode("latin-1").strip() for name, value in found.items()})
                 except SluiceError as error:
-                    await error_response(error, scope["path"])(scope, receive, send)
+                    await error_response(error)(scope, receive, send)
                     return
             directions.begin(said)
         await self._app(scope, receive, send)

@@ -232,6 +232,8 @@ class Route:
         reservation_id: of all that is booked; empty when nothing is.
         prefill_worker_id: who computes the prompt for it; empty: the worker does all.
         prefill_skipped: why there is no prefill worker although there are some, in the router's word.
+        tokens_to_compute: of the prompt, as far as the router knows caches.
+        headers: of an answer that books nothing, for the schedulers that route by header.
         split_skipped: why one worker does what was meant for two, as a `degraded` mark.
     """
 
@@ -243,6 +245,8 @@ class Route:
     prefill_rank: int = 0
     prefill_skipped: str = ""
     split_skipped: str = ""
+    tokens_to_compute: int = 0
+    headers: Mapping[str, str] = field(default_factory=dict)
     scores: tuple[Score, ...] = ()  # only where they were asked for
 
 

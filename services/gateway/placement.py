@@ -175,8 +175,15 @@ class Placement:
         said = wanted.request.directions
         if said is not NOWHERE:
             left = [one for one in left if said.allows(one.worker_id, one.address, one.role is Role.PREFILL)]
-            if not left:
-                raise unavailable(f"None of the workers that the request allows serves {model!r}.", code="no_workers")
+            if not any(one.role is not Role.PREFILL for one in left):
+                raise (
+                    no_such_worker(said.workers, model)
+                    if said.workers
+                    else unavailable(
+                        f"None of the endpoints that the request allows is a worker of model {model!r}.",
+                        code="no_workers",
+                    )
+                )
         needs = (*wanted.request.needs, *wanted.needs)
         if needs and left:
             left = able(left, needs)
@@ -252,3 +259,14 @@ class Placement:
         if decode is None or prefill is None:
             raise cause
         return Route(decode.worker_id, degraded=ROUTER_AWAY, prefill_worker_id=prefill.worker_id)
+
+
+def no_such_worker(names: Sequence[str], model: str) -> SluiceError:
+    """A request names workers that are not there; it may be asked again, because workers come back."""
+    return SluiceError(
+        ErrorKind.NOT_FOUND,
+        f"No worker of model {model!r} is {' or '.join(names)}; name one that is there now.",
+        param="nvext",
+        code="worker_not_found",
+        retryable=True,
+    )

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from math import inf
 
-from services.common.errors import ErrorKind, SluiceError, invalid, unavailable
+from services.common.errors import ErrorKind, SluiceError, invalid
 from services.gateway.clients.catalogue import Catalogue, WorkerEntry
 from services.gateway.clients.worker_link import WorkerLink
 from services.gateway.directions import Directions
 from services.gateway.fleet import Fleet
 from services.gateway.generation import Role, Route
-from services.gateway.placement import CONNECT_SHARE, Placed, Wanted
+from services.gateway.placement import CONNECT_SHARE, Placed, Wanted, no_such_worker
 
 WORKER_HEADER = "x-sluice-worker"
 
@@ -32,7 +32,7 @@ class DirectPlacement:
         """See PlaceStage.
 
         Raises:
-            SluiceError: INVALID_ARGUMENT when no worker is named, or one for a part that it does not play; UNAVAILABLE
+            SluiceError: INVALID_ARGUMENT when no worker is named, or one for a part that it does not play; NOT_FOUND
                 when none of those named is there.
         """
         said = wanted.request.directions
@@ -81,10 +81,7 @@ class DirectPlacement:
                     raise
             else:
                 return entry, link
-        raise failure or unavailable(
-            f"No worker of model {wanted.request.model!r} is {' or '.join(names)}; ask for one that is there now.",
-            code="no_workers",
-        )
+        raise failure or no_such_worker(names, wanted.request.model)
 
     def _check(self, entry: WorkerEntry, prefill: WorkerEntry | None) -> None:
         if entry.role is Role.PREFILL:

@@ -117,6 +117,8 @@ class RouterClient:
             prefill_worker_id=answer.prefill.worker_id,
             prefill_rank=answer.prefill.data_parallel_rank,
             prefill_skipped=answer.prefill_skipped,
+            tokens_to_compute=answer.tokens_to_compute,
+            headers={} if book else dict(answer.headers),
         )
 
     def prefill_complete(self, reservation_id: str) -> None:

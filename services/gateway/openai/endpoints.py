@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from services.common import logs, telemetry
 from services.common.tasks import TaskOwner
+from services.gateway import directions
 from services.gateway.clients.catalogue import WorkerEntry
 from services.gateway.clients.pieces import TokenPieces
 from services.gateway.generation import GenerationRequest
@@ -32,6 +33,7 @@ from services.gateway.openai.choices import (
 from services.gateway.openai.detailed import DetailedCollectedChoice, DetailedStreamedChoice, Wishes
 from services.gateway.openai.logprobs import Naming
 from services.gateway.openai.naming import client_names
+from services.gateway.openai.querying import answer_query
 from services.gateway.openai.resolving import needs_resolving, resolve
 from services.gateway.openai.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields
 from services.gateway.openai.translate import chat_request, completion_requests
@@ -120,6 +122,10 @@ class OpenAIEndpoints:
             if needs_resolving(fields):
                 entry = self._pipeline.catalogue.model(fields.model)
                 generations = [await resolve(one, fields, entry, self._pipeline.preprocess) for one in generations]
+            if fields.nvext is not None:
+                directions.add(fields.nvext.directions())
+            if self._pipeline.only_asks():
+                return await answer_query(self._pipeline, generations, form)
             return await answer(request, generations, form, fields)
 
     async def _stream(

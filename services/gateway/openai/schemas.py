@@ -21,6 +21,7 @@ from services.gateway.openai.fields import (
     Strict,
     one_by_one,
 )
+from services.gateway.openai.nvext import Nvext
 from services.gateway.openai.refusals import refuse, refused
 
 
@@ -48,6 +49,7 @@ class GenerationFields(EngineFields):
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     logit_bias: LogitBias = Field(default_factory=dict)
     user: str | None = None
+    nvext: Nvext | None = None
 
     @property
     def include_usage(self) -> bool:

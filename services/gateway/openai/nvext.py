@@ -1,0 +1,40 @@
+"""`nvext`, the field in which Dynamo's clients and schedulers say where a request runs."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from services.common.packing import pack_u32
+from services.gateway.directions import Directions
+from services.gateway.openai.fields import MAX_TOKEN_IDS, Strict, TokenId
+
+QUERY = "query_instance_id:"
+WorkerName = Annotated[str, Field(min_length=1, max_length=512)] | Annotated[int, Field(ge=0, lt=2**64)]
+
+
+class Nvext(Strict):
+    """Where the request runs, as its scheduler chose; a worker goes by its id or by host:port."""
+
+    backend_instance_id: WorkerName | None = Field(None, description="the worker that runs it")
+    decode_worker_id: WorkerName | None = Field(
+        None, description="the same; with a prefill worker, the one that answers"
+    )
+    prefill_worker_id: WorkerName | None = Field(None, description="the worker that computes the prompt")
+    token_data: list[TokenId] | None = Field(
+        None, min_length=1, max_length=MAX_TOKEN_IDS, description="token ids in place of the prompt"
+    )
+    annotations: list[Literal["query_instance_id:"]] | None = Field(
+        None, max_length=8, description="query_instance_id: answers which worker would run it, and runs nothing"
+    )
+
+    def directions(self) -> Directions:
+        """In the gateway's own words."""
+        answering = self.decode_worker_id if self.decode_worker_id is not None else self.backend_instance_id
+        return Directions(
+            workers=() if answering is None else (str(answering),),
+            prefill=() if self.prefill_worker_id is None else (str(self.prefill_worker_id),),
+            token_ids=None if self.token_data is None else pack_u32(self.token_data),
+            query_only=bool(self.annotations),
+        )
