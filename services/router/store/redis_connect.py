@@ -6,12 +6,18 @@ from typing import Any
 
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.cluster import ClusterNode, RedisCluster
-from redis.asyncio.connection import Connection, SSLConnection, UnixDomainSocketConnection
+from redis.asyncio.connection import Connection, UnixDomainSocketConnection
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
 
 from services.router.store.redis_target import Credentials, Target, Topology
+from services.router.store.redis_tls import (
+    RenewingConnection,
+    RenewingSentinelConnection,
+    renew_in_cluster,
+    renew_in_sentinels,
+)
 
 
 def connect(target: Target, timeout_s: float, connections: int) -> Any:
@@ -32,14 +38,18 @@ def connect(target: Target, timeout_s: float, connections: int) -> Any:
     secure: dict[str, Any] = {"ssl": True, **_tls(target.credentials)} if target.tls else {}
     if target.topology is Topology.CLUSTER:
         nodes = [ClusterNode(host, port) for host, port in target.nodes]
-        return RedisCluster(
+        cluster: Any = RedisCluster(
             startup_nodes=nodes, max_connections=connections, require_full_coverage=False, **options, **login, **secure
         )
+        return renew_in_cluster(cluster) if target.tls else cluster
     if target.topology is Topology.SENTINEL:
         guard = {"password": target.credentials.sentinel_password or None}
         make: Any = Sentinel  # without types
         sentinel = make(target.nodes, sentinel_kwargs={**options, **guard, **secure}, **options, **login, **secure)
-        return sentinel.master_for(target.service, db=target.db, max_connections=connections)
+        if target.tls:
+            renew_in_sentinels(sentinel)
+            secure = {"connection_class": RenewingSentinelConnection}
+        return sentinel.master_for(target.service, db=target.db, max_connections=connections, **secure)
     pool = BlockingConnectionPool(
         max_connections=connections, timeout=timeout_s, db=target.db, **options, **login, **_address(target)
     )
@@ -51,7 +61,7 @@ def _address(target: Target) -> dict[str, Any]:
         return {"connection_class": UnixDomainSocketConnection, "path": target.path}
     (host, port), *_ = target.nodes
     if target.tls:
-        return {"connection_class": SSLConnection, "host": host, "port": port, **_tls(target.credentials)}
+        return {"connection_class": RenewingConnection, "host": host, "port": port, **_tls(target.credentials)}
     return {"connection_class": Connection, "host": host, "port": port}
 
 
