@@ -78,6 +78,12 @@ class GrpcServiceSettings(AccessSettings, ServiceSettings):
     """Settings of the services that serve gRPC."""
 
     listen: str = Field("127.0.0.1:50051", description="host:port of the gRPC server")
+    trace_sample: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="share of traces recorded for callers that bring none; what a gateway traces is always followed",
+    )
     max_message_mb: int = Field(16, ge=1, le=1024, description="largest gRPC message, MiB")
     max_connection_age_s: float = Field(
         0,

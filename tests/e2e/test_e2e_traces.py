@@ -1,17 +1,20 @@
-"""One trace from the HTTP request to the worker, a span per stage."""
+"""One trace from the HTTP request to the worker, a span per stage, whatever way the request goes."""
 
 from __future__ import annotations
 
+import json
+import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+import grpc
 import httpx
 import pytest
 
-from tests.support.collector import Collector, ReceivedSpan
+from sluice.v1 import worker_pb2, worker_pb2_grpc
+from tests.support.collector import Collector, ReceivedSpan, env_of
 from tests.support.suite import Suite
 
-TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 CALLER = "00f067aa0ba902b7"
 EXPECTED = {
     ("sluice-gateway", "gateway.request"),
@@ -25,35 +28,138 @@ EXPECTED = {
 }
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def collector() -> Iterator[Collector]:
     started = Collector()
     yield started
     started.stop()
 
 
-def test_one_tree(collector: Collector) -> None:
-    services = ("GATEWAY", "PREPROCESS", "ROUTER", "POSTPROCESS", "WORKER")
-    env = {f"SLUICE_{service}_OTLP_ENDPOINT": collector.endpoint for service in services}
-    env["OTEL_BSP_SCHEDULE_DELAY"] = "100"
-    with Suite("--speedup", "20", env=env) as suite:
-        answer = httpx.post(
-            f"{suite.url}/v1/chat/completions",
-            json={"model": "tekken", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, "stream": True},
-            headers={"traceparent": f"00-{TRACE}-{CALLER}-01"},
-            timeout=30,
-        )
-        assert answer.status_code == 200
-        deadline = time.monotonic() + 20
-        while not {(span.service, span.name) for span in mine(collector)} >= EXPECTED:
-            assert time.monotonic() < deadline, sorted((span.service, span.name) for span in mine(collector))
-            time.sleep(0.1)
-    spans = {span.span: span for span in mine(collector)}
+@pytest.fixture(scope="module")
+def traced(collector: Collector) -> Iterator[Suite]:
+    """Records what the client asks to be recorded, and nothing else."""
+    env = {**env_of(collector.endpoint), "SLUICE_GATEWAY_TRACE_SAMPLE": "0", "SLUICE_GATEWAY_LOG_FORMAT": "json"}
+    with Suite("--speedup", "20", env=env) as running:
+        yield running
+
+
+def chat(suite: Suite, trace: str, tokens: int = 5, sampled: bool = True) -> httpx.Response:
+    body = {
+        "model": "tekken",
+        "messages": [{"role": "user", "content": f"hi {trace}"}],
+        "max_tokens": tokens,
+        "stream": True,
+    }
+    headers = {"traceparent": f"00-{trace}-{CALLER}-{'01' if sampled else '00'}"} if trace else {}
+    answer = httpx.post(f"{suite.url}/v1/chat/completions", json=body, headers=headers, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return answer
+
+
+def awaited(reached: Callable[[], bool], said: Callable[[], object], within_s: float = 30) -> None:
+    deadline = time.monotonic() + within_s
+    while not reached():
+        assert time.monotonic() < deadline, said()
+        time.sleep(0.05)
+
+
+def complete(collector: Collector, trace: str, wanted: set[tuple[str, str]]) -> dict[str, ReceivedSpan]:
+    """The spans of a trace by id, when all that are wanted have come; one tree below the caller's span."""
+
+    def names() -> set[tuple[str, str]]:
+        return {(span.service, span.name) for span in collector.of(trace)}
+
+    awaited(lambda: names() >= wanted, lambda: sorted(wanted - names()))
+    spans = {span.span: span for span in collector.of(trace)}
+    assert len(spans) == len(collector.of(trace)), "a span is exported once"
     for span in spans.values():
         assert span.parent in spans or span.parent == CALLER, span
-    roots = [span for span in spans.values() if span.parent == CALLER]
-    assert [span.name for span in roots] == ["gateway.request"]
+    assert [span.name for span in spans.values() if span.parent == CALLER] == ["gateway.request"]
+    return spans
 
 
-def mine(collector: Collector) -> list[ReceivedSpan]:
-    return [span for span in collector.spans if span.trace == TRACE]
+def test_a_streamed_request_is_one_tree(traced: Suite, collector: Collector) -> None:
+    trace = secrets.token_hex(16)
+    chat(traced, trace)
+    spans = complete(collector, trace, EXPECTED)
+    parents = {(span.name, spans[span.parent].name) for span in spans.values() if span.parent != CALLER}
+    assert parents >= {
+        ("preprocess.tokenize", "gateway.tokenize"),
+        ("router.query", "gateway.route"),
+        ("engine.generate", "gateway.generate"),
+        ("postprocess.stream", "gateway.generate"),
+        ("gateway.generate", "gateway.request"),
+    }
+
+
+def test_what_the_client_does_not_sample_leaves_no_span(traced: Suite, collector: Collector) -> None:
+    unsampled, sampled = secrets.token_hex(16), secrets.token_hex(16)
+    known = {span.trace for span in collector.spans}
+    chat(traced, unsampled, sampled=False)
+    chat(traced, "")  # the gateway's own decision: a share of 0
+    chat(traced, sampled)
+    complete(collector, sampled, EXPECTED)
+    assert {span.trace for span in collector.spans} - known <= {sampled}, "no service decides by itself"
+
+
+def test_a_migrated_request_is_one_tree_with_a_link(traced: Suite, collector: Collector) -> None:
+    with grpc.insecure_channel(traced.address("worker")) as channel:
+        control = worker_pb2_grpc.WorkerStub(channel).Control
+
+        def inject(fault: str) -> None:
+            action = worker_pb2.ControlRequest.Action.ACTION_INJECT_FAULT
+            control(worker_pb2.ControlRequest(action=action, arguments={"fault": fault}), timeout=20)
+
+        inject("error_after=3")
+        try:
+            moved = ""
+            for _ in range(20):  # the router takes the other worker half of the time
+                trace = secrets.token_hex(16)
+                if '"migrations":1' in chat(traced, trace, tokens=12).text:
+                    moved = trace
+                    break
+            assert moved, "no request was on the worker that fails"
+        finally:
+            inject("none")
+    spans = complete(collector, moved, EXPECTED | {("sluice-gateway", "gateway.resume")})
+    awaited(
+        lambda: sum(span.name == "engine.generate" for span in collector.of(moved)) == 2, lambda: collector.of(moved)
+    )
+    by_name = {span.name: span for span in spans.values()}
+    generate, resume = by_name["gateway.generate"], by_name["gateway.resume"]
+    assert resume.parent == generate.span
+    assert resume.links == (generate.span,)
+    assert "migrated" in generate.events
+    engines = {span.parent: span for span in collector.of(moved) if span.name == "engine.generate"}
+    assert set(engines) == {generate.span, resume.span}, "each worker continues the way that led to it"
+    assert engines[generate.span].attributes["error_kind"]
+    assert engines[resume.span].attributes["finish_reason"] == "length"
+
+
+def test_log_lines_of_a_traced_request_carry_its_ids(traced: Suite) -> None:
+    trace = secrets.token_hex(16)
+    body = {"model": "tekken", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "stream": True}
+    with grpc.insecure_channel(traced.address("worker")) as channel:
+        control = worker_pb2_grpc.WorkerStub(channel).Control
+        action = worker_pb2.ControlRequest.Action.ACTION_INJECT_FAULT
+        control(worker_pb2.ControlRequest(action=action, arguments={"fault": "error_after=1"}), timeout=20)
+        try:
+            for _ in range(20):
+                headers = {"traceparent": f"00-{trace}-{CALLER}-01"}
+                httpx.post(f"{traced.url}/v1/chat/completions", json=body, headers=headers, timeout=60)
+                if moves(traced):
+                    break
+        finally:
+            control(worker_pb2.ControlRequest(action=action, arguments={"fault": "none"}), timeout=20)
+    line = moves(traced)[-1]
+    assert line["service"] == "gateway"
+    assert line["level"] == "warning"
+    assert line["request_id"]
+
+
+def moves(suite: Suite) -> list[dict[str, str]]:
+    """What the gateway says about generations that move."""
+    lines = [
+        line[line.index("{") :] for line in list(suite.output) if "moves to another worker" in line and "{" in line
+    ]
+    return [json.loads(line) for line in lines]

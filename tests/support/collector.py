@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from concurrent import futures
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
@@ -11,13 +11,16 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 
 @dataclass(frozen=True)
 class ReceivedSpan:
-    """One span as exported; ids are hex, parent is empty for a root."""
+    """One span as exported; ids are hex, parent is empty for a root, links are ids of spans."""
 
     service: str
     name: str
     trace: str
     span: str
     parent: str
+    links: tuple[str, ...] = ()
+    attributes: dict[str, object] = field(default_factory=dict, compare=False)
+    events: tuple[str, ...] = ()
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
@@ -43,11 +46,24 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
                         span.trace_id.hex(),
                         span.span_id.hex(),
                         span.parent_span_id.hex(),
+                        tuple(link.span_id.hex() for link in span.links),
+                        {one.key: getattr(one.value, str(one.value.WhichOneof("value"))) for one in span.attributes},
+                        tuple(event.name for event in span.events),
                     )
                     for span in scope.spans
                 ]
         return trace_service_pb2.ExportTraceServiceResponse()
 
+    def of(self, trace: str) -> list[ReceivedSpan]:
+        """What came of one trace."""
+        return [span for span in self.spans if span.trace == trace]
+
     def stop(self) -> None:
         """Ends it."""
         self._server.stop(None)
+
+
+def env_of(endpoint: str) -> dict[str, str]:
+    """Settings with which every service of a suite exports its traces there."""
+    services = ("GATEWAY", "PREPROCESS", "ROUTER", "POSTPROCESS", "WORKER")
+    return {f"SLUICE_{service}_OTLP_ENDPOINT": endpoint for service in services}

@@ -1,0 +1,62 @@
+"""A collector that hangs and a metrics port that is taken: a clear word, and requests go on."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import httpx
+import pytest
+
+from services.common.errors import SluiceError
+from services.common.scraping import ScrapeEndpoint
+from tests.support.collector import env_of
+from tests.support.suite import Suite
+
+REQUESTS = 40
+
+
+@contextmanager
+def listening() -> Iterator[tuple[socket.socket, str]]:
+    """Somebody who takes connections and never says a word."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(64)
+        yield listener, f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+def awaited(what: str, reached: Callable[[], bool], within_s: float = 40) -> None:
+    deadline = time.monotonic() + within_s
+    while not reached():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.1)
+
+
+def test_requests_go_on_without_a_collector_and_without_a_port() -> None:
+    with listening() as (_, collector), listening() as (taken, address):
+        env = {**env_of(f"http://{collector}"), "SLUICE_ROUTER_METRICS_LISTEN": address}
+        with Suite("--speedup", "20", env=env) as suite:
+
+            def said(text: str, service: str) -> bool:
+                return any(text in line for line in list(suite.output) if line.startswith(service))
+
+            assert said(f"no metrics: cannot listen on {address}", "router")
+            with httpx.Client(base_url=suite.url, timeout=60) as client:
+                for index in range(REQUESTS):
+                    body = {"model": "tekken", "messages": [{"role": "user", "content": f"{index}"}], "max_tokens": 5}
+                    assert client.post("/v1/chat/completions", json=body).status_code == 200
+                awaited("the word about the collector", lambda: said("does not take spans", "gateway"))
+                lost = client.get("/metrics").text
+            assert 'sluice_process_spans_total{outcome="failed",service="gateway"}' in lost
+            taken.close()
+            awaited("the endpoint", lambda: said(f"metrics are served  address={address}", "router"))
+            assert httpx.get(f"http://{address}/metrics").status_code == 200
+            assert suite.stop() == 0
+
+
+@pytest.mark.parametrize("listen", ["9464x", "localhost", "127.0.0.1:", "127.0.0.1:70000", ":-1"])
+def test_an_address_that_is_none_is_refused_in_words(listen: str) -> None:
+    with pytest.raises(SluiceError, match=r"is not host:port; 127\.0\.0\.1:9464 would be"):
+        ScrapeEndpoint(listen)
