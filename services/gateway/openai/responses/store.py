@@ -81,7 +81,7 @@ class MemoryStore(ResponseStore):
         self._ages[owner, response_id] = now
         self.size += kept.size
         while len(self._ages) > self._most or self.size > self._most_bytes:
-            self._make_room()
+            self._make_room(owner)
 
     async def find(self, owner: str, response_id: str) -> Kept | None:
         """See ResponseStore."""
@@ -94,9 +94,11 @@ class MemoryStore(ResponseStore):
         self._expire()
         return self._forget(owner, response_id)
 
-    def _make_room(self) -> None:
+    def _make_room(self, keeper: str) -> None:
+        """Forgets a response, but not the one that `keeper` just kept."""
         too_many = len(self._ages) > self._most
-        owner = max(self._owners, key=lambda one: len(self._owners[one]) if too_many else self._sizes[one])
+        others = [one for one, kept in self._owners.items() if one != keeper or len(kept) > 1]
+        owner = max(others, key=lambda one: len(self._owners[one]) if too_many else self._sizes[one])
         self._forget(owner, next(iter(self._owners[owner])))
 
     def _expire(self) -> None:
