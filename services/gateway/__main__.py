@@ -13,6 +13,7 @@ from services.common.runner import Stop, run
 from services.common.tasks import TaskOwner
 from services.common.tls import channel_credentials, https_context
 from services.gateway import auditing
+from services.gateway.admission.building import build_gate
 from services.gateway.anthropic.dialect import AnthropicDialect
 from services.gateway.anthropic.endpoints import MessagesEndpoints
 from services.gateway.anthropic.routes import add_messages
@@ -22,8 +23,10 @@ from services.gateway.clients.embed import EmbedClient
 from services.gateway.clients.pieces import TokenPieces
 from services.gateway.direction_headers import RequestDirections
 from services.gateway.fleet import Fleet
+from services.gateway.http.admitting import Admission
 from services.gateway.http.pacing import Pacer
-from services.gateway.http.server import HttpServer
+from services.gateway.http.server import build_server
+from services.gateway.http.silence import Watch
 from services.gateway.http.timeouts import RequestDeadlines
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.openai.embeddings import EmbeddingEndpoints
@@ -37,7 +40,7 @@ from services.gateway.pipeline import build_pipeline
 from services.gateway.readiness import Readiness
 from services.gateway.settings import GatewaySettings
 from services.gateway.stages import Components
-from services.gateway.switchboard import Switchboard
+from services.gateway.switchboard import Switchboard, shutting_down
 from services.gateway.turns.conducting import Conductor
 from services.gateway.ui.endpoints import add_live_view
 from services.gateway.ui.view import LiveView
@@ -83,28 +86,32 @@ async def serve(settings: GatewaySettings, stop: Stop) -> None:
     pipeline = build_pipeline(settings.pipeline, components)
 
     parity = Parity(preprocess.tokenizers, catalogue.of_model, lambda: list(catalogue.models))
-    pacer, pieces = Pacer(), TokenPieces(fleet.postprocess)
+    pacer = Pacer(Watch(settings.comment_every_s, settings.write_timeout_s))
+    pieces = TokenPieces(fleet.postprocess)
     openai = OpenAIEndpoints(pipeline, settings, pacer, parity, pieces)
     conductor = Conductor(pipeline, settings, pacer, pieces)
     kept = MemoryStore(settings.responses_kept, settings.responses_kept_mb << 20, settings.responses_kept_s)
+    readiness = Readiness(preprocess, router, catalogue, fleet, settings.pipeline.services)
     app = create_app(
         openai,
         TokenEndpoints(pipeline, settings),
         EmbeddingEndpoints(pipeline, EmbedClient(catalogue, fleet, settings.embed_timeout_s), settings),
-        Readiness(preprocess, router, catalogue, fleet, settings.pipeline.services),
+        readiness,
         metrics,
         [
             partial(add_responses, endpoints=ResponsesEndpoints(conductor, settings, kept)),
             partial(add_messages, endpoints=MessagesEndpoints(conductor, settings)),
         ],
     )
+    gate = build_gate(settings, settings.listen, tasks)
+    app.add_middleware(Admission, gate=gate)
     app.add_middleware(RequestDirections)
     app.add_middleware(RequestDeadlines, longest_s=settings.request_timeout_s)
     app.add_middleware(AnthropicDialect)  # outermost, because errors of all the others get its form
     close_audit = auditing.attach(app, settings, tasks)
     view = LiveView(preprocess, router, switchboard, catalogue, fleet, settings.ui_viewers) if settings.ui else None
     add_live_view(app, view)
-    server = HttpServer(app, settings.listen, settings.keep_alive_s, settings.drain_s, https_context(settings))
+    server = build_server(settings, app, https_context(settings))
 
     replica_sets = (preprocess.replicas, router.replicas, fleet.postprocess)
     for replicas in replica_sets:
@@ -121,13 +128,17 @@ async def serve(settings: GatewaySettings, stop: Stop) -> None:
     log.info("HTTP server listens", extra={"address": server.address})
 
     await stop.wait()
+    readiness.leaving = True
     if view is not None:
         view.close()
     server.stop()
+    ending = asyncio.get_running_loop().call_later(settings.drain_s, switchboard.give_up_all, shutting_down())
     await asyncio.gather(serving, return_exceptions=True)
+    ending.cancel()
     await router.flush_reports(LAST_REPORTS_S)
     await tasks.close()
     close_audit()
+    await gate.close()
     for replicas in replica_sets:
         await replicas.close()
 

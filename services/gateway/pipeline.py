@@ -19,6 +19,7 @@ from services.common import telemetry
 from services.common.errors import ErrorKind, SluiceError, invalid
 from services.common.packing import unpack_u32
 from services.gateway import deadlines, directions, hooks
+from services.gateway.admission import permit as permits
 from services.gateway.assembling import assembled
 from services.gateway.capabilities import able
 from services.gateway.clients.catalogue import WorkerEntry
@@ -35,7 +36,7 @@ from services.gateway.generation import (
 from services.gateway.live_stream import LiveStream
 from services.gateway.placement import Wanted
 from services.gateway.stages import Components
-from services.gateway.stages_engine import check_able
+from services.gateway.stages_engine import check_able, guessed_tokens
 from services.gateway.switchboard import Switchboard
 
 TEXT_SHARE = 0.5
@@ -155,7 +156,10 @@ class Pipeline:
         deadline = deadlines.current()
         request, entry, prompt = await self._prepared(request)
         max_tokens = _fit(request, prompt, entry)
+        permit = permits.current()
+        await permit.charge(guessed_tokens(prompt) + request.choices * (request.stop.max_tokens or 0))
         generation = Generation(self.switchboard, prompt)
+        permit.watch(generation)
         try:
             if self._text_replicas:
                 await self.fleet.text_ready(deadline.share(TEXT_SHARE, self._post_wait_s))

@@ -14,10 +14,11 @@ from services.common.audit import AuditSettings
 from services.common.settings import CommaList, ServiceSettings, settings_config
 from services.common.trust import HttpsSettings
 from services.gateway.config import Disaggregation, PipelineConfig, Place, PresetName, Routing, parse_stages, resolve
+from services.gateway.http.settings import HttpSettings
 from services.gateway.moving import MigrationPolicy
 
 
-class GatewaySettings(AuditSettings, HttpsSettings, RouterTokenSettings, ServiceSettings):
+class GatewaySettings(HttpSettings, AuditSettings, HttpsSettings, RouterTokenSettings, ServiceSettings):
     """Settings of the gateway. Every flag is also an environment variable: --log-level is SLUICE_GATEWAY_LOG_LEVEL."""
 
     model_config = settings_config("gateway")
@@ -116,5 +117,6 @@ class GatewaySettings(AuditSettings, HttpsSettings, RouterTokenSettings, Service
         except ValueError as error:
             raise PydanticCustomError("pipeline", "{sentence}", {"sentence": str(error)}) from error
         return self
+
     ui: bool = Field(True, description="serve the live view at /ui")
     ui_viewers: int = Field(16, ge=1, le=1000, description="pages of the live view open at once; more are refused")

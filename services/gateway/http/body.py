@@ -10,6 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 
 from services.common.errors import ErrorKind, SluiceError, invalid
+from services.gateway.admission import permit
 
 MAX_DEPTH = 200
 
@@ -22,9 +23,13 @@ async def read_json(request: Request, limit: int, timeout_s: float) -> dict[str,
         timeout_s: longest wait for all of it.
 
     Raises:
-        SluiceError: TOO_LARGE, CANCELLED, or INVALID_ARGUMENT for anything that is no JSON object.
-        HTTPException: 408 when it does not arrive in time.
+        SluiceError: TOO_LARGE, CANCELLED, PERMISSION_DENIED for a model that the key may not use, or INVALID_ARGUMENT
+            for anything that is no JSON object.
+        HTTPException: 408 when it does not arrive in time, 415 when it is compressed.
     """
+    # Nothing is ever unpacked here, so a small body cannot become a large one.
+    if request.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
+        raise HTTPException(415, "The request body is compressed; send it as it is, without content-encoding.")
     try:
         body = await asyncio.wait_for(_read(request, limit), timeout_s)
     except TimeoutError:
@@ -39,6 +44,9 @@ async def read_json(request: Request, limit: int, timeout_s: float) -> dict[str,
         raise invalid("The request body is nested too deep.")
     if not isinstance(parsed, dict):
         raise invalid("The request body must be a JSON object.")
+    model = parsed.get("model")
+    if isinstance(model, str):
+        permit.current().check_model(model)
     return parsed
 
 

@@ -11,7 +11,37 @@ import types
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any
 
-from starlette.types import Message, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+SEND_KEY = "sluice.send"
+ABORT_KEY = "sluice.abort"
+
+
+class PlainSends:
+    """Lets responses reach the server's own `send`, which every layer of the application wraps once more.
+
+    What those layers do concerns the start of a response; a stream's later messages need not pass through them.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[SEND_KEY] = send
+        await self._app(scope, receive, send)
+
+
+def plain_send(scope: Scope, send: Send) -> Send:
+    """The server's own send, to be used after the start of a response; `send` when it is not known."""
+    plain: Send = scope.get(SEND_KEY, send)
+    return plain
+
+
+def abort(scope: Scope) -> None:
+    """Cuts the connection and forgets what its client has not taken, where the server can do that."""
+    cut: Callable[[], None] | None = scope.get(ABORT_KEY)
+    if cut is not None:
+        cut()
 
 
 class DirectSender:

@@ -36,6 +36,8 @@ def error_response(error: SluiceError) -> Response:
     headers = {}
     if error.http_status in (429, 503):
         headers["retry-after"] = str(max(1, (error.retry_after_ms + 999) // 1000))
+    if error.http_status == 401:
+        headers["www-authenticate"] = "Bearer"
     return _response(error_body(error), error.http_status, headers)
 
 

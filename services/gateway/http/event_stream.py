@@ -10,9 +10,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from services.common.errors import SluiceError
-from services.gateway.http.direct import DirectSender
+from services.gateway.http.direct import DirectSender, abort, plain_send
 from services.gateway.http.errors import error_response
 from services.gateway.http.pacing import Pacer
+
+COMMENT = b": keep-alive\n\n"
 
 
 class EventSource(Protocol):
@@ -40,8 +42,9 @@ class EventSource(Protocol):
 class EventStream(Response):
     """Streams a source to its client.
 
-    The status line waits for the first event, so that what fails before it is an ordinary HTTP error. Text of a slow
-    client collects in its source, up to a bound; then the client is cut.
+    The status line waits for the first event, so that what fails before it is an ordinary HTTP error; only when that
+    takes so long that proxies would lose patience it goes out with a comment. Text of a slow client collects in its
+    source, up to a bound; then, or when the client takes nothing for long, it is cut.
 
     Args:
         max_unsent: most characters that may wait for a client that does not read.
@@ -64,6 +67,8 @@ class EventStream(Response):
         self._sender: DirectSender | None = None
         self._asked = False
         self._ended = False
+        self._cut = False
+        self._quiet = False  # nothing was written since the last look
         self.before_start: Callable[[Response], None] = _as_it_is
 
     def notify(self, first: bool = False) -> None:
@@ -75,7 +80,7 @@ class EventStream(Response):
             self._write()
         elif self._sender.blocked:
             if self._source.unsent > self._max_unsent:
-                self._end()
+                self.cut()
         elif not self._asked:
             self._asked = True
             self._pacer.soon(self._round)
@@ -83,6 +88,8 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gone = asyncio.get_running_loop().create_task(_wait_for_disconnect(receive))
         gone.add_done_callback(lambda task: self._end())
+        silence = self._pacer.silence
+        silence.add(self)
         try:
             await self._opened.wait()
             failure = self._source.failure
@@ -93,15 +100,37 @@ class EventStream(Response):
             if not self._done.is_set():
                 self.before_start(self)
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                self._sender = DirectSender(send, self._write, self._end)
+                self._sender = DirectSender(plain_send(scope, send), self._write, self._end)
                 self._write()
                 await self._done.wait()
         finally:
+            silence.discard(self)
             gone.cancel()
+            if self._cut:
+                abort(scope)
             self._source.cancel()
             sender, self._sender = self._sender, None
             if sender is not None:
                 await sender.close()
+
+    @property
+    def blocked(self) -> bool:
+        """The client has not taken what was sent last."""
+        return self._sender is not None and self._sender.blocked
+
+    def cut(self) -> None:
+        """Gives the client up, with what it has not taken."""
+        self._cut = True
+        self._end()
+
+    def reassure(self) -> None:
+        """Says something when nothing was said since the last time, for proxies that close what is silent."""
+        if not self._quiet:
+            self._quiet = True
+        elif self._sender is None:
+            self._opened.set()
+        elif not self._sender.blocked and not self._done.is_set() and not self._ended:
+            self._sender.send({"type": "http.response.body", "body": COMMENT, "more_body": True})
 
     def _end(self) -> None:
         self._done.set()
@@ -117,6 +146,9 @@ class EventStream(Response):
         if not self._ended:
             self._ended = self._source.over
             data = self._source.take()
+            if not data and self._quiet and not self._ended:
+                data = COMMENT
+            self._quiet = False
             if data or self._ended:
                 self._sender.send({"type": "http.response.body", "body": data, "more_body": not self._ended})
         if self._ended and not self._sender.blocked:

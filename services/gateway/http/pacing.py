@@ -12,14 +12,21 @@ import asyncio
 from collections.abc import Callable
 from time import perf_counter
 
+from services.gateway.http.silence import Watch
+
 PAUSE_PER_WRITING = 1.0
 LONGEST_PAUSE_S = 0.05
 
 
 class Pacer:
-    """Collects callbacks that write, and calls each once a round."""
+    """Collects callbacks that write, and calls each once a round.
 
-    def __init__(self) -> None:
+    Attributes:
+        silence: looks after streams that say nothing, and after clients that take nothing.
+    """
+
+    def __init__(self, silence: Watch | None = None) -> None:
+        self.silence = silence or Watch()
         self._loop = asyncio.get_running_loop()
         self._due: list[Callable[[], None]] = []
         self._scheduled = False

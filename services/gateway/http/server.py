@@ -1,4 +1,4 @@
-"""uvicorn inside a service that handles signals itself."""
+"""The HTTP server inside a service that handles signals itself."""
 
 from __future__ import annotations
 
@@ -6,11 +6,35 @@ import contextlib
 import socket
 import ssl
 from collections.abc import Iterator
+from typing import Protocol
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from services.common.errors import ErrorKind, SluiceError, invalid
+from services.gateway.http.direct import PlainSends
+from services.gateway.http.guarded import Bounds, GuardedProtocol
+from services.gateway.settings import GatewaySettings
+
+GIVE_UP_S = 1.0
+"""After the drain, streams that were ended get to say so."""
+
+SEND_BUFFER_BYTES = 128 << 10
+"""What the kernel keeps for a client that does not read; by itself it would grow to megabytes."""
+
+
+class Server(Protocol):
+    """One listening HTTP server."""
+
+    @property
+    def address(self) -> str:
+        """host:port."""
+
+    async def serve(self) -> None:
+        """Serves until `stop`, then until running requests are done."""
+
+    def stop(self) -> None:
+        """Takes no new connections and lets running requests finish."""
 
 
 class _Server(uvicorn.Server):
@@ -21,25 +45,34 @@ class _Server(uvicorn.Server):
 
 
 class HttpServer:
-    """One listening HTTP server.
+    """uvicorn.
 
     Args:
         listen: host:port; port 0 picks a free one.
         keep_alive_s: idle connections are closed after this long.
         drain_s: longest that running requests get after `stop`.
         tls: None for plain HTTP.
+        bounds: of connections.
+        reuse_port: other processes may listen there, too.
     """
 
     def __init__(
-        self, app: ASGIApp, listen: str, keep_alive_s: int, drain_s: float, tls: ssl.SSLContext | None = None
+        self,
+        app: ASGIApp,
+        listen: str,
+        keep_alive_s: int,
+        drain_s: float,
+        tls: ssl.SSLContext | None = None,
+        bounds: Bounds | None = None,
+        reuse_port: bool = False,
     ) -> None:
-        self._socket = _bind(listen)
+        self._socket = bind(listen, reuse_port)
         host, port = self._socket.getsockname()[:2]
         self.address = f"{host}:{port}"
         config = uvicorn.Config(
-            app,
+            PlainSends(app),
             loop="none",
-            http="httptools",
+            http=type("Guarded", (GuardedProtocol,), {"bounds": bounds or Bounds()}),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -63,13 +96,46 @@ class HttpServer:
         self._server.should_exit = True
 
 
-def _bind(listen: str) -> socket.socket:
+def build_server(settings: GatewaySettings, app: ASGIApp, tls: ssl.SSLContext | None) -> Server:
+    """The server that the settings choose; SluiceError when its address cannot be had."""
+    bounds = Bounds(settings.max_connections, settings.max_header_kb << 10, settings.header_timeout_s)
+    if settings.http_server == "granian":
+        return _granian(settings, app, tls, bounds)
+    return HttpServer(
+        app,
+        settings.listen,
+        settings.keep_alive_s,
+        settings.drain_s + GIVE_UP_S,
+        tls,
+        bounds,
+        settings.reuse_port,
+    )
+
+
+def _granian(settings: GatewaySettings, app: ASGIApp, tls: ssl.SSLContext | None, bounds: Bounds) -> Server:
+    try:
+        from services.gateway.http.granian_server import GranianServer, refuse_tls
+    except ImportError as error:
+        raise SluiceError(
+            ErrorKind.FAILED_PRECONDITION, "--http-server granian needs the package: install sluice[granian]."
+        ) from error
+    refuse_tls(tls)
+    with bind(settings.listen, settings.reuse_port) as found:  # says clearly when the port is taken
+        host, port = found.getsockname()[:2]
+    return GranianServer(app, host, port, settings.drain_s + GIVE_UP_S, bounds)
+
+
+def bind(listen: str, reuse_port: bool = False) -> socket.socket:
+    """A bound socket; SluiceError when the address is none or cannot be had."""
     host, _, port = listen.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
         raise invalid(f"{listen!r} is no host:port.", param="listen")
     host = host.strip("[]")
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+    if reuse_port:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         bound.bind((host, int(port)))
     except OSError as error:

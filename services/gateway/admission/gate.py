@@ -1,0 +1,110 @@
+"""Admission of one request: whose it is, whether its key allows it, and when it is its turn."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from services.common.errors import ErrorKind, SluiceError
+from services.common.tasks import TaskOwner
+from services.gateway.admission import refusals
+from services.gateway.admission.keys import ANONYMOUS, ApiKey, KeyFile
+from services.gateway.admission.limits import Limiter
+from services.gateway.admission.line import Line
+from services.gateway.admission.permit import Permit
+
+
+class Gate:
+    """Lets requests in and out.
+
+    Args:
+        keys: None: everybody may come, as one anonymous key without limits.
+        limiter: counts what keys with limits use.
+        tasks: owns the settling of requests that are over.
+    """
+
+    def __init__(self, keys: KeyFile | None, limiter: Limiter, line: Line, tasks: TaskOwner) -> None:
+        self._keys = keys
+        self._limiter = limiter
+        self._tasks = tasks
+        self.line = line
+
+    @property
+    def degraded(self) -> str:
+        """Why limits are not what they should be; empty when they are."""
+        return self._limiter.degraded
+
+    def authenticate(self, shown: str | None) -> ApiKey:
+        """Whose request it is; SluiceError(UNAUTHENTICATED) when no valid key was shown."""
+        if self._keys is None:
+            return ANONYMOUS
+        key = self._keys.ring.find(shown) if shown else None
+        if key is None:
+            raise refusals.no_key(bool(shown))
+        return key
+
+    async def enter(
+        self, key: ApiKey, cost: float, patience_s: float, gone: Callable[[], Coroutine[Any, Any, None]]
+    ) -> Permit:
+        """Lets a request in; `leave` must follow.
+
+        Args:
+            cost: of its key's share of the line.
+            patience_s: longest that it may wait.
+            gone: returns when the client went away.
+
+        Raises:
+            SluiceError: OVERLOADED when its key allows no more, UNAVAILABLE when the gateway takes no more, CANCELLED
+                when the client went away.
+        """
+        permit = await self._counted(key)
+        try:
+            if not self.line.try_enter():
+                await self._wait(key, cost, patience_s, gone)
+        except BaseException:
+            self._settle(permit)
+            raise
+        return permit
+
+    async def _wait(
+        self, key: ApiKey, cost: float, patience_s: float, gone: Callable[[], Coroutine[Any, Any, None]]
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        waiting = loop.create_task(self.line.enter(key, cost, patience_s))
+        leaving = loop.create_task(gone())
+        try:
+            await asyncio.wait((waiting, leaving), return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            if not waiting.cancel() and waiting.exception() is None:  # its turn had come
+                self.line.leave()
+            raise
+        finally:
+            leaving.cancel()
+        if waiting.cancel():
+            raise SluiceError(ErrorKind.CANCELLED, "The client went away while it waited in line.")
+        waiting.result()
+
+    def leave(self, permit: Permit) -> None:
+        """A request that was let in is over."""
+        self.line.leave()
+        self._settle(permit)
+
+    async def _counted(self, key: ApiKey) -> Permit:
+        if not key.limited:
+            return Permit(key, "", None, None)
+        request_id = secrets.token_hex(8)
+        decision = await self._limiter.enter(key, request_id)
+        permit = Permit(key, request_id, self._limiter, decision)
+        if decision.refused_by is not None:
+            raise refusals.over(key, decision)
+        return permit
+
+    async def close(self) -> None:
+        """Lets go of connections."""
+        await self._limiter.close()
+
+    def _settle(self, permit: Permit) -> None:
+        if permit.request_id:
+            self._tasks.spawn(permit.settle(), "settle")

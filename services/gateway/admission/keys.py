@@ -1,0 +1,234 @@
+"""API keys and the file they are kept in.
+
+A key is `sluice-ID-SECRET`. The file holds the SHA-256 of the secret, never the secret. The secret has 256 random bits:
+nobody can search those, so a slow hash such as scrypt would protect nothing more and cost every request milliseconds.
+The id finds the one record to compare with; that comparison takes the same time wherever the digests differ.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import os
+import re
+import secrets
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from services.common.errors import ErrorKind, SluiceError, invalid
+
+log = logging.getLogger(__name__)
+
+PREFIX = "sluice"
+LOOK_EVERY_S = 1.0
+MOST_PRIORITY = 9
+MOST_WEIGHT = 100
+_ID = re.compile(r"[0-9a-f]{12}")
+_HASH = re.compile(r"[0-9a-f]{64}")
+_NOBODY = "0" * 64
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """What is known of one key.
+
+    Attributes:
+        id: public part of the key; names it in logs, metrics and limits.
+        name: for people.
+        hash: hex SHA-256 of the secret part.
+        created_unix_s: when it was made.
+        requests_per_minute: 0 for no limit; the same for the next two.
+        tokens_per_minute: of prompts and outputs together.
+        concurrency: requests under way at once.
+        models: served names it may use; empty for all.
+        priority: 0 to 9; requests of a higher one leave the line first.
+        weight: 1 to 100; its share of the line among keys of the same priority.
+        revoked: it is known and not valid any more.
+    """
+
+    id: str
+    name: str
+    hash: str
+    created_unix_s: int = 0
+    requests_per_minute: int = 0
+    tokens_per_minute: int = 0
+    concurrency: int = 0
+    models: tuple[str, ...] = ()
+    priority: int = 0
+    weight: int = 1
+    revoked: bool = False
+
+    @property
+    def limited(self) -> bool:
+        """Whether anything about it has to be counted."""
+        return bool(self.requests_per_minute or self.tokens_per_minute or self.concurrency)
+
+    def may_use(self, model: str) -> bool:
+        """Whether it may ask this model."""
+        return not self.models or model in self.models
+
+
+ANONYMOUS = ApiKey("anonymous", "anonymous", "")
+"""Whoever asks a gateway without keys."""
+
+
+def create(name: str, **limits: Any) -> tuple[str, ApiKey]:
+    """A new key: what its owner must keep, and what the file keeps.
+
+    Args:
+        name: for people.
+        limits: fields of ApiKey.
+
+    Raises:
+        SluiceError: INVALID_ARGUMENT for a field out of range.
+    """
+    key_id, secret = secrets.token_hex(6), secrets.token_urlsafe(32)
+    record = _read({"id": key_id, "name": name, "hash": _digest(secret), "created_unix_s": int(time.time()), **limits})
+    return f"{PREFIX}-{key_id}-{secret}", record
+
+
+def _digest(secret: str) -> str:
+    return sha256(secret.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+class KeyRing:
+    """The keys that are known now."""
+
+    def __init__(self, keys: Iterable[ApiKey]) -> None:
+        self._keys: Mapping[str, ApiKey] = {key.id: key for key in keys}
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def find(self, shown: str) -> ApiKey | None:
+        """The valid key that was shown; None when it is none."""
+        prefix, _, rest = shown.partition("-")
+        key_id, _, secret = rest.partition("-")
+        key = self._keys.get(key_id)
+        same = hmac.compare_digest(_digest(secret), key.hash if key is not None else _NOBODY)
+        return key if same and key is not None and not key.revoked and prefix == PREFIX else None
+
+
+class KeyFile:
+    """The keys in a file, read again within a second of its change.
+
+    A file that vanishes or cannot be understood later changes nothing: what was read last stays true.
+
+    Raises:
+        SluiceError: FAILED_PRECONDITION when it cannot be read at first.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._state = _state(path)
+        self._looked_at = time.monotonic()
+        self._ring = KeyRing(read(path))
+
+    @property
+    def ring(self) -> KeyRing:
+        """What the file holds now."""
+        now = time.monotonic()
+        if now - self._looked_at >= LOOK_EVERY_S:
+            self._looked_at = now
+            self._look()
+        return self._ring
+
+    def _look(self) -> None:
+        state = _state(self._path)
+        if state == self._state:
+            return
+        self._state = state
+        try:
+            self._ring = KeyRing(read(self._path))
+        except SluiceError as error:
+            log.error("%s The keys read last stay valid.", error.message)
+        else:
+            log.info("the API keys were read again", extra={"file": str(self._path), "keys": len(self._ring)})
+
+
+def _state(path: Path) -> tuple[int, int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def read(path: Path) -> list[ApiKey]:
+    """The keys of a file; SluiceError(FAILED_PRECONDITION) when it is not one."""
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise _unreadable(path, error.strerror or str(error)) from error
+    except ValueError as error:
+        raise _unreadable(path, "it is no JSON") from error
+    found = content.get("keys") if isinstance(content, dict) else None
+    if not isinstance(found, list):
+        raise _unreadable(path, 'it has no list "keys"')
+    keys = []
+    for number, each in enumerate(found):
+        try:
+            keys.append(_read(each))
+        except SluiceError as error:
+            raise _unreadable(path, f"keys[{number}]: {error.message}") from error
+    if len({key.id for key in keys}) < len(keys):
+        raise _unreadable(path, "two keys have the same id")
+    return keys
+
+
+def write(path: Path, keys: Iterable[ApiKey]) -> None:
+    """Replaces the file in one step, readable by its owner only; OSError when that fails."""
+    content = {"keys": [{**asdict(key), "models": list(key.models)} for key in keys]}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(handle, "w") as file:
+            json.dump(content, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+_NAMES = frozenset(field.name for field in fields(ApiKey))
+_RANGES = {
+    "created_unix_s": (0, 1 << 53),
+    "requests_per_minute": (0, 1_000_000_000),
+    "tokens_per_minute": (0, 1_000_000_000_000),
+    "concurrency": (0, 1_000_000),
+    "priority": (0, MOST_PRIORITY),
+    "weight": (1, MOST_WEIGHT),
+}
+
+
+def _read(each: Any) -> ApiKey:
+    if not isinstance(each, dict):
+        raise invalid("a key must be an object.")
+    if strange := each.keys() - _NAMES:
+        raise invalid(f"{sorted(strange)[0]} is unknown.")
+    for name, pattern in (("id", _ID), ("hash", _HASH)):
+        if not (isinstance(each.get(name), str) and pattern.fullmatch(each[name])):
+            raise invalid(f"{name} is not what `sluice keys create` writes.", param=name)
+    if not isinstance(each.get("name"), str) or not each["name"].isprintable() or not 1 <= len(each["name"]) <= 200:
+        raise invalid("name must be a text of 1 to 200 characters.", param="name")
+    for name, (least, most) in _RANGES.items():
+        value = each.get(name, least)
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise invalid(f"{name} must be a whole number from {least} to {most}.", param=name)
+    models = each.get("models", [])
+    if not isinstance(models, list | tuple) or not all(isinstance(model, str) and model for model in models):
+        raise invalid("models must be a list of names.", param="models")
+    if not isinstance(each.get("revoked", False), bool):
+        raise invalid("revoked must be true or false.", param="revoked")
+    return ApiKey(**{**each, "models": tuple(models)})
+
+
+def _unreadable(path: Path, why: str) -> SluiceError:
+    return SluiceError(ErrorKind.FAILED_PRECONDITION, f"The API keys in {path} cannot be read: {why}.")

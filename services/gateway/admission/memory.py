@@ -1,0 +1,108 @@
+"""Limits of one gateway alone."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+from services.gateway.admission.keys import ApiKey
+from services.gateway.admission.limits import WINDOW_S, Decision, Level, Limit, Limiter
+
+
+class Bucket:
+    """Holds `limit` at most and fills with that much a minute; may be in debt.
+
+    Attributes:
+        left: what is in it now; negative for a debt.
+    """
+
+    __slots__ = ("_at", "left", "limit")
+
+    def __init__(self, limit: int, now: float) -> None:
+        self.limit = limit
+        self.left = float(limit)
+        self._at = now
+
+    def fill(self, limit: int, now: float) -> None:
+        """What came since it was last looked at; the limit may have changed meanwhile."""
+        self.limit = limit
+        self.left = min(self.left + (now - self._at) * limit / WINDOW_S, float(limit))
+        self._at = now
+
+    def wait_s(self, wanted: float) -> float:
+        """Seconds until `wanted` are in it."""
+        return max((wanted - self.left) * WINDOW_S / self.limit, 0.0)
+
+    @property
+    def level(self) -> Level:
+        """For headers."""
+        return Level(self.limit, max(math.floor(self.left), 0), self.wait_s(self.limit))
+
+
+class _Account:
+    def __init__(self, now: float) -> None:
+        self.requests = Bucket(0, now)
+        self.tokens = Bucket(0, now)
+        self.live: set[str] = set()
+
+
+class MemoryLimiter(Limiter):
+    """See Limiter. Holds an account for every key that was used, so at most as many as the file has.
+
+    Args:
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._accounts: dict[str, _Account] = {}
+
+    async def enter(self, key: ApiKey, request_id: str) -> Decision:
+        account = self._account(key)
+        requests, tokens = account.requests, account.tokens
+        if key.concurrency and len(account.live) >= key.concurrency:
+            return self._said(key, account, Limit.CONCURRENCY, 1.0)
+        if key.requests_per_minute and requests.left < 1:
+            return self._said(key, account, Limit.REQUESTS, requests.wait_s(1))
+        if key.tokens_per_minute and tokens.left < 1:
+            return self._said(key, account, Limit.TOKENS, tokens.wait_s(1))
+        if key.requests_per_minute:
+            requests.left -= 1
+        account.live.add(request_id)
+        return self._said(key, account)
+
+    async def charge(self, key: ApiKey, request_id: str, tokens: int) -> Decision:
+        account = self._account(key)
+        if key.tokens_per_minute:
+            if account.tokens.left < tokens:
+                return self._said(key, account, Limit.TOKENS, account.tokens.wait_s(tokens))
+            account.tokens.left -= tokens
+        return self._said(key, account)
+
+    async def settle(self, key: ApiKey, request_id: str, give_back: int) -> None:
+        account = self._account(key)
+        account.live.discard(request_id)
+        if key.tokens_per_minute:
+            account.tokens.left = min(account.tokens.left + give_back, float(key.tokens_per_minute))
+
+    def live(self, key: ApiKey) -> int:
+        """Requests of a key under way."""
+        account = self._accounts.get(key.id)
+        return len(account.live) if account is not None else 0
+
+    def _account(self, key: ApiKey) -> _Account:
+        now = self._clock()
+        account = self._accounts.get(key.id)
+        if account is None:
+            account = self._accounts[key.id] = _Account(now)
+        for bucket, limit in ((account.requests, key.requests_per_minute), (account.tokens, key.tokens_per_minute)):
+            if not bucket.limit and limit:  # a limit that is new begins full
+                bucket.left = float(limit)
+            bucket.fill(limit, now)
+        return account
+
+    def _said(self, key: ApiKey, account: _Account, by: Limit | None = None, retry_s: float = 0.0) -> Decision:
+        requests = account.requests.level if key.requests_per_minute else Level()
+        tokens = account.tokens.level if key.tokens_per_minute else Level()
+        return Decision(requests, tokens, by, retry_s)

@@ -1,0 +1,1 @@
+"""The Lua scripts of the shared limits, one atomic decision each."""

@@ -1,0 +1,109 @@
+"""Limits that several gateways share, in Redis."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from hashlib import sha1
+from importlib.resources import files
+from typing import Any
+
+from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import NoScriptError, RedisError
+
+from services.common.errors import invalid
+from services.gateway.admission.keys import ApiKey
+from services.gateway.admission.limits import Decision, Level, Limit, Limiter, LimitsUnavailable
+
+CONNECTIONS = 8
+LEASE_S = 60.0
+HELD_AT_ONCE = 1000
+_FAILURES = (RedisError, OSError)  # TimeoutError is an OSError
+
+
+class SharedLimiter(Limiter):
+    """See Limiter. One script a decision; a gateway that dies loses its places after `LEASE_S`.
+
+    Args:
+        url: redis://, rediss:// or unix:// of one server.
+        prefix: first part of every key.
+        timeout_s: how long Redis gets to answer.
+
+    Raises:
+        SluiceError: INVALID_ARGUMENT when the URL is none; the error repeats no password.
+    """
+
+    def __init__(self, url: str, prefix: str = "sluice", timeout_s: float = 0.25) -> None:
+        options: dict[str, Any] = {
+            "max_connections": CONNECTIONS,
+            "timeout": timeout_s,
+            "socket_timeout": timeout_s,
+            "socket_connect_timeout": timeout_s,
+            "protocol": 2,
+            "retry": Retry(NoBackoff(), 0),  # there is a fallback: a retry would only add to the wait
+        }
+        try:
+            pool = BlockingConnectionPool.from_url(url, **options)
+        except ValueError:
+            raise invalid(
+                "limits-redis-url must be redis://host:port/db, rediss://host:port/db or unix:///path.",
+                param="limits-redis-url",
+            ) from None
+        self._redis: Any = Redis.from_pool(pool)
+        self._prefix = prefix
+        self._timeout_s = timeout_s
+        self._limits = _Script("limits")
+        self._hold = _Script("hold")
+
+    async def enter(self, key: ApiKey, request_id: str) -> Decision:
+        return await self._decide("enter", key, request_id, 0)
+
+    async def charge(self, key: ApiKey, request_id: str, tokens: int) -> Decision:
+        return await self._decide("charge", key, request_id, tokens)
+
+    async def settle(self, key: ApiKey, request_id: str, give_back: int) -> None:
+        await self._decide("settle", key, request_id, give_back)
+
+    async def hold(self, live: Mapping[str, Sequence[str]]) -> None:
+        """Says which requests are still under way, by key id; LimitsUnavailable as `enter`. To be said every third of
+        `LEASE_S`."""
+        for key_id, request_ids in live.items():
+            for start in range(0, len(request_ids), HELD_AT_ONCE):
+                part = request_ids[start : start + HELD_AT_ONCE]
+                await self._run(self._hold, [self._name(key_id, "live")], [int(LEASE_S * 1000), *part])
+
+    async def close(self) -> None:
+        await self._redis.aclose()
+
+    def _name(self, key_id: str, what: str) -> str:
+        return f"{self._prefix}:limits:{{{key_id}}}:{what}"
+
+    async def _decide(self, what: str, key: ApiKey, request_id: str, tokens: int) -> Decision:
+        limits = (key.requests_per_minute, key.tokens_per_minute, key.concurrency)
+        names = [self._name(key.id, "left"), self._name(key.id, "live")]
+        answer = await self._run(self._limits, names, [what, *limits, request_id, tokens, int(LEASE_S * 1000)])
+        refused, wait_ms, requests_left, requests_reset_ms, tokens_left, tokens_reset_ms = answer
+        return Decision(
+            Level(limits[0], requests_left, requests_reset_ms / 1000),
+            Level(limits[1], tokens_left, tokens_reset_ms / 1000),
+            Limit(refused.decode()) if refused else None,
+            wait_ms / 1000,
+        )
+
+    async def _run(self, script: _Script, names: list[str], arguments: list[Any]) -> Any:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                try:
+                    return await self._redis.evalsha(script.sha, len(names), *names, *arguments)
+                except NoScriptError:
+                    return await self._redis.eval(script.text, len(names), *names, *arguments)
+        except _FAILURES as error:
+            raise LimitsUnavailable(f"{type(error).__name__}: {error}") from error
+
+
+class _Script:
+    def __init__(self, name: str) -> None:
+        self.text = (files("services.gateway.admission.scripts") / f"{name}.lua").read_text("utf-8")
+        self.sha = sha1(self.text.encode(), usedforsecurity=False).hexdigest()

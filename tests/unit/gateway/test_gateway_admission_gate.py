@@ -1,0 +1,188 @@
+"""The gate: whose a request is, what it is charged, and what it gives back however it ends."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+from math import inf
+from pathlib import Path
+
+import pytest
+
+from services.common.errors import SluiceError
+from services.common.tasks import TaskOwner
+from services.gateway.admission.gate import Gate
+from services.gateway.admission.keys import ANONYMOUS, ApiKey, KeyFile, create, write
+from services.gateway.admission.line import Line
+from services.gateway.admission.memory import MemoryLimiter
+from services.gateway.admission.permit import OPEN, current
+
+KEY = ApiKey("0" * 12, "k", "", requests_per_minute=100, tokens_per_minute=1000, concurrency=2, models=("m",))
+
+
+@dataclass
+class Generated:
+    prompt_tokens: int
+    generated_tokens: int
+
+
+async def never() -> None:
+    await asyncio.get_running_loop().create_future()
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make(line: Line | None = None) -> tuple[Gate, MemoryLimiter, TaskOwner]:
+    limiter, tasks = MemoryLimiter(Clock()), TaskOwner()
+    return Gate(None, limiter, line or Line(10, 10, 60), tasks), limiter, tasks
+
+
+async def settled(tasks: TaskOwner) -> None:
+    while tasks.alive:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+
+
+async def left(limiter: MemoryLimiter) -> int:
+    return (await limiter.charge(KEY, "", 0)).tokens.remaining
+
+
+async def test_what_was_not_used_comes_back() -> None:
+    gate, limiter, tasks = make()
+    permit = await gate.enter(KEY, 1.0, inf, never)
+    await permit.charge(400)
+    assert await left(limiter) == 600
+    permit.watch(Generated(100, 50))
+    gate.leave(permit)
+    await settled(tasks)
+    assert await left(limiter) == 850
+    assert limiter.live(KEY) == 0
+
+
+async def test_what_was_used_beyond_becomes_a_debt() -> None:
+    gate, _, tasks = make()
+    permit = await gate.enter(KEY, 1.0, inf, never)
+    await permit.charge(100)
+    permit.watch(Generated(100, 1900))
+    permit.spent(1000)
+    gate.leave(permit)
+    await settled(tasks)
+    with pytest.raises(SluiceError) as refused:
+        await gate.enter(KEY, 1.0, inf, never)
+    assert refused.value.http_status == 429
+    assert refused.value.retry_after_ms == pytest.approx(2001 * 60, abs=100)
+
+
+async def test_more_tokens_than_are_left() -> None:
+    gate, limiter, tasks = make()
+    permit = await gate.enter(KEY, 1.0, inf, never)
+    await permit.charge(900)
+    with pytest.raises(SluiceError, match="1000 tokens a minute"):
+        await permit.charge(200)
+    with pytest.raises(SluiceError, match="shorten the prompt"):
+        await permit.charge(1001)
+    gate.leave(permit)
+    await settled(tasks)
+    assert await left(limiter) == 1000
+
+
+async def test_concurrency_is_bounded_and_given_back() -> None:
+    gate, limiter, tasks = make()
+    inside = [await gate.enter(KEY, 1.0, inf, never) for _ in range(2)]
+    with pytest.raises(SluiceError, match="2 requests at once"):
+        await gate.enter(KEY, 1.0, inf, never)
+    gate.leave(inside[0])
+    await settled(tasks)
+    gate.leave(await gate.enter(KEY, 1.0, inf, never))
+    gate.leave(inside[1])
+    await settled(tasks)
+    assert limiter.live(KEY) == 0
+
+
+async def test_whoever_is_refused_by_the_line_gives_its_place_back() -> None:
+    gate, limiter, tasks = make(Line(1, 0, 60))
+    permit = await gate.enter(KEY, 1.0, inf, never)
+    with pytest.raises(SluiceError, match="line is full"):
+        await gate.enter(KEY, 1.0, inf, never)
+    await settled(tasks)
+    assert limiter.live(KEY) == 1
+    gate.leave(permit)
+    await settled(tasks)
+    assert (limiter.live(KEY), gate.line.running) == (0, 0)
+
+
+async def test_a_client_that_goes_away_in_line_leaves_it() -> None:
+    gate, limiter, tasks = make(Line(1, 5, 60))
+    permit = await gate.enter(KEY, 1.0, inf, never)
+    left_now = asyncio.Event()
+
+    async def gone() -> None:
+        await left_now.wait()
+
+    waiting = asyncio.create_task(gate.enter(KEY, 1.0, inf, gone))
+    while not gate.line.waiting:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    left_now.set()
+    with pytest.raises(SluiceError, match="went away"):
+        await waiting
+    gate.leave(permit)
+    await settled(tasks)
+    assert (gate.line.running, gate.line.waiting, limiter.live(KEY)) == (0, 0, 0)
+
+
+async def test_the_task_in_line_can_be_cancelled_at_any_moment() -> None:
+    for moments in range(12):
+        gate, limiter, tasks = make(Line(1, 5, 60))
+        permit = await gate.enter(KEY, 1.0, inf, never)
+        waiting = asyncio.create_task(gate.enter(KEY, 1.0, inf, never))
+        for moment in range(12):
+            if moment == 6:
+                gate.leave(permit)
+            if moment == moments:
+                waiting.cancel()
+            await asyncio.sleep(0)
+        entered = (await asyncio.gather(waiting, return_exceptions=True))[0]
+        if not isinstance(entered, BaseException):
+            gate.leave(entered)
+        await settled(tasks)
+        assert (gate.line.running, gate.line.waiting, limiter.live(KEY)) == (0, 0, 0), moments
+
+
+def test_keys_are_asked_for_only_where_there_are_some(tmp_path: Path) -> None:
+    gate, _, _ = (Gate(None, MemoryLimiter(), Line(1, 1, 1), TaskOwner()), None, None)
+    assert gate.authenticate(None) is ANONYMOUS
+    shown, record = create("one")
+    write(tmp_path / "keys.json", [record])
+    guarded = Gate(KeyFile(tmp_path / "keys.json"), MemoryLimiter(), Line(1, 1, 1), TaskOwner())
+    assert guarded.authenticate(shown) == record
+    for wrong in (None, "", "x", shown + "x"):
+        with pytest.raises(SluiceError) as refused:
+            guarded.authenticate(wrong)
+        assert refused.value.http_status == 401
+
+
+async def test_models_a_key_may_not_use() -> None:
+    gate, _, tasks = make()
+    permit = await gate.enter(KEY, 1.0, inf, never)
+    permit.check_model("m")
+    with pytest.raises(SluiceError) as refused:
+        permit.check_model("other")
+    assert (refused.value.http_status, refused.value.param) == (403, "model")
+    gate.leave(permit)
+    await settled(tasks)
+
+
+async def test_without_limits_nothing_is_counted() -> None:
+    gate, _, tasks = make()
+    free = replace(KEY, requests_per_minute=0, tokens_per_minute=0, concurrency=0)
+    permit = await gate.enter(free, 1.0, inf, never)
+    await permit.charge(10**9)
+    assert permit.decision is None
+    gate.leave(permit)
+    assert tasks.alive == 0
+    assert current() is OPEN

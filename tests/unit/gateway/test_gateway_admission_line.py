@@ -1,0 +1,183 @@
+"""The line: bounded, with a deadline, fair between keys and ordered by priority."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.common.errors import ErrorKind, SluiceError
+from services.gateway.admission.keys import ApiKey
+from services.gateway.admission.line import Line
+
+
+def key(name: str, priority: int = 0, weight: int = 1) -> ApiKey:
+    return ApiKey(name, name, "", priority=priority, weight=weight)
+
+
+A, B = key("a"), key("b")
+
+
+async def settle() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+class Crowd:
+    """Requests in front of a line; who came in, in order."""
+
+    def __init__(self, line: Line) -> None:
+        self.line = line
+        self.order: list[str] = []
+        self.tasks: list[asyncio.Task[None]] = []
+
+    async def come(self, who: ApiKey, number: int = 1, cost: float = 1.0) -> None:
+        for _ in range(number):
+            self.tasks.append(asyncio.create_task(self._one(who, cost)))
+        await settle()
+
+    async def _one(self, who: ApiKey, cost: float) -> None:
+        await self.line.enter(who, cost)
+        self.order.append(who.id)
+
+    async def leave(self, number: int) -> None:
+        for _ in range(number):
+            self.line.leave()
+            await settle()
+
+    async def refused(self) -> int:
+        await settle()
+        errors = [task.exception() for task in self.tasks if task.done()]
+        return sum(isinstance(error, SluiceError) for error in errors)
+
+    async def close(self) -> None:
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+
+
+async def test_a_key_that_floods_does_not_delay_the_others() -> None:
+    crowd = Crowd(Line(1, 100, 60))
+    await crowd.come(A, 20)
+    await crowd.come(B, 3)
+    await crowd.leave(6)
+    assert crowd.order.count("b") == 3
+    await crowd.close()
+
+
+async def test_weights_share_the_turns() -> None:
+    crowd = Crowd(Line(1, 200, 60))
+    await crowd.come(key("heavy", weight=3), 60)
+    await crowd.come(key("light"), 60)
+    await crowd.leave(40)
+    turns = Counter(crowd.order[1:])
+    assert 2.5 < turns["heavy"] / turns["light"] < 3.5
+    await crowd.close()
+
+
+async def test_long_prompts_take_more_of_a_share() -> None:
+    crowd = Crowd(Line(1, 200, 60))
+    await crowd.come(key("long"), 40, cost=4.0)
+    await crowd.come(key("short"), 60)
+    await crowd.leave(40)
+    turns = Counter(crowd.order[1:])
+    assert 3 < turns["short"] / turns["long"] < 5
+    await crowd.close()
+
+
+async def test_higher_priorities_go_first() -> None:
+    crowd = Crowd(Line(1, 100, 60))
+    await crowd.come(A, 3)
+    await crowd.come(key("urgent", priority=5), 2)
+    await crowd.leave(4)
+    assert crowd.order == ["a", "urgent", "urgent", "a", "a"]
+    await crowd.close()
+
+
+async def test_a_full_line_refuses_with_a_time_to_come_back() -> None:
+    line = Line(1, 2, 60)
+    crowd = Crowd(line)
+    await crowd.come(A, 3)
+    with pytest.raises(SluiceError) as refused:
+        await line.enter(A)
+    assert refused.value.kind is ErrorKind.UNAVAILABLE
+    assert refused.value.code == "overloaded"
+    assert refused.value.retry_after_ms >= 1000
+    await crowd.close()
+
+
+async def test_a_full_line_drops_the_last_of_whoever_holds_most() -> None:
+    crowd = Crowd(Line(1, 4, 60))
+    await crowd.come(A, 5)
+    await crowd.come(B, 2)
+    assert await crowd.refused() == 2
+    await crowd.leave(4)
+    assert Counter(crowd.order) == {"a": 3, "b": 2}
+    await crowd.close()
+
+
+async def test_a_full_line_makes_room_for_a_higher_priority() -> None:
+    crowd = Crowd(Line(1, 2, 60))
+    await crowd.come(A, 3)
+    await crowd.come(key("urgent", priority=1), 2)
+    assert await crowd.refused() == 2
+    await crowd.come(A, 1)
+    assert await crowd.refused() == 3, "but not the other way round"
+    await crowd.close()
+
+
+async def test_waiting_ends_at_its_deadline() -> None:
+    line = Line(1, 10, 60)
+    await line.enter(A)
+    with pytest.raises(SluiceError, match="no place became free"):
+        await line.enter(A, patience_s=0.01)
+    assert (line.running, line.waiting) == (1, 0)
+    line.leave()
+    assert line.try_enter()
+
+
+async def test_whoever_gives_up_leaves_nothing_behind() -> None:
+    line = Line(1, 10, 60)
+    await line.enter(A)
+    waiting = [asyncio.create_task(line.enter(who)) for who in (A, B, A)]
+    await settle()
+    waiting[1].cancel()
+    line.leave()
+    waiting[0].cancel()  # in the very moment of its turn
+    await asyncio.gather(*waiting[:2], return_exceptions=True)
+    await waiting[2]
+    assert (line.running, line.waiting) == (1, 0)
+
+
+STEPS = st.lists(st.tuples(st.sampled_from(["come", "leave", "give up"]), st.integers(0, 3)), max_size=60)
+
+
+@settings(max_examples=150, deadline=None)
+@given(STEPS, st.integers(1, 3), st.integers(0, 4))
+async def test_no_place_is_lost_or_given_twice(steps: list[tuple[str, int]], places: int, room: int) -> None:
+    line = Line(places, room, 60)
+    who = [key("a"), key("b", weight=2), key("c", priority=1), key("d")]
+    tasks: list[asyncio.Task[None]] = []
+    inside = 0
+    for step, index in steps:
+        if step == "come":
+            tasks.append(asyncio.create_task(line.enter(who[index], float(index + 1))))
+        elif step == "give up" and tasks:
+            tasks[index % len(tasks)].cancel()
+        elif step == "leave" and inside:
+            line.leave()
+        await settle()
+        ended = [task for task in tasks if task.done()]
+        entered = sum(not task.cancelled() and task.exception() is None for task in ended)
+        tasks = [task for task in tasks if not task.done()]
+        inside += entered - (step == "leave" and inside > 0)
+        assert line.running == inside <= places
+        assert line.waiting == len(tasks) <= room
+        assert not (line.waiting and inside < places), "somebody waits in front of a free place"
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert line.waiting == 0
