@@ -10,7 +10,7 @@ from pydantic import Field, FilePath, field_validator
 from services.common.access import RouterTokenSettings
 from services.common.models import DEFAULT_NAME, DEFAULT_SOURCE, ModelSpec
 from services.common.settings import CommaList, GrpcServiceSettings, settings_config
-from services.worker.processing.processing import ProcessingOptions
+from services.worker.processing.options import ProcessingOptions
 
 
 class WorkerSettings(RouterTokenSettings, GrpcServiceSettings):

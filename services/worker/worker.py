@@ -16,7 +16,8 @@ from services.worker.generation import FinishReason, GenerateRequest, Usage
 from services.worker.handoff import opened, seal
 from services.worker.metrics import WorkerMetrics
 from services.worker.phases import Phases
-from services.worker.processing.processing import Processing, ProcessingOptions
+from services.worker.processing.options import ProcessingOptions
+from services.worker.processing.processing import Processing
 from services.worker.starting import started
 from services.worker.tracing import open_span
 from services.worker.validation import validate

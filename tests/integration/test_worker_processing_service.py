@@ -38,8 +38,9 @@ from services.preprocess.settings import PreprocessSettings
 from services.worker.conformance import Patience, Target, Verdict, run, select
 from services.worker.generation import GenerateRequest
 from services.worker.hosting import WorkerHost
-from services.worker.processing.processing import Processing, ProcessingOptions
-from services.worker.processing.prompts import PromptBounds, PromptMaker
+from services.worker.processing.options import ProcessingOptions, PromptBounds
+from services.worker.processing.processing import Processing
+from services.worker.processing.prompts import PromptMaker
 from sluice.v1 import (
     common_pb2,
     postprocess_pb2,
@@ -502,7 +503,7 @@ async def test_a_tokenizer_that_cannot_be_loaded(
     def fail(*_: object) -> object:
         raise SluiceError(ErrorKind.FAILED_PRECONDITION, "The tokenizer is broken.", param="model")
 
-    monkeypatch.setattr("services.worker.processing.processing.load_prompts", fail)
+    monkeypatch.setattr("services.worker.processing.loading.load_prompts", fail)
     async with hosted(tiny_folder(), processing="none") as host:
         config = host.worker.config
     processing = Processing(ProcessingOptions(), lambda name, error: None)

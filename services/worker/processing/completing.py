@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from array import array
+from dataclasses import dataclass, replace
 from typing import Any
 
 import orjson
@@ -12,9 +13,16 @@ from services.preprocess.generation_defaults import GenerationDefaults
 from services.preprocess.tokenizer import TokenizerFacts
 from services.worker.generation import GenerateRequest, Sampling, Stop
 from services.worker.processing.body import ChatBody
-from services.worker.processing.prompts import MadePrompt
 
 PROMPT_TAIL_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class MadePrompt:
+    """Ids, and the chat they were made of; None for text."""
+
+    token_ids: array[int]
+    body: ChatBody | None = None
 
 
 def completed(

@@ -20,7 +20,10 @@ from services.preprocess.probes import prompt_fingerprint
 from services.preprocess.speed import Speed
 from services.preprocess.template_process import TemplateProcesses
 from services.preprocess.tokenizer import TokenizerProtocol
+from services.worker.processing.prompts import PromptMaker
 from services.worker.processing.texts import TextDesk
+
+__all__ = ["ParserNames", "PromptMaker", "load_prompts", "load_texts", "off_loop", "spec_for", "template_limits"]
 
 TEMPLATE_S = 2.0
 TEMPLATE_MB = 512
@@ -49,7 +52,7 @@ def load_prompts(spec: ModelSpec, limits: Limits, cache_bytes: int) -> Tokenizer
     return tokenizer
 
 
-async def loaded_off_loop(load: Callable[[], TokenizerProtocol]) -> TokenizerProtocol:
+async def off_loop(load: Callable[[], TokenizerProtocol]) -> TokenizerProtocol:
     """What `load` returns or raises; a tokenizer whose caller has gone meanwhile is ended."""
     loading = asyncio.ensure_future(asyncio.to_thread(load))
     try:
@@ -61,10 +64,10 @@ async def loaded_off_loop(load: Callable[[], TokenizerProtocol]) -> TokenizerPro
 
 def _end_late(loading: asyncio.Future[TokenizerProtocol]) -> None:
     if not loading.cancelled() and loading.exception() is None:
-        threading.Thread(target=end, args=(loading.result(),), name="end-tokenizer", daemon=True).start()
+        threading.Thread(target=_end, args=(loading.result(),), name="end-tokenizer", daemon=True).start()
 
 
-def end(tokenizer: TokenizerProtocol) -> None:
+def _end(tokenizer: TokenizerProtocol) -> None:
     """Gives back what a tokenizer holds, such as its processes; blocks for a while."""
     close = getattr(tokenizer, "close", None)
     if close is not None:

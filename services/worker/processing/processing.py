@@ -5,56 +5,30 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from services.common.errors import SluiceError
+from services.common.errors import ErrorKind, SluiceError
 from services.common.models import ModelSpec
 from services.common.tasks import TaskOwner
-from services.postprocess.opening import Opener
-from services.postprocess.parsers.registry import ParserNames
-from services.preprocess.template_process import TemplateProcesses
-from services.preprocess.tokenizer import TokenizerProtocol
 from services.worker.capabilities import Capability
 from services.worker.delivery import Delivery, Terms
 from services.worker.engine import EngineConfig, Sink
 from services.worker.generation import GenerateRequest
-from services.worker.processing.completing import completed
-from services.worker.processing.loading import (
-    end,
-    load_prompts,
-    load_texts,
-    loaded_off_loop,
-    spec_for,
-    template_limits,
-)
+from services.worker.processing.options import ProcessingOptions
 from services.worker.processing.preparing import Preparing
-from services.worker.processing.prompts import CHAT, TEXT, PromptBounds, PromptMaker
-from services.worker.processing.texts import TextDesk
-from services.worker.validation import validate_made_prompt
+
+if TYPE_CHECKING:  # what these need is not there in every environment of an engine
+    from services.postprocess.opening import Opener
+    from services.preprocess.template_process import TemplateProcesses
+    from services.preprocess.tokenizer import TokenizerProtocol
+    from services.worker.processing.prompts import PromptMaker
+    from services.worker.processing.texts import TextDesk
 
 log = logging.getLogger(__name__)
 
 WAITING_THREADS = 16
 """For tokenizers in processes of their own: these threads only wait."""
-
-Level = Literal["none", "prompts", "full"]
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessingOptions:
-    """What is done here.
-
-    Attributes:
-        level: nothing; prompts; prompts and texts.
-        required: the worker cannot do without; otherwise it serves token ids when the tokenizer cannot be loaded.
-        cache_bytes: memory for ids of earlier prompts.
-    """
-
-    level: Level = "prompts"
-    required: bool = False
-    cache_bytes: int = 16 << 20
-    bounds: PromptBounds = field(default_factory=PromptBounds)
 
 
 class Processing:
@@ -111,23 +85,30 @@ class Processing:
 
     async def _load(self, config: EngineConfig) -> frozenset[str]:
         """The capabilities that are won."""
+        try:
+            from services.worker.processing import loading
+        except ImportError as error:
+            raise SluiceError(
+                ErrorKind.FAILED_PRECONDITION,
+                f"Making prompts needs the package {error.name}, which is not installed beside this engine; install "
+                "what sluice[worker] lists, or set --processing none.",
+            ) from error
         options, bounds = self._options, self._options.bounds
         spec = ModelSpec(config.model, config.source, config.processor, config.chat_template)
-        limits = template_limits(bounds.max_prompt_bytes)
+        limits = loading.template_limits(bounds.max_prompt_bytes)
         self._templates = limits.foreign_templates
-        self._tokenizer = await loaded_off_loop(
-            lambda: load_prompts(spec_for(spec, config.engine), limits, options.cache_bytes)
+        self._tokenizer = await loading.off_loop(
+            lambda: loading.load_prompts(loading.spec_for(spec, config.engine), limits, options.cache_bytes)
         )
         if getattr(self._tokenizer, "blocks", False):
             bounds = replace(bounds, threads=WAITING_THREADS)
-        self._prompts = PromptMaker(self._tokenizer, bounds)
+        self._prompts = loading.PromptMaker(self._tokenizer, bounds)
         won = {Capability.TEXT}
         if self._tokenizer.facts.has_chat_template:
             won.add(Capability.MESSAGES)
         if options.level == "full":
-            self._texts, self._opener = await load_texts(
-                spec, ParserNames(config.tool_parser, config.reasoning_parser), self._on_death
-            )
+            parsers = loading.ParserNames(config.tool_parser, config.reasoning_parser)
+            self._texts, self._opener = await loading.load_texts(spec, parsers, self._on_death)
             won.add(Capability.TEXT_OUT)
         return frozenset(won)
 
@@ -137,17 +118,10 @@ class Processing:
         return (request.text is not None or request.messages_json is not None) and kind in self._made_here
 
     async def prepare(self, request: GenerateRequest) -> GenerateRequest:
-        """The same request with ids.
-
-        Raises:
-            SluiceError: as `PromptMaker.make`; INVALID_ARGUMENT when the prompt does not fit.
-        """
+        """The same request with ids; SluiceError as `PromptMaker.prepare`."""
         assert self._prompts is not None
-        assert self._tokenizer is not None
         assert self._config is not None
-        made = await self._prompts.make(request)
-        validate_made_prompt(made.token_ids, self._config, TEXT if made.body is None else CHAT)
-        return completed(request, made, self._tokenizer.facts, self._config.context_length)
+        return await self._prompts.prepare(request, self._config)
 
     def sink(self, request: GenerateRequest, target: Delivery, terms: Terms, stop: Callable[[], None]) -> Sink:
         """Where the engine puts the tokens of a request: before its delivery, if text is to be made of them.
@@ -186,5 +160,5 @@ class Processing:
             prompts.close()
         if templates is not None:
             await asyncio.to_thread(templates.close)
-        if tokenizer is not None:
-            await asyncio.to_thread(end, tokenizer)
+        if (close := getattr(tokenizer, "close", None)) is not None:
+            await asyncio.to_thread(close)

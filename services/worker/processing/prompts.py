@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 
 from services.common.errors import overloaded
@@ -13,38 +11,14 @@ from services.common.packing import unpack_u32
 from services.preprocess.pool import ComputePool
 from services.preprocess.tokenizer import TokenizerProtocol, packed_chat, packed_text
 from services.preprocess.validate import too_large
+from services.worker.engine import EngineConfig
 from services.worker.generation import GenerateRequest
-from services.worker.processing.body import ChatBody, read_body
+from services.worker.processing.body import read_body
+from services.worker.processing.completing import MadePrompt, completed
+from services.worker.processing.options import PromptBounds
+from services.worker.validation import validate_made_prompt
 
 TEXT, CHAT = "prompt", "messages"
-
-
-@dataclass(frozen=True, slots=True)
-class PromptBounds:
-    """What prompts may use up.
-
-    Attributes:
-        max_prompt_bytes: of one prompt, as it comes.
-        max_held_bytes: of all that wait for their ids; what a thread is still at after its caller has left is not
-            counted, which is at most one prompt a thread.
-        threads: prompts that are computed at once.
-        max_waiting: prompts that wait for a thread.
-        limit_s: seconds from a prompt's arrival to its ids.
-    """
-
-    max_prompt_bytes: int = 4 << 20
-    max_held_bytes: int = 64 << 20
-    threads: int = 2
-    max_waiting: int = 1024
-    limit_s: float = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class MadePrompt:
-    """Ids, and the chat they were made of; None for text."""
-
-    token_ids: array[int]
-    body: ChatBody | None = None
 
 
 class PromptMaker:
@@ -81,6 +55,16 @@ class PromptMaker:
             raise too_large(size, self._bounds.max_prompt_bytes, TEXT if text is not None else CHAT)
         with self._holding(size):
             return await self._pool.run(job, size, may_block=True)
+
+    async def prepare(self, request: GenerateRequest, config: EngineConfig) -> GenerateRequest:
+        """The same request with ids instead of its text or chat.
+
+        Raises:
+            SluiceError: as `make`; INVALID_ARGUMENT when the prompt does not fit.
+        """
+        made = await self.make(request)
+        validate_made_prompt(made.token_ids, config, TEXT if made.body is None else CHAT)
+        return completed(request, made, self._tokenizer.facts, config.context_length)
 
     @contextmanager
     def _holding(self, size: int) -> Iterator[None]:

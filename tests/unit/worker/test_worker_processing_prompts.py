@@ -18,8 +18,9 @@ from services.preprocess.hf import HfTokenizer
 from services.preprocess.tokenizer import ChatRequest, TokenizerFacts
 from services.worker.generation import GenerateRequest, Sampling, Stop
 from services.worker.processing.completing import completed
+from services.worker.processing.options import PromptBounds
 from services.worker.processing.preparing import Preparing
-from services.worker.processing.prompts import PromptBounds, PromptMaker
+from services.worker.processing.prompts import PromptMaker
 from tests.support.engines import until
 from tests.support.loaded_tokenizers import tiny_hf
 
