@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from os import PathLike
 
+from sluice_client.renewing import RenewingContext
+
 Credential = str | Callable[[], str]
 
 
@@ -27,10 +29,17 @@ class Tls:
     server_name: str = ""
 
     def context(self) -> ssl.SSLContext:
-        """Reads the files; OSError (ssl.SSLError included) when one is missing or does not fit, ValueError for a
-        key without its certificate or the other way round."""
+        """Reads the files, and again for a new connection when they have changed.
+
+        OSError (ssl.SSLError included) when one is missing or does not fit, ValueError for a key without its
+        certificate or the other way round.
+        """
         if (self.cert is None) != (self.key is None):
             raise ValueError("cert and key belong together; one is missing")
+        files = [file for file in (self.ca, self.cert, self.key) if file is not None]
+        return RenewingContext(files, self._read)
+
+    def _read(self) -> ssl.SSLContext:
         context = ssl.create_default_context(cafile=self.ca)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols(["h2"])
