@@ -13,12 +13,14 @@ from services.common import models
 from services.common.errors import SluiceError
 from services.worker.engines import engine_names
 from sluice.cli import secured
+from sluice.cli.pipeline import PipelineFlags, router_arguments, worker_arguments
 
 LOOPBACK = "127.0.0.1"
 DRAIN_S = 2.5
 
 _ROUTERS_AT = (1, 4, 5, 6, 7, 8, 9)
 _WORKERS_AT = 10
+_PREFILL = "prefill-"
 _MORE_PREPROCESS_AT = 1000
 _MORE_POSTPROCESS_AT = 2000
 _MOST = {"workers": 990, "routers": len(_ROUTERS_AT), "preprocess": 1000, "postprocess": 1000}
@@ -37,6 +39,7 @@ class Options:
     port: int = 8000
     base_grpc_port: int = 50051
     workers: int = 2
+    prefill_workers: int = 0
     engine: str = "mock"
     model: str = models.DEFAULT_SOURCE
     model_name: str = ""
@@ -51,6 +54,7 @@ class Options:
     native_framework_processing: bool = False
     log_level: str | None = None
     tls: Path | None = None
+    pipeline: PipelineFlags = field(default_factory=PipelineFlags)
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,12 @@ def check(options: Options) -> models.ModelSpec:
     for name, most in _MOST.items():
         if not 1 <= getattr(options, name) <= most:
             raise BadFlag(f"--{name} must be between 1 and {most}.")
+    if not 0 <= options.prefill_workers <= _MOST["workers"] - options.workers:
+        raise BadFlag(f"--prefill-workers must be between 0 and {_MOST['workers'] - options.workers}.")
+    try:
+        options.pipeline.config()
+    except ValueError as error:
+        raise BadFlag(str(error)) from error
     if options.routers > 1 and not options.redis:
         raise BadFlag("--routers above 1 needs --redis, where they share their state.")
     if options.redis and not options.redis.startswith(_REDIS_SCHEMES):
@@ -132,6 +142,7 @@ def plan(options: Options, free_port: Callable[[], int]) -> list[Process]:
         BadFlag: as `check`.
     """
     model = check(options)
+    pipeline = options.pipeline.config()
     base = options.base_grpc_port
     ports = {name: base + offset if base else free_port() for name, offset in _offsets(options).items()}
     secrets = {"SLUICE_ROUTER_REDIS_URL": options.redis} if options.redis else {}
@@ -164,6 +175,8 @@ def plan(options: Options, free_port: Callable[[], int]) -> list[Process]:
                 *("--routers", addresses("router")),
                 *("--engine", options.engine),
                 *speedup,
+                *_role(name, options),
+                *worker_arguments(pipeline),
                 *_common(options),
             ),
             LOOPBACK,
@@ -180,16 +193,17 @@ def plan(options: Options, free_port: Callable[[], int]) -> list[Process]:
             *("--preprocess", addresses("preprocess")),
             *("--router", addresses("router")),
             *("--postprocess", addresses("postprocess")),
+            *options.pipeline.gateway_arguments(),
             *_common(options),
         ),
         options.host,
         port,
         "http",
-        workers=options.workers,
+        workers=options.workers + options.prefill_workers,
     )
     return [
         *grpc_services("preprocess", "--models", str(model), *_processing(options)),
-        *grpc_services("router", env=secrets),
+        *grpc_services("router", *router_arguments(pipeline), env=secrets),
         *grpc_services("postprocess", "--models", str(model)),
         *workers,
         gateway,
@@ -199,6 +213,13 @@ def plan(options: Options, free_port: Callable[[], int]) -> list[Process]:
 def _common(options: Options) -> tuple[str, ...]:
     level = ("--log-level", options.log_level) if options.log_level else ()
     return ("--drain-s", str(DRAIN_S), *level)
+
+
+def _role(worker: str, options: Options) -> tuple[str, ...]:
+    """With prefill workers the others go on with what those begin."""
+    if not options.prefill_workers:
+        return ()
+    return ("--role", "prefill" if worker.startswith(_PREFILL) else "decode")
 
 
 def _processing(options: Options) -> tuple[str, ...]:
@@ -212,7 +233,8 @@ def _processing(options: Options) -> tuple[str, ...]:
 
 def _names(module: str, options: Options) -> list[str]:
     if module == "worker":
-        return [f"worker-{index}" for index in range(options.workers)]
+        answering = [f"worker-{index}" for index in range(options.workers)]
+        return answering + [f"{_PREFILL}{index}" for index in range(options.prefill_workers)]
     count: int = {"preprocess": options.preprocess, "router": options.routers, "postprocess": options.postprocess}[
         module
     ]
@@ -225,7 +247,7 @@ def _offsets(options: Options) -> dict[str, int]:
         "preprocess": [0, *range(_MORE_PREPROCESS_AT, _MORE_PREPROCESS_AT + options.preprocess)],
         "router": list(_ROUTERS_AT),
         "postprocess": [2, *range(_MORE_POSTPROCESS_AT, _MORE_POSTPROCESS_AT + options.postprocess)],
-        "worker": list(range(_WORKERS_AT, _WORKERS_AT + options.workers)),
+        "worker": list(range(_WORKERS_AT, _WORKERS_AT + options.workers + options.prefill_workers)),
     }
     return {
         name: offset

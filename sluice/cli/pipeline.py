@@ -1,0 +1,59 @@
+"""The flags of `sluice up` that are the gateway's own: what of a request's way runs where."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from services.gateway.config import PipelineConfig, parse_stages, resolve
+
+
+@dataclass(frozen=True)
+class PipelineFlags:
+    """As the gateway has them; None and empty leave it to the gateway."""
+
+    preset: str | None = None
+    pipeline_config: Path | None = None
+    preprocessing: str | None = None
+    postprocessing: str | None = None
+    routing: str | None = None
+    migration: bool | None = None
+    disaggregation: str | None = None
+    disagg_min_tokens: int | None = None
+    stage: Sequence[str] = ()
+    handler: str | None = None
+
+    def config(self) -> PipelineConfig:
+        """What they come to; ValueError with a sentence when they cannot be."""
+        given = {one.name: getattr(self, one.name) for one in fields(self)}
+        file = given.pop("pipeline_config")
+        stages = parse_stages(list(given.pop("stage")))
+        return resolve({**given, "stages": stages}, file)
+
+    def gateway_arguments(self) -> tuple[str, ...]:
+        """The same flags for the gateway."""
+        arguments: list[str] = []
+        for one in fields(self):
+            value, flag = getattr(self, one.name), one.name.replace("_", "-")
+            if isinstance(value, bool):
+                arguments.append(f"--{flag}" if value else f"--no-{flag}")
+            elif one.name == "stage":
+                for stage in value:
+                    arguments += ("--stage", stage)
+            elif value is not None:
+                arguments += (f"--{flag}", str(value))
+        return tuple(arguments)
+
+
+def worker_arguments(config: PipelineConfig) -> tuple[str, ...]:
+    """What workers must be told so that they do what the gateway leaves to them."""
+    if config.postprocessing == "engine":
+        return ("--processing", "full")
+    return ("--processing", "prompts") if config.preprocessing == "engine" else ()
+
+
+def router_arguments(config: PipelineConfig) -> tuple[str, ...]:
+    """The router knows what is cached where, so it passes over pairs for short rests of long prompts as well."""
+    least = config.disagg_min_tokens
+    return ("--bypass-uncached-tokens", str(least - 1)) if least > 1 else ()
