@@ -12,6 +12,8 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from sluice import __version__
+
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
@@ -19,13 +21,15 @@ SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 LIVE = "live"
 """A name whose status is SERVING as long as the process answers at all, also while it loads or drains."""
+VERSION = f"version/{__version__}"
+"""The same, but known only to servers of this version: that is how others can tell which one it is."""
 
 
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # the package has no types
     """What every service answers about itself; the empty name stands for the whole server."""
 
     def __init__(self) -> None:
-        self._statuses: dict[str, int] = {LIVE: SERVING}
+        self._statuses: dict[str, int] = {LIVE: SERVING, VERSION: SERVING}
         self._changed = asyncio.Event()
         self._over = False
 
@@ -37,7 +41,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # the packa
     def close(self) -> None:
         """Nothing is served any more: watchers hear that and their calls end."""
         self._over = True
-        self._statuses = {name: SERVING if name == LIVE else NOT_SERVING for name in self._statuses}
+        self._statuses = {name: SERVING if name in (LIVE, VERSION) else NOT_SERVING for name in self._statuses}
         self._tell()
 
     def _tell(self) -> None:

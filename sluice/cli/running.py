@@ -1,0 +1,278 @@
+"""A running suite as the command line reaches it: its gateway over HTTP, its router over gRPC."""
+
+from __future__ import annotations
+
+import json
+import ssl
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import grpc
+import httpx
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from services.common.channels import open_channel
+from services.common.errors import SluiceError
+from services.common.peers import PeerCredentials
+from services.common.replicas import ReplicaSet
+from services.common.tls import channel_credentials
+from services.common.trust import TlsSettings
+from services.gateway.clients.overview import WorkerState, worker_states
+from sluice.cli.plan import BadFlag
+from sluice.v1 import router_pb2, router_pb2_grpc
+
+USUAL_GATEWAY = "http://127.0.0.1:8000"
+USUAL_ROUTER = "127.0.0.1:50052"
+ANSWER_S = 10.0
+REACH_S = 3.0
+
+
+class NotReached(Exception):
+    """Somebody does not answer as asked; the text is one sentence that says what to do."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the suite is, as the flags say; an empty `router` is the one that the gateway names."""
+
+    gateway: str = USUAL_GATEWAY
+    router: str = ""
+    api_key: str = field(default="", repr=False)
+    router_token: str = field(default="", repr=False)
+    tls: Path | None = None
+
+    def check(self) -> None:
+        """Raises BadFlag for what can never work."""
+        parts = urlsplit(self.gateway)
+        if parts.scheme not in ("http", "https") or not parts.netloc:
+            raise BadFlag(f"--gateway {self.gateway} is no URL such as {USUAL_GATEWAY}")
+        if self.router and not _is_address(self.router):
+            raise BadFlag(f"--router {self.router} is no host:port such as {USUAL_ROUTER}")
+        if self.tls is not None and not (self.tls / "ca.pem").is_file():
+            raise BadFlag(f"--tls {self.tls} holds no ca.pem; `sluice certs {self.tls}` makes a set")
+
+    def credentials(self) -> grpc.ChannelCredentials | None:
+        """For gRPC; None is plain text. Raises BadFlag when the files do not fit together."""
+        if self.tls is None:
+            return None if not self.router_token else PeerCredentials(None, lambda: self.router_token)
+        shown = self.tls / "client.pem"
+        settings = TlsSettings(
+            tls_ca=self.tls / "ca.pem",
+            tls_cert=shown if shown.is_file() else None,
+            tls_key=self.tls / "client.key" if shown.is_file() else None,
+        )
+        try:
+            return channel_credentials(settings)
+        except SluiceError as error:
+            raise BadFlag(f"--tls: {error.message}") from error
+
+    def context(self) -> ssl.SSLContext | bool:
+        """For HTTPS: what the gateway's certificate is checked with."""
+        return True if self.tls is None else ssl.create_default_context(cafile=str(self.tls / "ca.pem"))
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """What the router thinks of a worker: cost and loads in blocks, overlap as device, host, disk and predicted."""
+
+    worker: str
+    rank: int
+    cost: float
+    overlap: tuple[int, int, int, int]
+    prefill_blocks: float
+    decode_blocks: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Where a prompt would go. `scores` has the cheapest first."""
+
+    model: str
+    worker: str
+    address: str
+    prefill_worker: str
+    prompt_tokens: int
+    tokens_to_compute: int
+    index_age_ms: int
+    degraded: str
+    scores: Sequence[Candidate]
+
+
+class Running:
+    """Asks a suite; use `reached`."""
+
+    def __init__(self, place: Place, http: httpx.AsyncClient, credentials: grpc.ChannelCredentials | None) -> None:
+        self.place = place
+        self.credentials = credentials
+        self._http = http
+        self._routers: ReplicaSet[router_pb2_grpc.RouterAsyncStub] | None = None
+
+    async def get(self, path: str) -> Any:
+        """JSON of the gateway; NotReached with what it says instead."""
+        return await self._ask("GET", path)
+
+    async def state(self) -> dict[str, Any]:
+        """What the live view shows, with `answered_unix_ms` by this machine's clock; NotReached when it is off."""
+        state: dict[str, Any] = await self._ask("GET", "/ui/data/state")
+        return {**state, "answered_unix_ms": int(time.time() * 1000)}
+
+    async def deltas(self) -> AsyncIterator[tuple[str, dict[str, Any]]]:
+        """The live view's stream: ("whole", state), then ("message", delta) a second; NotReached when it breaks off."""
+        try:
+            async with self._http.stream("GET", "/ui/data/stream", timeout=httpx.Timeout(ANSWER_S)) as answer:
+                if answer.status_code != 200:
+                    await answer.aread()
+                    raise _refusal(answer)
+                kind = "message"
+                async for line in answer.aiter_lines():
+                    if line.startswith("event: "):
+                        kind = line[7:]
+                    elif line.startswith("data: "):
+                        yield kind, json.loads(line[6:])
+                        kind = "message"
+        except httpx.HTTPError as error:
+            raise self._gone(error) from error
+
+    async def tokens(self, text: str, model: str, raw: bool) -> list[int]:
+        """The ids that the gateway's preprocess makes of a user's message, or of plain text."""
+        body: dict[str, Any] = {"prompt": text} if raw else {"messages": [{"role": "user", "content": text}]}
+        answer = await self._ask("POST", "/tokenize", {"model": model, **body})
+        return list(answer["tokens"])
+
+    async def workers(self) -> Sequence[WorkerState]:
+        """Every worker that the router lists."""
+        try:
+            return await worker_states(await self.routers(), ANSWER_S)
+        except SluiceError as error:
+            raise NotReached(f"The router says: {error.message}") from error
+
+    async def route(self, model: str, prompt: router_pb2.PromptRef) -> Verdict:
+        """Where this prompt would go; books nothing."""
+        request = router_pb2.RouteQueryRequest(
+            mode=router_pb2.RouteQueryRequest.MODE_QUERY_ONLY, model=model, prompt=prompt, explain=True
+        )
+        try:
+            answer = await (await self.routers()).call(lambda stub: stub.RouteQuery, request, ANSWER_S)
+        except SluiceError as error:
+            raise NotReached(f"The router says: {error.message}") from error
+        return _verdict(model, prompt, answer)
+
+    async def routers(self) -> ReplicaSet[router_pb2_grpc.RouterAsyncStub]:
+        """The router replicas; NotReached when none is ready."""
+        if self._routers is None:
+            targets = await self.router_addresses()
+            token = (lambda: self.place.router_token) if self.place.router_token else None
+            routers = ReplicaSet("router", targets, router_pb2_grpc.RouterStub, self.credentials, token=token)
+            await routers.start()
+            self._routers = routers
+            if not await routers.wait_ready(REACH_S):
+                raise NotReached(
+                    f"No router answers at {', '.join(targets)}. Is it running? --router says where it is, --tls what "
+                    "it trusts."
+                )
+        return self._routers
+
+    async def router_addresses(self) -> Sequence[str]:
+        """As the flag says, else as the gateway does, else the usual one."""
+        if self.place.router:
+            return [self.place.router]
+        try:
+            return (await self.state())["nodes"]["router"]["serving"] or [USUAL_ROUTER]
+        except NotReached:
+            return [USUAL_ROUTER]
+
+    async def health(self, address: str, name: str = "") -> str:
+        """What gRPC health says of a server: "SERVING" and its kin, or how it failed."""
+        channel = open_channel(address, self.credentials)
+        try:
+            request = health_pb2.HealthCheckRequest(service=name)
+            answer = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=REACH_S)
+            return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
+        except grpc.aio.AioRpcError as error:
+            return "UNREACHABLE" if error.code() is grpc.StatusCode.UNAVAILABLE else error.code().name
+        finally:
+            await channel.close()
+
+    async def close(self) -> None:
+        """Lets go of the router."""
+        if self._routers is not None:
+            await self._routers.close()
+
+    async def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        try:
+            answer = await self._http.request(method, path, json=body)
+        except httpx.HTTPError as error:
+            raise self._gone(error) from error
+        if answer.status_code >= 400 and path != "/ready":
+            raise _refusal(answer)
+        try:
+            return answer.json()
+        except ValueError as error:
+            raise NotReached(f"{self.place.gateway} answers, but not as a Sluice gateway does.") from error
+
+    def _gone(self, error: httpx.HTTPError) -> NotReached:
+        problem = str(error) or type(error).__name__
+        return NotReached(
+            f"The gateway at {self.place.gateway} cannot be reached: {problem}. --gateway says where it is."
+        )
+
+
+@asynccontextmanager
+async def reached(place: Place) -> AsyncIterator[Running]:
+    """A suite to ask; nothing is sent before the first question."""
+    place.check()
+    headers = {"authorization": f"Bearer {place.api_key}"} if place.api_key else {}
+    timeout = httpx.Timeout(ANSWER_S, connect=REACH_S)
+    async with httpx.AsyncClient(
+        base_url=place.gateway, headers=headers, timeout=timeout, verify=place.context(), trust_env=False
+    ) as http:
+        running = Running(place, http, place.credentials())
+        try:
+            yield running
+        finally:
+            await running.close()
+
+
+def _is_address(text: str) -> bool:
+    host, _, port = text.rpartition(":")
+    return bool(host) and port.isdigit() and 0 < int(port) <= 65535
+
+
+def _refusal(answer: httpx.Response) -> NotReached:
+    try:
+        said = answer.json()["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        said = f"it answers {answer.status_code}"
+    hint = " Give --api-key." if answer.status_code in (401, 403) else ""
+    return NotReached(f"The gateway says: {said}{hint}")
+
+
+def _verdict(model: str, prompt: router_pb2.PromptRef, answer: router_pb2.RouteQueryResponse) -> Verdict:
+    return Verdict(
+        model=model,
+        worker=answer.decode.worker_id,
+        address=answer.decode.address,
+        prefill_worker=answer.prefill.worker_id,
+        prompt_tokens=prompt.prompt_tokens or len(prompt.token_ids) // 4,
+        tokens_to_compute=answer.tokens_to_compute,
+        index_age_ms=answer.index_age_ms,
+        degraded=answer.degraded,
+        scores=[_candidate(score) for score in answer.scores],
+    )
+
+
+def _candidate(score: router_pb2.CandidateScore) -> Candidate:
+    held = score.overlap
+    return Candidate(
+        score.worker_id,
+        score.data_parallel_rank,
+        score.cost,
+        (held.device_blocks, held.host_blocks, held.disk_blocks, held.predicted_blocks),
+        score.prefill_blocks,
+        score.decode_blocks,
+    )

@@ -1,0 +1,62 @@
+"""`sluice workers`: who serves what, and how they are doing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from services.gateway.clients.overview import WorkerState
+from sluice.cli.running import Place, reached
+
+WELL, UNWELL = 0, 1
+STYLES = {"serving": "green", "draining": "yellow"}
+
+
+def run(place: Place, as_json: bool, console: Console) -> int:
+    """Asks and prints; the exit code: 0 when every worker serves, 1 when one does not or there is none."""
+    found = asyncio.run(_ask(place))
+    if as_json:
+        print(json.dumps([{**asdict(worker), "health": health} for worker, health in found]))
+    elif not found:
+        console.print("No worker has registered with the router; start one with `sluice worker`.")
+    else:
+        console.print(_table(found))
+    return WELL if found and all(health in STYLES for _, health in found) else UNWELL
+
+
+async def _ask(place: Place) -> Sequence[tuple[WorkerState, str]]:
+    async with reached(place) as running:
+        workers = await running.workers()
+        answers = await asyncio.gather(*(running.health(worker.address) for worker in workers))
+    healths = ("draining" if one.draining else answer.lower() for one, answer in zip(workers, answers, strict=True))
+    return list(zip(workers, healths, strict=True))
+
+
+def _table(found: Sequence[tuple[WorkerState, str]]) -> Table:
+    table = Table(
+        "worker", "health", "model", "role", "engine", "address", box=None, pad_edge=False, header_style="dim"
+    )
+    for title in ("running", "waiting", "booked", "in use", "cached"):
+        table.add_column(title, justify="right")
+    for worker, health in found:
+        total = worker.total_blocks or 1
+        table.add_row(
+            escape(worker.id),
+            f"[{STYLES.get(health, 'bold red')}]{health}[/]",
+            escape(worker.model),
+            worker.role,
+            escape(f"{worker.engine} {worker.version}".strip()),
+            worker.address,
+            str(worker.running),
+            str(worker.waiting),
+            str(worker.booked),
+            f"{worker.used_blocks / total:.0%}",
+            f"{min(worker.cached_blocks / total, 1):.0%}",
+        )
+    return table
