@@ -10,7 +10,9 @@ from typing import Annotated, Literal, NoReturn, Protocol, cast
 import typer
 from rich.console import Console
 
+from services.gateway.config import Disaggregation, Place, PresetName, Routing
 from sluice.cli import operating, ports, secured, up
+from sluice.cli.pipeline import PipelineFlags
 from sluice.cli.plan import BadFlag, Options, check, plan
 from sluice.cli.progress import View
 
@@ -50,6 +52,9 @@ def up_command(
         ),
     ] = Options.base_grpc_port,
     workers: Annotated[int, typer.Option(help="number of workers")] = Options.workers,
+    prefill_workers: Annotated[
+        int, typer.Option(help="number of prefill workers; with any, the --workers are decode workers")
+    ] = Options.prefill_workers,
     engine: Annotated[str, typer.Option(help="engine of the workers")] = Options.engine,
     model: Annotated[
         str, typer.Option(help="hub id, folder, or mistral-common:NAME for a tokenizer that package ships")
@@ -85,6 +90,26 @@ def up_command(
     native_framework_processing: Annotated[
         bool, typer.Option("--native-framework-processing", help="the code of the workers' engine makes the ids")
     ] = Options.native_framework_processing,
+    preset: Annotated[PresetName | None, typer.Option(help="of the gateway's pipeline")] = None,
+    pipeline_config: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="TOML, YAML or JSON with the gateway's pipeline")
+    ] = None,
+    preprocessing: Annotated[Place | None, typer.Option(help="who makes token ids")] = None,
+    postprocessing: Annotated[Place | None, typer.Option(help="who makes text")] = None,
+    routing: Annotated[Routing | None, typer.Option(help="who chooses the worker")] = None,
+    migration: Annotated[
+        bool | None, typer.Option("--migration/--no-migration", help="generations outlive their workers")
+    ] = None,
+    disaggregation: Annotated[
+        Disaggregation | None, typer.Option(help="whether prefill and decode workers share requests")
+    ] = None,
+    disagg_min_tokens: Annotated[
+        int | None, typer.Option(min=0, help="shorter prompts are not shared, tokens", show_default=False)
+    ] = None,
+    stage: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=MODULE:CLASS", help="a stage of your own; may be repeated")
+    ] = None,
+    handler: Annotated[str | None, typer.Option(metavar="MODULE:CLASS", help="a pipeline of your own")] = None,
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"] | None, typer.Option(help="least severe log line of all services")
     ] = None,
@@ -102,6 +127,7 @@ def up_command(
         port=port,
         base_grpc_port=base_grpc_port,
         workers=workers,
+        prefill_workers=prefill_workers,
         engine=engine,
         model=model,
         model_name=model_name,
@@ -116,6 +142,18 @@ def up_command(
         native_framework_processing=native_framework_processing,
         log_level=log_level,
         tls=tls,
+        pipeline=PipelineFlags(
+            preset=preset,
+            pipeline_config=pipeline_config,
+            preprocessing=preprocessing,
+            postprocessing=postprocessing,
+            routing=routing,
+            migration=migration,
+            disaggregation=disaggregation,
+            disagg_min_tokens=disagg_min_tokens,
+            stage=tuple(stage or ()),
+            handler=handler,
+        ),
     )
     name = check(options).name
     processes = plan(options, ports.FreePorts().take)
