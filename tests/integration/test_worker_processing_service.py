@@ -252,6 +252,9 @@ async def test_text_through_the_worker_has_the_ids_of_preprocess(batch: list[str
             request = worker_pb2.GenerateRequest(request_id=f"t{number}", model="tiny", text=text, stop=limit)
             ours = await generate(suite.worker, request)
             assert ours.prompt == unpack_u32(made.token_ids).tolist()
+            if not ours.prompt:
+                assert ours.end.error.param == "prompt"
+                continue
             assert ours.end.finish_reason == LENGTH
 
 
