@@ -11,7 +11,7 @@ import orjson
 
 from services.gateway.generation import Finish, FinishReason
 from services.gateway.openai.answers import degraded
-from services.gateway.turns.transcript import Block, Counts, Kind
+from services.gateway.turns.transcript import Block, Counts, Kind, Transcript
 
 
 class Signature:
@@ -85,13 +85,24 @@ def whole(
         thinking: the client wants to hear of it.
         omitted: it wants to hear that there was some, but not what.
     """
-    content = [_shown(block, omitted) for block in blocks if thinking or block.kind is not Kind.REASONING]
+    told = blocks if thinking else _without_thinking(blocks)
     return {
         **begun(message_id, model, counts),
-        "content": content,
+        "content": [_shown(block, omitted) for block in told],
         **ending(finish, clipped),
         **degraded(finish),
     }
+
+
+def _without_thinking(blocks: Sequence[Block]) -> Sequence[Block]:
+    """Texts between which there was nothing but thinking are one text."""
+    told = Transcript()
+    for block in blocks:
+        if block.kind is Kind.TEXT:
+            told.add(Kind.TEXT, block.said)
+        elif block.kind is Kind.CALL:
+            told.blocks.append(block)
+    return told.blocks
 
 
 def _shown(block: Block, omitted: bool) -> dict[str, Any]:

@@ -1,0 +1,276 @@
+"""Streams of both APIs: however a turn is cut into pieces and writes, the events come to the same turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import orjson
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from services.common.errors import ErrorKind, SluiceError
+from services.gateway.anthropic.dialect import AnthropicDialect, error_event_body
+from services.gateway.anthropic.message import whole
+from services.gateway.anthropic.telling import MessageTeller
+from services.gateway.generation import Finish, FinishReason, Sampling
+from services.gateway.http.event_stream import EventStream
+from services.gateway.openai.responses.resource import Resource, Shown, output_of
+from services.gateway.openai.responses.schemas import ResponsesRequest
+from services.gateway.openai.responses.telling import ResponseTeller
+from services.gateway.turns.listening import CollectedTurn, StreamedTurn, Teller, Turn
+
+Said = tuple[str, str]
+Cuts = list[tuple[int, bool]]
+SAID = st.lists(
+    st.tuples(st.sampled_from(["text", "reasoning", "call"]), st.text('ab{\u00e4😀"\n', max_size=12)), max_size=5
+)
+CUTS = st.lists(st.tuples(st.integers(1, 5), st.booleans()), min_size=1, max_size=8)
+ENDS = st.sampled_from([Finish(FinishReason.STOP), Finish(FinishReason.LENGTH), Finish(FinishReason.TOOL_CALLS)])
+BROKEN = SluiceError(ErrorKind.UNAVAILABLE, "All workers are gone.")
+
+
+def same(error: SluiceError) -> SluiceError:
+    return error
+
+
+def streamed(teller: Teller) -> StreamedTurn:
+    turn = StreamedTurn(teller, same)
+    turn.stream = cast(EventStream, SimpleNamespace(notify=lambda first=False: None))
+    return turn
+
+
+def say(turn: Turn, said: list[Said], cuts: Cuts, write: Callable[[], None]) -> None:
+    """Says everything in pieces; `write` is called after some of them."""
+    at = 0
+    for call, (kind, text) in enumerate(said):
+        left, first = text, True
+        while left or first:
+            size, writes = cuts[at % len(cuts)]
+            at += 1
+            piece, left = left[:size], left[size:]
+            if kind == "call":
+                named = ("call_" + str(call), "f") if first else ("", "")
+                turn.tool_call(call, *named, piece)  # type: ignore[attr-defined]
+            elif piece:
+                getattr(turn, kind)(piece)
+            first = False
+            if writes:
+                write()
+
+
+def heard(turn: StreamedTurn, said: list[Said], cuts: Cuts, end: Finish | SluiceError) -> list[dict[str, Any]]:
+    """The events of a turn."""
+    written: list[bytes] = []
+
+    def write() -> None:
+        if turn.unsent or written:
+            written.append(turn.take())
+
+    say(turn, said, cuts, write)
+    turn.finish(end) if isinstance(end, Finish) else turn.fail(end)
+    written.append(turn.take())
+    events = []
+    for event in b"".join(written).split(b"\n\n")[:-1]:
+        name, data = event.split(b"\n")
+        parsed = orjson.loads(data.removeprefix(b"data: "))
+        assert name == b"event: " + parsed["type"].encode()
+        events.append(parsed)
+    return events
+
+
+def collected(said: list[Said], cuts: Cuts, end: Finish) -> CollectedTurn:
+    turn = CollectedTurn(same)
+    say(turn, said, cuts, lambda: None)
+    turn.finish(end)
+    return turn
+
+
+def responding(shown: Shown) -> tuple[StreamedTurn, Resource, list[dict[str, Any]]]:
+    fields = ResponsesRequest(model="m", input="hi")
+    resource = Resource("resp_1", fields, Sampling(), None)
+    ended: list[dict[str, Any]] = []
+    return streamed(ResponseTeller(lambda: resource, shown, ended.append)), resource, ended
+
+
+def without_ids(output: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: value for name, value in item.items() if name != "id"} for item in output]
+
+
+@given(SAID, CUTS, ENDS, st.booleans(), st.booleans())
+def test_a_streamed_response_is_the_whole_one(
+    said: list[Said], cuts: Cuts, end: Finish, summary: bool, sealed: bool
+) -> None:
+    shown = Shown(summary, sealed)
+    turn, resource, ended = responding(shown)
+    events = heard(turn, said, cuts, end)
+    other = collected(said, cuts[::-1], end)
+    expected = resource.ended(output_of(other.transcript.blocks, shown), end, other.counts)
+    final = events[-1]["response"]
+    assert without_ids(final["output"]) == without_ids(expected["output"])
+    assert {**final, "output": [], "completed_at": 0} == {**expected, "output": [], "completed_at": 0}
+    assert ended == [final]
+
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert done == final["output"]
+    for index, item in enumerate(final["output"]):
+        own = [event for event in events if event.get("output_index") == index]
+        assert own[0]["type"] == "response.output_item.added"
+        assert own[-1]["type"] == "response.output_item.done"
+        deltas = "".join(event["delta"] for event in own if event["type"].endswith(".delta"))
+        (told,) = [event.get("text", event.get("arguments")) for event in own if _is_whole(event)]
+        assert deltas == told
+        assert {event["item_id"] for event in own if "item_id" in event} == {item["id"]}
+
+
+def _is_whole(event: dict[str, Any]) -> bool:
+    return event["type"].endswith((".output_text.done", "arguments.done", "reasoning_text.done", "summary_text.done"))
+
+
+def understood(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """A message put together from its events, as Anthropic's client does."""
+    message = events[0]["message"]
+    for event in events:
+        if event["type"] == "content_block_start":
+            assert event["index"] == len(message["content"])
+            message["content"].append({**event["content_block"], "open": True, "json": ""})
+        elif event["type"] == "content_block_delta":
+            block, delta = message["content"][event["index"]], event["delta"]
+            assert block["open"]
+            kind = delta["type"]
+            if kind == "signature_delta":
+                block["signature"] = delta["signature"]
+            else:
+                name = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta": "json"}[kind]
+                block[name] += delta["text" if name == "text" else "thinking" if name == "thinking" else "partial_json"]
+        elif event["type"] == "content_block_stop":
+            block = message["content"][event["index"]]
+            del block["open"]
+        elif event["type"] == "message_delta":
+            message |= event["delta"] | {"usage": event["usage"]}
+    return dict(message)
+
+
+@example(
+    [("text", "a"), ("reasoning", "b"), ("text", "a")], [(1, True)], Finish(FinishReason.STOP), False, False, False
+)
+@given(SAID, CUTS, ENDS, st.booleans(), st.booleans(), st.booleans())
+def test_a_streamed_message_is_the_whole_one(
+    said: list[Said], cuts: Cuts, end: Finish, thinking: bool, omitted: bool, clipped: bool
+) -> None:
+    shown = {"clipped": clipped, "thinking": thinking, "omitted": omitted}
+    teller = MessageTeller("msg_1", "m", lambda error: error_event_body(error, "req_1"), **shown)
+    events = heard(streamed(teller), said, cuts, end)
+    other = collected(said, cuts[::-1], end)
+    expected = whole("msg_1", "m", other.transcript.blocks, end, other.counts, **shown)
+    assert [events[0]["type"], events[-2]["type"], events[-1]["type"]] == [
+        "message_start",
+        "message_delta",
+        "message_stop",
+    ]
+    assert sum(event["type"] == "ping" for event in events) == bool(expected["content"])
+    message = understood(events)
+    assert message["stop_reason"] == expected["stop_reason"]
+    assert len(message["content"]) == len(expected["content"])
+    for block, wanted in zip(message["content"], expected["content"], strict=True):
+        arguments = block.pop("json")
+        if wanted["type"] == "tool_use":
+            block["input"] = _parsed(arguments)
+        wanted.pop("citations", None)
+        assert block == wanted
+
+
+def _parsed(arguments: str) -> Any:
+    try:
+        parsed = orjson.loads(arguments or "{}")
+    except orjson.JSONDecodeError:
+        parsed = None
+    return parsed if isinstance(parsed, dict) else {"unparsed_arguments": arguments}
+
+
+def test_a_stream_that_breaks_says_so() -> None:
+    turn, _, ended = responding(Shown())
+    events = heard(turn, [("text", "abc")], [(1, True)], BROKEN)
+    assert events[-1]["type"] == "response.failed"
+    assert events[-1]["response"]["error"]["code"] == "server_error"
+    assert events[-1]["response"]["output"][0]["status"] == "incomplete"
+    assert ended == [events[-1]["response"]]
+
+    shown = {"clipped": False, "thinking": True, "omitted": False}
+    teller = MessageTeller("msg_1", "m", lambda error: error_event_body(error, "req_1"), **shown)
+    events = heard(streamed(teller), [("text", "abc")], [(1, True)], BROKEN)
+    assert events[-1] == {
+        "type": "error",
+        "error": {"type": "overloaded_error", "message": "All workers are gone."},
+        "request_id": "req_1",
+    }
+
+
+def test_what_breaks_before_anything_is_said_is_an_error_of_http() -> None:
+    turn, _, _ = responding(Shown())
+    turn.fail(BROKEN)
+    assert turn.failure is BROKEN
+    waiting = CollectedTurn(same)
+    waiting.fail(BROKEN)
+    with pytest.raises(SluiceError, match="All workers are gone"):
+        waiting.ended()
+
+
+async def answer_of(path: str, status: int, body: bytes, headers: list[tuple[bytes, bytes]]) -> tuple[Any, Any, Any]:
+    """What a client hears, and what the application inside saw."""
+    seen: dict[str, Any] = {}
+    sent: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.update(scope)
+        start = {"type": "http.response.start", "status": status, "headers": [(b"content-length", b"9"), (b"x", b"y")]}
+        await send(start)
+        await send({"type": "http.response.body", "body": body[:3], "more_body": True})
+        await send({"type": "http.response.body", "body": body[3:]})
+
+    async def receive() -> Any:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    await AnthropicDialect(app)({"type": "http", "path": path, "headers": headers}, receive, send)
+    return sent[0], b"".join(message.get("body", b"") for message in sent[1:]), seen
+
+
+OPENAI = b'{"error":{"message":"No.","type":"x","param":null,"code":null}}'
+
+
+@pytest.mark.parametrize("body", [OPENAI, b'{"type":"error","error":{"type":"y","message":"No."}}', b"No."])
+async def test_errors_on_anthropics_paths_have_its_form(body: bytes) -> None:
+    start, said, _ = await answer_of("/v1/messages", 429, body, [])
+    headers = dict(start["headers"])
+    request_id = headers[b"request-id"].decode()
+    assert orjson.loads(said) == {
+        "type": "error",
+        "error": {"type": "rate_limit_error", "message": "No."},
+        "request_id": request_id,
+    }
+    assert int(headers[b"content-length"]) == len(said)
+    assert headers[b"x"] == b"y"
+
+
+async def test_other_paths_and_good_answers_stay_as_they_are() -> None:
+    start, said, _ = await answer_of("/v1/chat/completions", 429, OPENAI, [(b"anthropic-version", b"2023-06-01")])
+    assert said == OPENAI
+    assert b"request-id" not in dict(start["headers"])
+    start, said, _ = await answer_of("/v1/messages", 200, OPENAI, [])
+    assert said == OPENAI
+    assert b"request-id" in dict(start["headers"])
+
+
+async def test_a_key_is_shown_in_one_way() -> None:
+    _, _, seen = await answer_of("/v1/messages", 200, b"{}", [(b"x-api-key", b"k")])
+    assert dict(seen["headers"])[b"authorization"] == b"Bearer k"
+    both = [(b"x-api-key", b"k"), (b"authorization", b"Bearer other")]
+    _, _, seen = await answer_of("/v1/models", 200, b"{}", [*both, (b"anthropic-version", b"2023-06-01")])
+    assert dict(seen["headers"])[b"authorization"] == b"Bearer other"
