@@ -163,7 +163,7 @@ class AuditLog:
 
     def _write_waiting(self) -> None:
         lines = [self._lines.popleft() for _ in range(len(self._lines))]
-        dropped, self._dropped = self._dropped, 0
+        entries, dropped, self._dropped = len(lines), self._dropped, 0
         if dropped:
             lines.append(json.dumps({"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "lost": dropped}))
         if not lines:
@@ -175,7 +175,7 @@ class AuditLog:
             self._rotate_if_large()
             self._complaint = ""
         except (OSError, ValueError) as error:
-            self._dropped += len(lines)
+            self._dropped += entries + dropped
             self._complain(getattr(error, "strerror", None) or str(error))
 
     def _open(self) -> None:

@@ -1,0 +1,163 @@
+"""The audit log: its lines, its bounds, and what it does when the disk does not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.common import audit
+from services.common.audit import AuditEntry, AuditLog, AuditSettings
+from services.common.errors import ErrorKind, SluiceError
+from services.common.tasks import TaskOwner
+
+
+def settings(path: Path | str, **more: Any) -> AuditSettings:
+    return AuditSettings(audit_log=str(path), **more)
+
+
+def entry(number: int = 0, **more: Any) -> AuditEntry:
+    return AuditEntry("/v1/chat/completions", request_id=f"r{number}", status=200, **more)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+async def until(path: Path, count: int) -> list[dict[str, Any]]:
+    for _ in range(500):
+        if len(found := lines(path)) >= count:
+            return found
+        await asyncio.sleep(0.02)
+    raise AssertionError("the lines do not come")
+
+
+async def test_a_line_says_who_asked_for_what_and_what_became_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "audit.jsonl"
+    log, tasks = AuditLog(settings(path)), TaskOwner()
+    tasks.spawn(log.run(), "audit")
+    one = entry(key="k1", model="m", workers=["a", "b"], prompt_tokens=3, cached_tokens=2, output_tokens=5)
+    one.read(b'{"messages": "secret"}')
+    one.hear("secret")
+    log.write(one)
+    (line,) = await until(path, 1)
+    await tasks.close()
+    log.close()
+    assert {key: line[key] for key in ("request_id", "key", "path", "model", "workers", "outcome", "status")} == {
+        "request_id": "r0",
+        "key": "k1",
+        "path": "/v1/chat/completions",
+        "model": "m",
+        "workers": ["a", "b"],
+        "outcome": "completed",
+        "status": 200,
+    }
+    assert (line["prompt_tokens"], line["cached_tokens"], line["output_tokens"]) == (3, 2, 5)
+    assert line["duration_ms"] >= 0
+    assert line["time"].endswith("+00:00")
+    assert "secret" not in path.read_text()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_content_is_written_when_asked_for_up_to_a_bound(tmp_path: Path) -> None:
+    path = tmp_path / "audit.jsonl"
+    log = AuditLog(settings(path, audit_content=True))
+    one = AuditEntry("/", with_content=log.with_content, status=200)
+    one.read("frägen ".encode() * 20_000)
+    for _ in range(3):
+        one.hear("a" * 40_000)
+    one.hear("b")
+    log.write(one)
+    log.close()
+    (line,) = lines(path)
+    assert len(line["request"].encode()) <= audit.MAX_CONTENT + 4
+    assert line["answer"] == "a" * audit.MAX_CONTENT
+
+
+def test_what_was_refused_and_what_failed_is_told_apart() -> None:
+    assert json.loads(AuditEntry("/", status=404).line())["outcome"] == "refused"
+    assert json.loads(AuditEntry("/", status=404, outcome="model_not_found").line())["outcome"] == "model_not_found"
+    assert json.loads(AuditEntry("/", status=200, outcome="cancelled").line())["outcome"] == "cancelled"
+
+
+def test_a_queue_that_is_full_loses_lines_and_says_how_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit, "MAX_WAITING", 3)
+    path = tmp_path / "audit.jsonl"
+    log = AuditLog(settings(path))
+    for number in range(10):
+        log.write(entry(number))
+    log.close()
+    *written, last = lines(path)
+    assert [line["request_id"] for line in written] == ["r0", "r1", "r2"]
+    assert last["lost"] == 7
+
+
+async def test_a_disk_that_fails_costs_lines_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path / "audit"
+    folder.mkdir()
+    path = folder / "audit.jsonl"
+    log, tasks = AuditLog(settings(path)), TaskOwner()
+    running = tasks.spawn(log.run(), "audit")
+    log.write(entry(1))
+    await until(path, 1)
+    path.unlink()
+    folder.rmdir()
+    for number in range(3):
+        log.write(entry(2 + number))
+        await asyncio.sleep(2 * audit.WRITE_EVERY_S)
+    assert not running.done()
+    assert len([record for record in caplog.records if "cannot be written" in record.message]) == 1
+    folder.mkdir()
+    log.write(entry(5))
+    written = await until(path, 2)
+    assert {"r5", None} == {line.get("request_id") for line in written}
+    assert [line["lost"] for line in written if "lost" in line] == [3]
+    await tasks.close()
+    log.close()
+
+
+def test_a_log_that_was_moved_away_is_opened_anew(tmp_path: Path) -> None:
+    path = tmp_path / "audit.jsonl"
+    log = AuditLog(settings(path))
+    log.write(entry(1))
+    log._write_waiting()
+    os.replace(path, tmp_path / "moved")
+    log.write(entry(2))
+    log.close()
+    assert [line["request_id"] for line in lines(tmp_path / "moved")] == ["r1"]
+    assert [line["request_id"] for line in lines(path)] == ["r2"]
+
+
+@pytest.mark.parametrize(
+    ("keep", "kept"), [(2, {"audit.jsonl", "audit.jsonl.1", "audit.jsonl.2"}), (0, {"audit.jsonl"})]
+)
+def test_it_rotates_and_keeps_so_many(tmp_path: Path, keep: int, kept: set[str]) -> None:
+    path = tmp_path / "audit.jsonl"
+    log = AuditLog(settings(path, audit_max_mb=0.0001, audit_keep=keep))
+    for number in range(5):
+        log.write(entry(number))
+        log._write_waiting()
+    log.close()
+    assert {one.name for one in tmp_path.iterdir()} == kept
+    if keep:
+        assert [line["request_id"] for line in lines(tmp_path / "audit.jsonl.1")] == ["r4"]
+        assert [line["request_id"] for line in lines(tmp_path / "audit.jsonl.2")] == ["r3"]
+
+
+def test_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+    log = AuditLog(settings("-"))
+    log.write(entry(7))
+    log.close()
+    assert json.loads(capsys.readouterr().out)["request_id"] == "r7"
+
+
+def test_a_place_where_nothing_can_be_written_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(SluiceError) as refused:
+        AuditLog(settings(tmp_path / "none" / "audit.jsonl"))
+    assert refused.value.kind is ErrorKind.FAILED_PRECONDITION
+    assert "cannot be written: No such file or directory." in refused.value.message
