@@ -81,6 +81,27 @@ def _reading(receive: Receive, entry: AuditEntry) -> Receive:
     return reading
 
 
+def known(key: str) -> None:
+    """Whose request it is: the public part of its API key."""
+    entry = audit.current.get()
+    if entry is not None:
+        entry.key = key
+
+
+def computing(worker: str) -> None:
+    """A worker computes something of the request that is no stream."""
+    entry = audit.current.get()
+    if entry is not None:
+        entry.worked_on_by(worker)
+
+
+def embedded(model: str, prompt_tokens: int) -> None:
+    """The request was for vectors, and they are made."""
+    entry = audit.current.get()
+    if entry is not None:
+        entry.model, entry.prompt_tokens = model, prompt_tokens
+
+
 def failed(error: SluiceError) -> None:
     """The request is answered with an error."""
     entry = audit.current.get()

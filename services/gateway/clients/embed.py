@@ -12,6 +12,7 @@ import grpc
 from services.common import telemetry
 from services.common.errors import SluiceError, unavailable
 from services.common.grpc_errors import from_rpc_error
+from services.gateway import auditing
 from services.gateway.capabilities import able
 from services.gateway.clients.catalogue import Catalogue
 from services.gateway.clients.worker_link import WorkerLink
@@ -94,6 +95,7 @@ class EmbedClient:
         while True:
             link = self._pick(message.model, tried)
             tried.add(link.worker_id)
+            auditing.computing(link.worker_id)
             link.live += 1
             try:
                 left_s = deadline - asyncio.get_running_loop().time()

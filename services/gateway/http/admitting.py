@@ -10,7 +10,7 @@ from math import inf
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.common.errors import SluiceError
-from services.gateway import deadlines
+from services.gateway import auditing, deadlines
 from services.gateway.admission import permit as permits
 from services.gateway.admission.gate import Gate
 from services.gateway.admission.limits import Decision
@@ -45,6 +45,7 @@ class Admission:
         ears = _Ears(receive)
         try:
             key = self._gate.authenticate(_shown(scope))
+            auditing.known(key.id)
             if scope["method"] != "POST":
                 permits.begin(Permit(key, "", None, None))
                 await self._app(scope, receive, send)

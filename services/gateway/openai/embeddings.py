@@ -15,6 +15,7 @@ from starlette.responses import Response
 from services.common import logs, telemetry
 from services.common.errors import SluiceError, invalid
 from services.common.packing import pack_u32
+from services.gateway import auditing
 from services.gateway.capabilities import able
 from services.gateway.clients.catalogue import WorkerEntry
 from services.gateway.clients.embed import NEEDS, EmbedClient, all_or_none
@@ -56,6 +57,7 @@ class EmbeddingEndpoints:
             found = await self._client.embed(
                 request_id, fields.model, ids, fields.dimensions or 0, fields.lora_path or ""
             )
+        auditing.embedded(fields.model, found.prompt_tokens)
         data = [
             {"object": "embedding", "index": index, "embedding": _written(vector, fields)}
             for index, vector in enumerate(found.vectors)
