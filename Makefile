@@ -3,7 +3,7 @@ ARGS ?=
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check format protos lock test-slow test-compose bench clean
+.PHONY: help setup run test check format protos lock test-slow test-browser test-compose bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -39,6 +39,9 @@ lock: setup ## pin the dependencies again; ARGS=--upgrade takes the newest versi
 test-slow: setup ## the tests that take minutes: outages under load, a million blocks, many random histories
 	@scripts/redis.sh
 	@PATH="$(CURDIR)/.venv/bin:$(CURDIR)/.venv/opt/redis/bin:$$PATH" pytest -m slow $(ARGS)
+
+test-browser: setup ## drive the live view in Chromium (apt-get install chromium, or CHROMIUM=path); no network
+	@.venv/bin/pytest -m browser tests/browser $(ARGS)
 
 test-compose: setup ## build the images, start deploy/compose and check it under load (needs Docker)
 	@.venv/bin/pytest -m compose tests/compose $(ARGS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import deque
 from collections.abc import Awaitable
 from math import inf
@@ -22,6 +23,8 @@ from services.gateway.http.rate_headers import rate_headers
 
 OPEN_PATHS = frozenset(("/health", "/ready", "/metrics", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"))
 """Served to everybody: they say nothing of a model or a client."""
+LIVE_PAGE = re.compile(r"/ui(/[^/]*)?")
+"""The same: the live view's page and its files. What it shows is below /ui/data, and is not."""
 
 BYTES_OF_COST_ONE = 16_384
 WAIT_SHARE = 0.5
@@ -39,7 +42,7 @@ class Admission:
         self._gate = gate
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+        if scope["type"] != "http" or _open(scope["path"]):
             await self._app(scope, receive, send)
             return
         ears = _Ears(receive)
@@ -123,3 +126,7 @@ class _Ears:
                 return
             if message.get("more_body"):  # the rest stays with the network until it is this request's turn
                 await asyncio.get_running_loop().create_future()
+
+
+def _open(path: str) -> bool:
+    return path in OPEN_PATHS or LIVE_PAGE.fullmatch(path) is not None
