@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from starlette.requests import Request
 from starlette.responses import Response
 
-from services.common.errors import SluiceError
-from services.common.packing import unpack_u32
+from services.common.errors import ErrorKind, SluiceError
 from services.common.tasks import TaskOwner
 from services.gateway.clients.pieces import TokenPieces
 from services.gateway.generation import GenerationRequest
@@ -98,6 +97,8 @@ class Conductor:
     async def _start(
         self, request: GenerationRequest, turn: StreamedTurn | CollectedTurn, respell: Respell
     ) -> Generation:
+        if self.pipeline.only_asks():
+            raise respell(_only_asked())
         shows = request.logprobs is not None
         sink = Annotator(turn, self._pieces, request.model, self._tasks) if shows else turn
         try:
@@ -105,5 +106,14 @@ class Conductor:
         except SluiceError as error:
             raise respell(error) from None
         if isinstance(sink, Annotator):
-            sink.begin(generation.streams[0].tokens, unpack_u32(generation.prompt.token_ids))
+            sink.begin(generation.streams[0].tokens, generation.prompt_ids)
         return generation
+
+
+def _only_asked() -> SluiceError:
+    return SluiceError(
+        ErrorKind.FAILED_PRECONDITION,
+        "Nothing is run for this request (query-only): /v1/chat/completions and /v1/completions answer which worker "
+        "would be chosen.",
+        code="query_only",
+    )

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from services.common import telemetry
 from services.common.errors import SluiceError
 from services.gateway.generation import Finish, PositionLogprobs
 from services.gateway.http.event_stream import EventStream
@@ -166,6 +167,7 @@ class StreamedTurn(Turn):
         told = self._told()
         events, self._ready = self._ready + told + self._opening(), b""
         if self._error is not None:
+            telemetry.failed(self._error)
             return events + self._teller.failure(self._error, self.counts)
         if self._finish is not None:
             finish, self._finish = self._finish, None
