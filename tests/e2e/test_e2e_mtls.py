@@ -25,6 +25,7 @@ from services.common.errors import ErrorKind, SluiceError
 from services.common.grpc_errors import from_rpc_error
 from services.common.settings import TlsSettings
 from services.common.tls import channel_credentials
+from services.gateway.admission import keys
 from sluice.cli.certs import Options, make
 from sluice.v1 import router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tests.support.authority import Authority
@@ -49,6 +50,8 @@ class Guarded:
     tokens: Path
     audit: Path
     secrets: dict[str, str]
+    key: str
+    key_id: str
 
     def write_tokens(self, *generations: dict[str, str]) -> None:
         """What every service accepts from now on."""
@@ -72,7 +75,7 @@ class Guarded:
     @asynccontextmanager
     async def http(self) -> AsyncIterator[httpx.AsyncClient]:
         context = ssl.create_default_context(cafile=str(self.certificates / "ca.pem"))
-        key = {"authorization": f"Bearer {MARK}-key", "x-api-key": f"{MARK}-key"}
+        key = {"authorization": f"Bearer {self.key}"}
         async with httpx.AsyncClient(
             base_url=self.suite.url, verify=context, timeout=60, trust_env=False, headers=key
         ) as http:
@@ -91,8 +94,17 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     env = {f"SLUICE_{name.upper()}_PEER_TOKEN_FILE": str(folder / "tokens" / name) for name in CALLERS}
     env |= {f"SLUICE_{name.upper()}_TOKENS_FILE": str(folder / "tokens" / "accepted") for name in GRPC_SERVICES}
     env |= {"SLUICE_GATEWAY_AUDIT_LOG": str(folder / "audit.jsonl"), "SLUICE_GATEWAY_REQUEST_TIMEOUT_S": "60"}
+    env["SLUICE_GATEWAY_API_KEYS_FILE"] = str(folder / "keys.json")
+    shown, record = keys.create("tests")
+    keys.write(folder / "keys.json", [record])
     held = Guarded(
-        Suite.__new__(Suite), folder / "certificates", folder / "tokens", folder / "audit.jsonl", new_tokens()
+        Suite.__new__(Suite),
+        folder / "certificates",
+        folder / "tokens",
+        folder / "audit.jsonl",
+        new_tokens(),
+        shown,
+        record.id,
     )
     held.write_tokens(held.secrets)
     held.show_tokens(held.secrets)
@@ -262,6 +274,7 @@ async def test_every_request_is_in_the_audit_log(guarded: Guarded) -> None:
         body = {"model": MODEL, "max_tokens": 7, "ignore_eos": True, "messages": messages}
         answer = (await http.post("/v1/chat/completions", json=body)).json()
         await http.post("/v1/chat/completions", json={**body, "model": "unknown"})
+        await http.post("/v1/chat/completions", json=body, headers={"authorization": f"Bearer {MARK}-key"})
         await http.get("/health")
 
         async def written() -> dict[str, dict[str, object]]:
@@ -271,7 +284,7 @@ async def test_every_request_is_in_the_audit_log(guarded: Guarded) -> None:
 
         for _ in range(200):
             entries = await written()
-            if "model_not_found" in entries and entries["completed"]["request_id"] == answer["id"]:
+            if "invalid_api_key" in entries and entries["completed"]["request_id"] == answer["id"]:
                 break
         completed = entries["completed"]
         assert completed["request_id"] == answer["id"]
@@ -279,7 +292,9 @@ async def test_every_request_is_in_the_audit_log(guarded: Guarded) -> None:
         assert completed["prompt_tokens"] == answer["usage"]["prompt_tokens"]
         assert completed["path"] == "/v1/chat/completions"
         assert str(completed["workers"]).startswith("['worker-")
+        assert completed["key"] == guarded.key_id
         assert entries["model_not_found"]["status"] == 404
+        assert entries["invalid_api_key"]["status"] == 401
         assert {"request", "answer"}.isdisjoint(completed)
 
 
@@ -311,4 +326,5 @@ async def test_no_log_holds_a_prompt_a_key_or_a_token(guarded: Guarded) -> None:
         await asyncio.sleep(1)
     said = [*guarded.suite.output, *(await asyncio.to_thread(guarded.audit.read_text)).splitlines()]
     assert any("DEBUG" in line for line in said)
+    assert [line for line in said if guarded.key.partition(f"{guarded.key_id}-")[2] in line] == []
     assert [line for line in said if MARK in line and f"/v1/models/{MARK}" not in line] == []
