@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 import yaml
 
 from services.common.health import LIVE
-from services.common.settings import ServiceSettings
+from services.common.settings import SECRETS_DIR, ServiceSettings
 from services.gateway.settings import GatewaySettings
 from services.postprocess.settings import PostprocessSettings
 from services.preprocess.settings import PreprocessSettings
@@ -54,12 +55,14 @@ Object = dict[str, Any]
 
 @cache
 def rendered(overlay: str) -> list[Object]:
+    return kustomize(KUBERNETES / "overlays" / overlay)
+
+
+def kustomize(folder: Path) -> list[Object]:
     kubectl = shutil.which("kubectl")
     if kubectl is None:
         pytest.skip("kubectl is not on this machine, and no package registry has one: overlays are not checked")
-    made = subprocess.run(
-        [kubectl, "kustomize", str(KUBERNETES / "overlays" / overlay)], capture_output=True, text=True, timeout=60
-    )
+    made = subprocess.run([kubectl, "kustomize", str(folder)], capture_output=True, text=True, timeout=60)
     assert made.returncode == 0, made.stderr
     return [item for item in yaml.safe_load_all(made.stdout) if item]
 
@@ -75,6 +78,11 @@ def workloads(overlay: str) -> list[Object]:
 def pod_labels(workload: Object) -> dict[str, str]:
     labels: dict[str, str] = workload["spec"]["template"]["metadata"]["labels"]
     return labels
+
+
+def replicas_of(workload: Object) -> int | None:
+    count: int | None = workload["spec"].get("replicas")
+    return count
 
 
 def container_of(workload: Object) -> Object:
@@ -157,6 +165,21 @@ def test_every_service_scales_and_survives_a_drain_of_its_node(overlay: str) -> 
     for workload in of_kind(overlay, "Deployment"):
         assert workload["metadata"]["name"] in guarded
         assert workload["metadata"]["name"] in scaled or (overlay, name_of(workload)) == ("mock", "worker")
+        # A number in the manifest would undo the autoscaler's work with every apply.
+        assert (replicas_of(workload) is None) is (workload["metadata"]["name"] in scaled)
+        # Callers look names up every two seconds, DNS keeps an answer for five.
+        assert workload["spec"]["minReadySeconds"] >= 10
+
+
+def test_custom_metrics_of_autoscalers_exist() -> None:
+    asked = {
+        metric["pods"]["metric"]["name"]
+        for scaler in of_kind("production", "HorizontalPodAutoscaler")
+        for metric in scaler["spec"]["metrics"]
+        if metric["type"] == "Pods"
+    }
+    assert asked
+    assert asked <= set(re.findall(r"`(sluice_\w+)`", (ROOT / "docs/metrics.md").read_text()))
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
@@ -170,14 +193,15 @@ def test_probes_hit_real_endpoints(overlay: str) -> None:
         for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
             probe = container[kind]
             if name == "gateway":
-                assert probe["httpGet"]["path"] in GATEWAY_PATHS
+                # What is behind the gateway comes and goes: a restart of the gateway would not help.
+                assert probe["httpGet"]["path"] == ("/ready" if kind == "readinessProbe" else "/health")
                 assert probe["httpGet"]["port"] in ports_of(workload)
             elif "grpc" in probe:
                 assert probe["grpc"]["port"] == ports_of(workload)["grpc"]
                 assert probe["grpc"].get("service", "") == (LIVE if kind == "livenessProbe" else "")
             else:
                 command = probe["exec"]["command"]
-                assert command[:3] == ["python", "-m", "services.common.probe"]
+                assert command[:3] == ["python3" if name == "worker" else "python", "-m", "services.common.probe"]
                 assert command[3:6] == [f"127.0.0.1:{ports_of(workload)['grpc']}", "--service", name]
                 assert ("--live" in command) is (kind == "livenessProbe")
                 assert probe["timeoutSeconds"] > 3  # the probe's own limit, and a Python to start
@@ -208,7 +232,23 @@ def test_every_variable_is_a_setting_and_its_value_is_accepted(overlay: str, mon
                     patched.setenv(key, value)
             loaded = settings.load([])
         grace_s = workload["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
-        assert grace_s > loaded.drain_s + getattr(loaded, "grace_s", 0) + 5
+        assert grace_s > before_stop_s(workload) + loaded.drain_s + getattr(loaded, "grace_s", 0) + 5
+
+
+def before_stop_s(workload: Object) -> float:
+    """How long a pod that is told to stop goes on as before."""
+    hook = container_of(workload).get("lifecycle", {}).get("preStop")
+    if hook is None:
+        return 0
+    command, seconds = hook["exec"]["command"]
+    assert command == "sleep"
+    return float(seconds)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_a_gateway_goes_on_until_nobody_sends_it_new_connections(overlay: str) -> None:
+    (gateway,) = [one for one in workloads(overlay) if name_of(one) == "gateway"]
+    assert before_stop_s(gateway) >= 5
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
@@ -223,6 +263,103 @@ def test_no_secret_stands_in_a_config_map_and_every_secret_is_named(overlay: str
             if "secret" in volume:
                 assert volume["secret"]["secretName"].startswith("sluice-")
                 assert volume["secret"]["defaultMode"] == 0o440
+            if "projected" in volume:
+                assert volume["projected"]["defaultMode"] == 0o440
+                assert all(source["secret"]["name"].startswith("sluice-") for source in volume["projected"]["sources"])
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_secret_files_lie_where_settings_look_for_them(overlay: str) -> None:
+    for workload in of_kind(overlay, "Deployment"):
+        mounts = {mount["name"]: mount["mountPath"] for mount in container_of(workload)["volumeMounts"]}
+        assert mounts["secrets"] == str(SECRETS_DIR)
+        volumes = {volume["name"]: volume for volume in workload["spec"]["template"]["spec"]["volumes"]}
+        sources = [source["secret"] for source in volumes["secrets"]["projected"]["sources"]]
+        own, *others = sources
+        assert own == {"name": f"sluice-{name_of(workload)}", "optional": True}
+        assert others == ([{"name": "sluice-redis"}] if name_of(workload) == "router" else [])
+
+
+def test_who_reaches_workers_by_address_knows_the_name_in_their_certificates() -> None:
+    (certificate,) = [one for one in of_kind("production", "Certificate") if one["metadata"]["name"] == "sluice-worker"]
+    for workload in of_kind("production", "Deployment"):
+        name = name_of(workload)
+        calls_workers = any(source == name and target == "worker" for source, target, _ in ARROWS)
+        told = environment("production", workload).get(f"SLUICE_{name.upper()}_TLS_WORKER_NAME")
+        assert told == ("worker" if calls_workers else None)
+    assert "worker" in certificate["spec"]["dnsNames"]
+
+
+def test_the_alert_rules_are_those_of_the_source() -> None:
+    (rule,) = of_kind("production", "PrometheusRule")
+    source = yaml.safe_load((ROOT / "deploy/observability/rules/sluice.yaml").read_text())
+    maker = "deploy/kubernetes/components/monitoring/make_rules.py"
+    assert rule["spec"] == source, f"run python {maker}"
+
+
+def test_prometheus_scrapes_every_service_under_a_name_that_the_rules_know() -> None:
+    (monitor,) = of_kind("production", "ServiceMonitor")
+    (endpoint,) = monitor["spec"]["endpoints"]
+    scraped = {
+        service["metadata"]["name"]
+        for service in of_kind("production", "Service")
+        if matches(monitor["spec"]["selector"], service["metadata"]["labels"])
+        and endpoint["port"] in {port["name"] for port in service["spec"]["ports"]}
+    }
+    assert scraped == SETTINGS.keys()
+    (relabeling,) = endpoint["relabelings"]
+    job = re.escape(relabeling["replacement"]).replace(re.escape("$1"), ".*")
+    rules = (ROOT / "deploy/observability/rules/sluice.yaml").read_text()
+    for pattern in re.findall(r'job=~"([^"]*)"', rules):
+        assert re.fullmatch(pattern, job.replace(".*", "gateway").replace("\\", "")), pattern
+
+
+def test_every_dashboard_is_a_config_map_for_grafana() -> None:
+    found = {
+        name: text
+        for item in of_kind("production", "ConfigMap")
+        if item["metadata"].get("labels", {}).get("grafana_dashboard") == "1"
+        for name, text in item["data"].items()
+    }
+    wanted = {file.name: file.read_text() for file in (ROOT / "deploy/observability/dashboards").glob("*.json")}
+    assert found == wanted
+
+
+def _with_components(folder: Path, *components: str) -> list[Object]:
+    """The mock overlay with components it does not use itself."""
+
+    def relative(path: Path) -> str:
+        return os.path.relpath(path, folder)
+
+    content = {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "resources": [relative(KUBERNETES / "overlays/mock")],
+        "components": [relative(KUBERNETES / "components" / name) for name in components],
+    }
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump(content))
+    return kustomize(folder)
+
+
+def test_models_may_come_from_a_volume(tmp_path: Path) -> None:
+    objects = _with_components(tmp_path, "model-volume")
+    (worker,) = [one for one in objects if one["kind"] == "Deployment" and name_of(one) == "worker"]
+    kubernetes_validate.validate(worker, kubernetes_validate.latest_version(), strict=True)
+    volumes = {volume["name"]: volume for volume in worker["spec"]["template"]["spec"]["volumes"]}
+    claim = {"claimName": "sluice-models", "readOnly": True}
+    assert volumes["models"] == {"name": "models", "persistentVolumeClaim": claim}
+
+
+def test_tokens_are_files_of_every_service(tmp_path: Path) -> None:
+    objects = _with_components(tmp_path, "tokens")
+    for workload in (one for one in objects if one["kind"] == "Deployment"):
+        name = name_of(workload)
+        kubernetes_validate.validate(workload, kubernetes_validate.latest_version(), strict=True)
+        given = {one["name"]: one.get("value", "") for one in container_of(workload)["env"]}
+        settings = {key.removeprefix(f"SLUICE_{name.upper()}_").lower(): value for key, value in given.items()}
+        assert settings["peer_token_file"] == str(SECRETS_DIR / "token")
+        assert settings.get("tokens_file") == (None if name == "gateway" else str(SECRETS_DIR / "tokens"))
+        assert {"peer_token_file", "tokens_file"} & settings.keys() <= SETTINGS[name].model_fields.keys()
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)

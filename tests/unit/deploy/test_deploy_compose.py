@@ -1,0 +1,172 @@
+"""deploy/compose as files: settings are real, images are pinned, profiles fit together, Grafana finds its sources."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import yaml
+
+from services.common.settings import ServiceSettings
+from services.gateway.settings import GatewaySettings
+from services.postprocess.settings import PostprocessSettings
+from services.preprocess.settings import PreprocessSettings
+from services.router.settings import RouterSettings
+from services.worker.settings import WorkerSettings
+from tests.support.promql import run_promtool
+
+ROOT = Path(__file__).resolve().parents[3]
+COMPOSE = ROOT / "deploy/compose"
+OBSERVABILITY = ROOT / "deploy/observability"
+SETTINGS: dict[str, type[ServiceSettings]] = {
+    "gateway": GatewaySettings,
+    "preprocess": PreprocessSettings,
+    "router": RouterSettings,
+    "postprocess": PostprocessSettings,
+    "worker": WorkerSettings,
+    "worker-vllm": WorkerSettings,
+    "worker-sglang": WorkerSettings,
+}
+PROFILES = {"balancer", "redis-ha", "observability", "gpu", "gpu-sglang"}
+VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^}]*))?\}")
+
+
+def suite() -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load((COMPOSE / "compose.yaml").read_text())
+    return found
+
+
+def defaulted(text: str) -> str:
+    """A value with every variable at its default."""
+    return VARIABLE.sub(lambda match: match[2] or "", text)
+
+
+def env_file(name: str) -> dict[str, str]:
+    lines = (COMPOSE / f"{name}.env").read_text().splitlines()
+    return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
+
+
+@pytest.mark.parametrize("service", SETTINGS)
+def test_every_variable_of_a_service_is_a_setting_and_its_value_is_accepted(
+    service: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix = f"SLUICE_{service.partition('-')[0].upper()}_"
+    settings = SETTINGS[service]
+    given = suite()["services"][service]["environment"]
+    for name, value in given.items():
+        if name == "HF_TOKEN":
+            continue
+        assert name.startswith(prefix)
+        assert name.removeprefix(prefix).lower() in settings.model_fields
+        if value is not None:
+            monkeypatch.setenv(name, defaulted(str(value)))
+    assert settings.load([]).drain_s < 20, "the containers are killed after 20 s"
+
+
+def test_profiles_have_a_file_each_that_switches_them_on_and_sets_variables_that_are_used() -> None:
+    text = (COMPOSE / "compose.yaml").read_text()
+    used = {profile for service in suite()["services"].values() for profile in service.get("profiles", ())}
+    assert used == PROFILES == {file.stem for file in COMPOSE.glob("*.env")}
+    for profile in PROFILES:
+        variables = env_file(profile)
+        # What other files have switched on stays on.
+        assert variables.pop("COMPOSE_PROFILES") == "${COMPOSE_PROFILES:+${COMPOSE_PROFILES-},}" + profile
+        assert variables
+        assert all(f"${{{name}" in text for name in variables), variables
+
+
+def test_the_failover_profile_sends_routers_to_the_sentinels(monkeypatch: pytest.MonkeyPatch) -> None:
+    url = env_file("redis-ha")["SLUICE_ROUTER_REDIS_URL"]
+    assert urlsplit(url).scheme == "redis+sentinel"
+    services = suite()["services"]
+    assert urlsplit(url).hostname in services
+    monitored = re.search(r"^sentinel monitor (\S+) ", (COMPOSE / "redis/sentinel.sh").read_text(), re.MULTILINE)
+    assert monitored is not None
+    assert urlsplit(url).path.split("/")[1] == monitored[1]
+    assert services["sentinel"]["scale"] >= 3
+    assert services["router"]["depends_on"]["sentinel"] == {"condition": "service_healthy", "required": False}
+
+
+def test_containers_have_no_rights_they_do_not_need() -> None:
+    for name, service in suite()["services"].items():
+        assert service["read_only"] is True, name
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert name in SETTINGS or not service["user"].startswith("0"), name
+        for port in service.get("ports", ()):
+            assert defaulted(port).startswith("127.0.0.1:"), name
+
+
+def test_images_are_ours_or_public_ones_with_a_version() -> None:
+    targets = set(re.findall(r"^FROM \S+ AS (\S+)", (ROOT / "deploy/docker/Dockerfile").read_text(), re.MULTILINE))
+    for name, service in suite()["services"].items():
+        image = defaulted(service["image"])
+        if "build" in service:
+            assert service["build"]["target"] in targets
+            assert image == f"sluice-{service['build']['target']}:local"
+        else:
+            assert re.fullmatch(r"[a-z/]+:v?\d[\d.]*", image), name
+            assert re.match(r"\$\{SLUICE_[A-Z]+_IMAGE:-", service["image"]), name
+
+
+def test_gpu_workers_reserve_their_devices_and_can_load_what_the_engine_compiles() -> None:
+    for name in ("worker-vllm", "worker-sglang"):
+        service = suite()["services"][name]
+        (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+        assert device["capabilities"] == ["gpu"]
+        assert defaulted(device["device_ids"][0]) == "0"
+        assert service["tmpfs"] == ["/tmp:exec"]
+        assert "shm_size" in service
+
+
+def test_prometheus_scrapes_every_service_and_loads_the_rules() -> None:
+    config = yaml.safe_load((COMPOSE / "observability/prometheus.yaml").read_text())
+    names = {name for job in config["scrape_configs"] for one in job["dns_sd_configs"] for name in one["names"]}
+    assert names == SETTINGS.keys()
+    mounts = suite()["services"]["prometheus"]["volumes"]
+    assert "../observability/rules:/etc/prometheus/rules:ro" in mounts
+    assert config["rule_files"] == ["/etc/prometheus/rules/sluice.yaml"]
+    assert (OBSERVABILITY / "rules/sluice.yaml").exists()
+    jobs = {job["job_name"] for job in config["scrape_configs"]}
+    wanted = re.findall(r'job=~"([^"]*)"', (OBSERVABILITY / "rules/sluice.yaml").read_text())
+    assert wanted
+    assert all(re.fullmatch(pattern, job) for pattern in wanted for job in jobs)
+
+
+def test_promtool_accepts_the_configuration() -> None:
+    done = run_promtool("check", "config", "--syntax-only", str(COMPOSE / "observability/prometheus.yaml"))
+    assert done.returncode == 0, done.stderr
+
+
+def test_grafanas_provisioning_points_at_what_is_there() -> None:
+    services = suite()["services"]
+    folder = COMPOSE / "observability/grafana"
+    sources = yaml.safe_load((folder / "datasources/sluice.yaml").read_text())
+    assert sources["apiVersion"] == 1
+    ports = {"prometheus": 9090, "traces": 16686}
+    for source in sources["datasources"]:
+        url = urlsplit(source["url"])
+        assert url.hostname in services
+        assert url.port == ports[url.hostname]
+    assert [source["type"] for source in sources["datasources"] if source.get("isDefault")] == ["prometheus"]
+
+    (provider,) = yaml.safe_load((folder / "dashboards/sluice.yaml").read_text())["providers"]
+    mounts = dict(mount.removesuffix(":ro").split(":") for mount in services["grafana"]["volumes"])
+    assert mounts["./observability/grafana"] == "/etc/grafana/provisioning"
+    assert mounts["../observability/dashboards"] == provider["options"]["path"]
+
+
+def test_every_dashboard_takes_the_source_that_is_provisioned() -> None:
+    found = [json.loads(file.read_text()) for file in (OBSERVABILITY / "dashboards").glob("*.json")]
+    assert found
+    for dashboard in found:
+        # A variable of the type of the default source chooses that one.
+        chosen = [one for one in dashboard["templating"]["list"] if one["type"] == "datasource"]
+        assert [(one["name"], one["query"]) for one in chosen] == [("datasource", "prometheus")]
+        for panel in dashboard["panels"]:
+            for target in panel.get("targets", ()):
+                assert target["datasource"]["uid"] == "${datasource}"
