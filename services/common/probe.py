@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import ssl
 import sys
 import urllib.error
 import urllib.request
@@ -27,7 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m services.common.probe", description=__doc__)
     parser.add_argument("address", help="host:port of a gRPC service, or a URL that answers 2xx when ready")
     parser.add_argument(
-        "--service", default="", help="use this service's SLUICE_<SERVICE>_TLS_* variables; unset means plain text"
+        "--service",
+        default="",
+        help="use this service's SLUICE_<SERVICE>_TLS_* or _HTTPS_* variables; unset means plain text",
     )
     parser.add_argument("--server-name", default="", help="name in the service's certificate; default: --service")
     parser.add_argument(
@@ -35,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     arguments = parser.parse_args(argv)
     if arguments.address.startswith(("http://", "https://")):
-        problem = probe_http(arguments.address)
+        problem = probe_http(arguments.address, arguments.service)
     else:
         name = arguments.server_name or arguments.service
         problem = probe_grpc(arguments.address, arguments.service, name, "live" if arguments.live else "")
@@ -44,17 +47,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if problem else 0
 
 
-def probe_http(url: str) -> str:
-    """What keeps `url` from being ready; empty when nothing does."""
+def probe_http(url: str, service: str = "") -> str:
+    """What keeps `url` from being ready; empty when nothing does.
+
+    Args:
+        service: whose HTTPS variables apply to an https:// address; empty: what the machine trusts.
+    """
     # A proxy of the environment is for the world outside, never for the container's own port.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
     try:
+        if (context := _https_context(service)) is not None:
+            handlers.append(urllib.request.HTTPSHandler(context=context))
+        opener = urllib.request.build_opener(*handlers)
         with opener.open(url, timeout=TIMEOUT_S):
             return ""
     except urllib.error.HTTPError as error:
         return f"answers {error.code}"
     except OSError as error:
         return f"cannot be reached: {getattr(error, 'reason', error)}"
+
+
+def _https_context(service: str) -> ssl.SSLContext | None:
+    """The server must hold the service's own certificate, whatever name it is asked by, and is shown the same."""
+    certificate = os.environ.get(f"SLUICE_{service.upper()}_HTTPS_CERT", "")
+    if not certificate:
+        return None
+    context = ssl.create_default_context(cafile=certificate)
+    context.check_hostname = False
+    context.verify_flags |= ssl.VerifyFlags.VERIFY_X509_PARTIAL_CHAIN
+    context.load_cert_chain(certificate, os.environ.get(f"SLUICE_{service.upper()}_HTTPS_KEY"), password=lambda: "")
+    return context
 
 
 def probe_grpc(address: str, service: str, server_name: str, checked: str = "") -> str:
