@@ -24,6 +24,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+keys_app = typer.Typer(help="API keys of the gateway.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(keys_app, name="keys")
+_KeysFile = Annotated[
+    Path, typer.Option("--file", envvar="SLUICE_GATEWAY_API_KEYS_FILE", help="where the keys are kept, as hashes")
+]
+
 # Typer carries its own copy of click in some versions: this is the base of its errors in all of them.
 _CommandLineError = cast(type[Exception], typer.BadParameter.__mro__[2])
 
@@ -286,6 +292,48 @@ def certs_command(
 
 
 operating.add_to(app)
+
+
+@keys_app.command("create")
+def keys_create(
+    name: Annotated[str, typer.Argument(help="whose key it is, for people")],
+    file: _KeysFile,
+    requests_per_minute: Annotated[int, typer.Option(help="0: no limit")] = 0,
+    tokens_per_minute: Annotated[int, typer.Option(help="of prompts and answers together; 0: no limit")] = 0,
+    concurrency: Annotated[int, typer.Option(help="requests at once; 0: no limit")] = 0,
+    model: Annotated[list[str] | None, typer.Option(help="a model it may use, repeated; none: all")] = None,
+    priority: Annotated[int, typer.Option(help="0 to 9; higher ones leave the line first")] = 0,
+    weight: Annotated[int, typer.Option(help="1 to 100; its share of the line")] = 1,
+) -> None:
+    """Make a key and print it; it cannot be shown again."""
+    from sluice.cli import keys
+
+    limits = {
+        "requests_per_minute": requests_per_minute,
+        "tokens_per_minute": tokens_per_minute,
+        "concurrency": concurrency,
+        "models": model or [],
+        "priority": priority,
+        "weight": weight,
+    }
+    typer.echo(keys.create(file, name, **limits))
+
+
+@keys_app.command("list")
+def keys_list(file: _KeysFile) -> None:
+    """List the keys and their limits."""
+    from sluice.cli import keys
+
+    keys.show(file, Console(highlight=False))
+
+
+@keys_app.command("revoke")
+def keys_revoke(key: Annotated[str, typer.Argument(help="its id")], file: _KeysFile) -> None:
+    """Make a key invalid; gateways notice within a second."""
+    from sluice.cli import keys
+
+    revoked = keys.revoke(file, key)
+    typer.echo(f"{revoked.id} ({revoked.name}) is revoked")
 
 
 def main() -> NoReturn:

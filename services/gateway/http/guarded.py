@@ -38,6 +38,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self._header_bytes = 0
+        self._unparsed_bytes = 0
         self._headers_due: asyncio.TimerHandle | None = None
         self._leaving = False
         self._refused = False
@@ -59,6 +60,10 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._headers_due is None and (self.cycle is None or self.cycle.response_complete):
             self._await_headers()
         super().data_received(data)
+        if self._headers_due is not None:  # of a line that has no end yet the parser says nothing
+            self._unparsed_bytes += len(data)
+            if self._unparsed_bytes > self.bounds.header_bytes:
+                self._refuse_headers()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -108,9 +113,13 @@ class GuardedProtocol(HttpToolsProtocol):
     def _count(self, more: int) -> None:
         self._header_bytes += more
         if self._header_bytes > self.bounds.header_bytes or len(self.headers) >= MOST_HEADERS:
-            self._refuse(431, f"Headers are bounded to {self.bounds.header_bytes} bytes and {MOST_HEADERS} lines.")
+            self._refuse_headers()
+
+    def _refuse_headers(self) -> None:
+        self._refuse(431, f"Headers are bounded to {self.bounds.header_bytes} bytes and {MOST_HEADERS} lines.")
 
     def _await_headers(self) -> None:
+        self._unparsed_bytes = 0
         self._headers_due = self.loop.call_later(self.bounds.header_timeout_s, self._too_slow)
 
     def _headers_came(self) -> None:

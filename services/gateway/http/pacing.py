@@ -26,7 +26,7 @@ class Pacer:
     """
 
     def __init__(self, silence: Watch | None = None) -> None:
-        self.silence = silence or Watch()
+        self.silence = Watch() if silence is None else silence
         self._loop = asyncio.get_running_loop()
         self._due: list[Callable[[], None]] = []
         self._scheduled = False

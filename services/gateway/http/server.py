@@ -79,6 +79,7 @@ class HttpServer:
             access_log=False,
             server_header=False,
             date_header=False,
+            proxy_headers=False,  # nothing here asks who the client is, and nobody is trusted to say it
             timeout_keep_alive=keep_alive_s,
             timeout_graceful_shutdown=max(1, round(drain_s)),
             backlog=4096,
