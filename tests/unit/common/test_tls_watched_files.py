@@ -1,0 +1,106 @@
+"""Files that are replaced while they are watched: in one step, in several, badly, and by many readers at once."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from services.common import watched
+from services.common.errors import ErrorKind, SluiceError
+from services.common.watched import WatchedFiles
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watched, "LOOK_EVERY_S", 0.0)
+
+
+def pair(folder: Path) -> WatchedFiles[str]:
+    """Two files that must say the same, as a certificate and its key must belong together."""
+
+    def load() -> str:
+        try:
+            left, right = ((folder / name).read_text() for name in ("left", "right"))
+        except OSError as error:
+            raise SluiceError(ErrorKind.FAILED_PRECONDITION, f"It cannot be read: {error.strerror}.") from error
+        if left != right:
+            raise SluiceError(ErrorKind.FAILED_PRECONDITION, "They do not fit.")
+        return left
+
+    return WatchedFiles("the pair", [folder / "left", folder / "right"], load)
+
+
+def write(path: Path, text: str) -> None:
+    fresh = path.with_suffix(".fresh")
+    fresh.write_text(text)
+    os.replace(fresh, path)
+
+
+def test_a_folder_behind_a_link_is_swapped_in_one_step(tmp_path: Path) -> None:
+    """As Kubernetes replaces the files of a Secret."""
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        for side in ("left", "right"):
+            (tmp_path / name / side).write_text(name)
+    link = tmp_path / "now"
+    link.symlink_to(tmp_path / "one")
+    files = pair(link)
+    assert files.value == "one"
+    (tmp_path / "fresh").symlink_to(tmp_path / "two")
+    os.replace(tmp_path / "fresh", link)
+    assert files.value == "two"
+    assert files.generation == 2
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps=st.lists(st.tuples(st.sampled_from(["left", "right"]), st.sampled_from(["a", "b", "c", ""])), max_size=12))
+def test_the_value_is_always_one_that_fitted(
+    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, str]]
+) -> None:
+    folder = tmp_path_factory.mktemp("pair")
+    for side in ("left", "right"):
+        write(folder / side, "a")
+    files, expected = pair(folder), "a"
+    now: dict[str, str | None] = {"left": "a", "right": "a"}
+    for side, text in steps:
+        if text:
+            write(folder / side, text)
+        else:
+            (folder / side).unlink(missing_ok=True)
+        now[side] = text or None
+        if now["left"] == now["right"] and now["left"] is not None:
+            expected = now["left"]
+        assert files.value == expected
+
+
+def test_what_is_wrong_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for side in ("left", "right"):
+        write(tmp_path / side, "a")
+    files = pair(tmp_path)
+    write(tmp_path / "left", "b")
+    for _ in range(20):
+        assert files.value == "a"
+    assert [record.message for record in caplog.records] == ["They do not fit. What was read before stays valid."]
+    (tmp_path / "left").unlink()
+    for _ in range(20):
+        assert files.value == "a"
+    assert len(caplog.records) == 2
+
+
+def test_many_threads_see_whole_values(tmp_path: Path) -> None:
+    for side in ("left", "right"):
+        write(tmp_path / side, "0")
+    files = pair(tmp_path)
+    with ThreadPoolExecutor(8) as readers:
+        running = [readers.submit(lambda: [files.value for _ in range(300)]) for _ in range(8)]
+        for number in range(1, 40):
+            for side in ("left", "right"):
+                write(tmp_path / side, str(number))
+        seen = [[int(value) for value in each.result()] for each in running]
+    assert all(each == sorted(each) for each in seen)
+    assert files.value == "39"
