@@ -31,9 +31,9 @@ from services.gateway.http.timeouts import RequestDeadlines
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.openai.embeddings import EmbeddingEndpoints
 from services.gateway.openai.endpoints import OpenAIEndpoints
+from services.gateway.openai.responses.building import build_store
 from services.gateway.openai.responses.endpoints import ResponsesEndpoints
 from services.gateway.openai.responses.routes import add_responses
-from services.gateway.openai.responses.store import MemoryStore
 from services.gateway.openai.tokens import TokenEndpoints
 from services.gateway.parity import Parity
 from services.gateway.pipeline import build_pipeline
@@ -90,7 +90,7 @@ async def serve(settings: GatewaySettings, stop: Stop) -> None:
     pieces = TokenPieces(fleet.postprocess)
     openai = OpenAIEndpoints(pipeline, settings, pacer, parity, pieces)
     conductor = Conductor(pipeline, settings, pacer, pieces)
-    kept = MemoryStore(settings.responses_kept, settings.responses_kept_mb << 20, settings.responses_kept_s)
+    kept = build_store(settings, tasks)
     readiness = Readiness(preprocess, router, catalogue, fleet, settings.pipeline.services)
     app = create_app(
         openai,
@@ -137,6 +137,7 @@ async def serve(settings: GatewaySettings, stop: Stop) -> None:
     ending.cancel()
     await router.flush_reports(LAST_REPORTS_S)
     await tasks.close()
+    await kept.close()
     close_audit()
     await gate.close()
     for replicas in replica_sets:

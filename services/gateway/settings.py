@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, SecretStr, model_validator
 from pydantic_core import PydanticCustomError
 
 from services.common.access import RouterTokenSettings
@@ -94,6 +94,11 @@ class GatewaySettings(HttpSettings, AuditSettings, HttpsSettings, RouterTokenSet
     )
     responses_kept_mb: int = Field(64, ge=1, description="of all of them together, MiB")
     responses_kept_s: float = Field(86_400, gt=0, description="how long a response is kept")
+    responses_redis_url: SecretStr = Field(
+        SecretStr(""),
+        description="where gateways share the responses they keep, the bounds then are those of each API key; empty: "
+        "each gateway keeps its own",
+    )
 
     @property
     def migration_policy(self) -> MigrationPolicy:

@@ -44,6 +44,10 @@ class ResponseStore(ABC):
     async def drop(self, owner: str, response_id: str) -> bool:
         """Forgets a response; whether it was there."""
 
+    async def close(self) -> None:
+        """Gives back what it holds of others."""
+        return
+
 
 class MemoryStore(ResponseStore):
     """In this process.

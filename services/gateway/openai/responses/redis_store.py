@@ -1,0 +1,134 @@
+"""What is kept of responses in Redis, so that every gateway finds what another one answered."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from hashlib import sha1
+from importlib.resources import files
+from typing import Any
+
+from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import NoScriptError, RedisError
+
+from services.common.errors import invalid, unavailable
+from services.common.tasks import TaskOwner
+from services.gateway.openai.responses.store import Kept, ResponseStore
+
+log = logging.getLogger(__name__)
+
+CONNECTIONS = 8
+WAITING = 256
+"""Responses on their way to Redis at once; more are not kept."""
+_FAILURES = (RedisError, OSError)  # TimeoutError is an OSError
+_LENGTH = 8
+
+
+class RedisStore(ResponseStore):
+    """See ResponseStore; the bounds are those of each API key.
+
+    A response can be found here from the moment it is kept, by other gateways once Redis has it.
+
+    Args:
+        url: redis://, rediss:// or unix:// of one server.
+        most: responses of a key.
+        most_bytes: of all of a key's together.
+        longest_s: from keeping to forgetting, seconds.
+        tasks: owns what is on its way.
+        prefix: first part of every key.
+        timeout_s: how long Redis gets to answer.
+
+    Raises:
+        SluiceError: INVALID_ARGUMENT when the URL is none; the error repeats no password.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        most: int,
+        most_bytes: int,
+        longest_s: float,
+        tasks: TaskOwner,
+        prefix: str = "sluice",
+        timeout_s: float = 1.0,
+    ) -> None:
+        options: dict[str, Any] = {
+            "max_connections": CONNECTIONS,
+            "timeout": timeout_s,
+            "socket_timeout": timeout_s,
+            "socket_connect_timeout": timeout_s,
+            "protocol": 2,
+            "retry": Retry(NoBackoff(), 0),
+        }
+        try:
+            pool = BlockingConnectionPool.from_url(url, **options)
+        except ValueError:
+            raise invalid(
+                "responses-redis-url must be redis://host:port/db, rediss://host:port/db or unix:///path.",
+                param="responses-redis-url",
+            ) from None
+        self._redis: Any = Redis.from_pool(pool)
+        self._bounds = (most, most_bytes)
+        self._longest_ms = int(longest_s * 1000)
+        self._tasks = tasks
+        self._prefix = prefix
+        self._timeout_s = timeout_s
+        self._script = files("services.gateway.openai.responses").joinpath("kept.lua").read_text("utf-8")
+        self._sha = sha1(self._script.encode(), usedforsecurity=False).hexdigest()
+        self._waiting: dict[tuple[str, str], Kept] = {}
+
+    def keep(self, owner: str, response_id: str, kept: Kept) -> None:
+        """See ResponseStore; one that cannot be kept is a line in the log."""
+        if len(self._waiting) >= WAITING:
+            log.warning("a response is not kept: too many are on their way to Redis", extra={"response": response_id})
+            return
+        self._waiting[owner, response_id] = kept
+        self._tasks.spawn(self._send(owner, response_id, kept), "keep-response")
+
+    async def _send(self, owner: str, response_id: str, kept: Kept) -> None:
+        value = len(kept.response).to_bytes(_LENGTH, "big") + kept.response + kept.items
+        try:
+            await self._run(owner, "keep", response_id, value, self._longest_ms, *self._bounds)
+        except _FAILURES as error:
+            log.warning("a response is not kept: %s", type(error).__name__, extra={"response": response_id})
+        finally:
+            self._waiting.pop((owner, response_id), None)
+
+    async def find(self, owner: str, response_id: str) -> Kept | None:
+        """See ResponseStore; SluiceError(UNAVAILABLE) while Redis does not answer."""
+        if (waiting := self._waiting.get((owner, response_id))) is not None:
+            return waiting
+        value = await self._asked(owner, "find", response_id, self._longest_ms)
+        if value is None:
+            return None
+        end = _LENGTH + int.from_bytes(value[:_LENGTH], "big")
+        return Kept(value[_LENGTH:end], value[end:])
+
+    async def drop(self, owner: str, response_id: str) -> bool:
+        """See ResponseStore; SluiceError(UNAVAILABLE) while Redis does not answer."""
+        here = self._waiting.pop((owner, response_id), None) is not None
+        return bool(await self._asked(owner, "drop", response_id)) or here
+
+    async def close(self) -> None:
+        """See ResponseStore."""
+        await self._redis.aclose()
+
+    async def _asked(self, owner: str, *arguments: Any) -> Any:
+        try:
+            return await self._run(owner, *arguments)
+        except _FAILURES as error:
+            log.warning("Redis does not tell of a response: %s", type(error).__name__)
+            raise unavailable(
+                "Responses are kept in Redis, which does not answer; try again, or send the conversation as input.",
+                code="store_unavailable",
+            ) from None
+
+    async def _run(self, owner: str, *arguments: Any) -> Any:
+        names = [f"{self._prefix}:responses:{{{owner}}}:{what}" for what in ("values", "times", "bytes")]
+        async with asyncio.timeout(self._timeout_s):
+            try:
+                return await self._redis.evalsha(self._sha, len(names), *names, *arguments)
+            except NoScriptError:
+                return await self._redis.eval(self._script, len(names), *names, *arguments)

@@ -1,0 +1,139 @@
+"""Responses kept in memory and in a real Redis: one set of tests for both, and what happens when Redis is away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from services.common.errors import ErrorKind, SluiceError
+from services.common.tasks import TaskOwner
+from services.gateway.openai.responses.redis_store import RedisStore
+from services.gateway.openai.responses.store import Kept, MemoryStore, ResponseStore
+from tests.support.redis_server import RedisServer
+
+ONE = Kept(b'{"id":"resp_1"}', '[{"text":"Grüße 🚢"}]'.encode())
+Make = Callable[[int, int, float], ResponseStore]
+
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(params=["memory", "redis"])
+async def make(request: pytest.FixtureRequest, redis: RedisServer) -> AsyncIterator[Make]:
+    """Makes stores of one kind, each empty."""
+    tasks = TaskOwner()
+    stores: list[ResponseStore] = []
+
+    def made(most: int, most_bytes: int, longest_s: float) -> ResponseStore:
+        if request.param == "memory":
+            store: ResponseStore = MemoryStore(most, most_bytes, longest_s)
+        else:
+            prefix = f"t{id(stores)}-{len(stores)}"
+            store = RedisStore(redis.url, most, most_bytes, longest_s, tasks, prefix, timeout_s=20)
+        stores.append(store)
+        return store
+
+    yield made
+    await tasks.close()
+    for store in stores:
+        await store.close()
+
+
+async def settled(store: ResponseStore) -> None:
+    """Waits until what was kept is where it belongs."""
+    for _ in range(6000):
+        if not isinstance(store, RedisStore) or not store._waiting:
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("it is still on its way")
+
+
+async def test_what_is_kept_is_found_by_its_owner_at_once_and_later(make: Make) -> None:
+    store = make(10, 1 << 20, 60)
+    store.keep("a", "resp_1", ONE)
+    assert await store.find("a", "resp_1") == ONE
+    await settled(store)
+    assert await store.find("a", "resp_1") == ONE
+    assert await store.find("b", "resp_1") is None
+    assert await store.find("a", "resp_2") is None
+    assert not await store.drop("b", "resp_1")
+    assert await store.drop("a", "resp_1")
+    assert not await store.drop("a", "resp_1")
+    assert await store.find("a", "resp_1") is None
+
+
+async def test_the_oldest_of_too_many_are_forgotten(make: Make) -> None:
+    store = make(3, 1 << 20, 60)
+    for index in range(5):
+        store.keep("a", f"resp_{index}", ONE)
+        await settled(store)
+    found = [await store.find("a", f"resp_{index}") is not None for index in range(5)]
+    assert found == [False, False, True, True, True]
+
+
+async def test_too_many_bytes_push_out_the_oldest_and_nothing_is_larger_than_all(make: Make) -> None:
+    store = make(100, 10_000, 60)
+    for name, size in (("resp_1", 4_000), ("resp_2", 4_000), ("resp_3", 4_000), ("resp_4", 20_000)):
+        store.keep("a", name, Kept(b"x" * size, b"[]"))
+        await settled(store)
+    found = [await store.find("a", f"resp_{index}") is not None for index in (1, 2, 3, 4)]
+    assert found == [False, True, True, False]
+    store.keep("a", "resp_2", Kept(b"y", b"[]"))
+    await settled(store)
+    assert await store.find("a", "resp_3") is not None, "one that is kept anew counts once"
+
+
+async def test_what_is_too_old_is_forgotten(make: Make) -> None:
+    store = make(10, 1 << 20, 0.05)
+    store.keep("a", "resp_1", ONE)
+    await settled(store)
+    for _ in range(3000):
+        if await store.find("a", "resp_1") is None:
+            break
+        await asyncio.sleep(0.01)
+    assert await store.find("a", "resp_1") is None
+
+
+async def test_gateways_share_what_redis_keeps(redis: RedisServer) -> None:
+    tasks = TaskOwner()
+    one, other = (RedisStore(redis.url, 10, 1 << 20, 60, tasks, "shared", timeout_s=20) for _ in range(2))
+    one.keep("a", "resp_1", ONE)
+    await settled(one)
+    assert await other.find("a", "resp_1") == ONE
+    assert await other.drop("a", "resp_1")
+    assert await one.find("a", "resp_1") is None
+    await tasks.close()
+    await one.close()
+    await other.close()
+
+
+async def test_redis_that_is_away_is_a_typed_error_and_keeping_does_not_wait(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tasks = TaskOwner()
+    server = RedisServer(tmp_path)
+    store = RedisStore(server.url, 10, 1 << 20, 60, tasks)
+    store.keep("a", "resp_1", ONE)
+    assert await store.find("a", "resp_1") == ONE
+    await settled(store)
+    assert "not kept" in caplog.text
+    with pytest.raises(SluiceError) as caught:
+        await store.find("a", "resp_1")
+    assert caught.value.kind is ErrorKind.UNAVAILABLE
+    await tasks.close()
+    await store.close()
+
+
+async def test_a_url_that_is_none_is_refused_without_its_password() -> None:
+    with pytest.raises(SluiceError) as caught:
+        RedisStore("http://:secret@example.org", 1, 1, 1, TaskOwner())
+    assert "secret" not in caught.value.message
+    assert caught.value.param == "responses-redis-url"
