@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import stat
 import subprocess
+import sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from services.common.settings import TlsSettings
 from services.common.tls import channel_credentials, server_credentials
 from sluice.cli import secured
 from sluice.cli.certs import NAMES, BadFolder, Options, make
+from sluice.cli.main import main
 from sluice.cli.plan import BadFlag, plan
 from sluice.cli.plan import Options as UpOptions
 
@@ -117,3 +119,24 @@ def test_up_says_which_certificate_is_missing_or_wrong(tmp_path: Path) -> None:
     (tmp_path / "worker.key").write_bytes((tmp_path / "router.key").read_bytes())
     with pytest.raises(BadFlag, match=r"worker\.pem and tls-key .* are no certificate with its unencrypted key"):
         plan(UpOptions(tls=tmp_path), lambda: 0)
+
+
+def test_the_command_says_what_it_made_and_refuses_in_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["sluice", "certs", str(tmp_path / "made"), *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        said = capsys.readouterr()
+        return int(ended.value.code or 0), said.out, said.err
+
+    code, out, err = run("--name", "router", "--host", "router.example", "--days", "3")
+    assert (code, err) == (0, "")
+    assert out.count("\n") == 2
+    assert "router.example" in names_in(certificate(tmp_path / "made", "router"))
+    code, out, err = run("--name", "ca")
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1
+    assert err.startswith("sluice: 'ca' cannot be the name")
+    assert run("--days", "0")[0] == 2
