@@ -120,8 +120,8 @@ class Switchboard:
         self._keep[slot] = stream.tokens.append
         if deadline.at != inf:
             stream.expiry = asyncio.get_running_loop().call_at(deadline.at, self.give_up, stream, deadlines.overdue())
-        if not request.engine_text and prompt.raw is None:
-            self.texts.open(stream)
+        if not request.engine_text:
+            (self.texts.open if prompt.raw is None else self.texts.hold)(stream)
         self._book(stream, route, worker, prefill, stream.request_id)
         return stream
 

@@ -51,11 +51,12 @@ class TextReplicas:
         self._metrics = metrics
         self._wait_s = wait_s
         self._waiting: dict[int, LiveStream] = {}
+        self._held: set[int] = set()
 
     @property
     def sole(self) -> PostLink | None:
         """The link that every stream is on; None when they may be on several or on none."""
-        if len(self.links) != 1 or self._waiting:
+        if len(self.links) != 1 or self._waiting or self._held:
             return None
         return next(iter(self.links.values()))
 
@@ -69,8 +70,13 @@ class TextReplicas:
         links = [link for link in self.links.values() if link.connected and not link.retired and not link.leaving]
         return min(links, key=lambda link: link.live, default=None)
 
+    def hold(self, stream: LiveStream) -> None:
+        """A stream's text will begin later, with the tokens that it has then."""
+        self._held.add(stream.slot)
+
     def open(self, stream: LiveStream) -> None:
         """Begins a stream's text, or goes on with it; when there is no replica, as soon as there is one."""
+        self._held.discard(stream.slot)
         link = self.best()
         if link is None:
             stream.waiting_since = perf_counter()
@@ -95,6 +101,7 @@ class TextReplicas:
 
     def forget(self, stream: LiveStream) -> None:
         """A stream is over."""
+        self._held.discard(stream.slot)
         self._waiting.pop(stream.slot, None)
         if stream.post is not None:
             stream.post.live -= 1
