@@ -8,8 +8,9 @@ import platform
 from collections.abc import Mapping
 
 from services.common import telemetry
-from services.common.catalogue import ERROR_KINDS, SECONDS, Catalogue, Counter, Histogram, watch
+from services.common.catalogue import ERROR_KINDS, SECONDS, Catalogue
 from services.common.errors import SluiceError
+from services.common.instruments import Counter, Histogram, watch
 from services.common.label_bounds import Label
 from services.common.session import sessions
 from sluice import __version__

@@ -7,16 +7,21 @@ the API's no-op meter. With metrics on, the same stages are timed (`on_stage`).
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import Token
 from time import perf_counter
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from opentelemetry import context as otel_context
-from opentelemetry import metrics, propagate, trace
-from opentelemetry.trace import Span, SpanKind, Status, StatusCode
+from opentelemetry import metrics, trace
+from opentelemetry.context import Context
+from opentelemetry.trace import NonRecordingSpan, Span, SpanContext, SpanKind, Status, StatusCode
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from services.common import instruments
 from services.common.errors import SluiceError
 from services.common.scraping import ScrapeEndpoint
 from services.common.settings import ServiceSettings
@@ -28,6 +33,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+TRACEPARENT_LENGTH = 55
+_PROPAGATOR = TraceContextTextMapPropagator()
 _OFF: AbstractContextManager[None] = nullcontext()
 _tracer: trace.Tracer | None = None
 _provider: trace.TracerProvider | None = None
@@ -45,12 +52,16 @@ on_error: Callable[[SluiceError], None] | None = None
 def configure(service: str, settings: ServiceSettings) -> None:
     """Turns on what the settings ask for; call once, before instruments and spans are made.
 
+    Nothing is turned on where OTEL_SDK_DISABLED is true, OpenTelemetry's own switch.
+
     Raises:
         SluiceError: FAILED_PRECONDITION, an address that is none.
     """
     global _endpoint
     from opentelemetry.sdk.resources import Resource
 
+    if _disabled():
+        return
     resource = Resource.create({"service.name": f"sluice-{service}"})
     if settings.otlp_endpoint:
         _configure_traces(resource, settings)
@@ -61,20 +72,23 @@ def configure(service: str, settings: ServiceSettings) -> None:
 
 
 def configure_metrics(resource: Any = None) -> None:
-    """Makes instruments real and exposes them in prometheus_client's default registry."""
+    """Makes instruments real and exposes them in prometheus_client's default registry; see `configure`."""
     global _measuring
+    if _disabled():
+        return
     from opentelemetry.exporter.prometheus import PrometheusMetricReader
-    from opentelemetry.sdk.metrics import AlwaysOffExemplarFilter, MeterProvider
+    from opentelemetry.sdk.metrics import MeterProvider
     from opentelemetry.sdk.resources import Resource
 
-    reader = PrometheusMetricReader(scope_info_enabled=False)  # each service has one scope: it says nothing
-    provider = MeterProvider(
-        resource=resource or Resource.create({}),
-        metric_readers=[reader],
-        exemplar_filter=AlwaysOffExemplarFilter(),  # Prometheus' text format has no room for them
-    )
+    # For libraries that measure by OpenTelemetry, and `target_info`; ours are in `instruments`.
+    provider = MeterProvider(resource=resource or Resource.create({}), metric_readers=[PrometheusMetricReader()])
     metrics.set_meter_provider(provider)
+    instruments.expose()
     _measuring = True
+
+
+def _disabled() -> bool:
+    return os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
 
 
 def measuring() -> bool:
@@ -146,7 +160,7 @@ def stage(
 class _Stage(AbstractContextManager["Span | None"]):
     """A span while tracing is on, and a duration while somebody measures."""
 
-    __slots__ = ("_attributes", "_kind", "_name", "_parent", "_span", "_started_s")
+    __slots__ = ("_attributes", "_kind", "_name", "_parent", "_span", "_started_s", "_token")
 
     def __init__(self, name: str, parent: Mapping[str, str] | None, kind: SpanKind, attributes: dict[str, Any]) -> None:
         self._name = name
@@ -154,12 +168,16 @@ class _Stage(AbstractContextManager["Span | None"]):
         self._kind = kind
         self._attributes = attributes
         self._span: AbstractContextManager[Span] | None = None
+        self._token: Token[Context] | None = None
 
     def __enter__(self) -> Span | None:
         self._started_s = perf_counter()
         if _tracer is None:
             return None
-        context = propagate.extract(self._parent) if self._parent is not None else None
+        context = None if self._parent is None else _context_of(self._parent)
+        if _unsampled(context):  # nothing will be recorded: no span is made, and what comes below knows as much
+            self._token = None if context is None else otel_context.attach(context)
+            return None
         kept = {key: value for key, value in self._attributes.items() if value is not None}
         self._span = _tracer.start_as_current_span(self._name, context=context, kind=self._kind, attributes=kept)
         return self._span.__enter__()
@@ -171,6 +189,27 @@ class _Stage(AbstractContextManager["Span | None"]):
             on_stage(self._name, perf_counter() - self._started_s, error)
         if self._span is not None:
             self._span.__exit__(kind, error, trace)
+        if self._token is not None:
+            otel_context.detach(self._token)
+
+
+def _context_of(carrier: Mapping[str, str]) -> Context:
+    """The caller's context. Most traces are not recorded: those are read in a tenth of the time."""
+    header = carrier.get("traceparent", "")
+    if header.endswith("-00") and len(header) == TRACEPARENT_LENGTH:
+        try:
+            parts = header.split("-")
+            caller = SpanContext(int(parts[1], 16), int(parts[2], 16), is_remote=True)
+        except (ValueError, IndexError):
+            return _PROPAGATOR.extract(carrier)
+        return trace.set_span_in_context(NonRecordingSpan(caller), Context())
+    return _PROPAGATOR.extract(carrier)
+
+
+def _unsampled(context: Context | None) -> bool:
+    """Somebody has decided already that this trace is not recorded."""
+    decided = trace.get_current_span(context).get_span_context()
+    return decided.is_valid and not decided.trace_flags.sampled
 
 
 def start_span(
@@ -180,15 +219,17 @@ def start_span(
     links: Sequence[str] = (),
     **attributes: Any,
 ) -> Span | None:
-    """A span its caller ends, for work that is not one block of code; None while tracing is off.
+    """A span its caller ends, for work that is not one block of code; None where nothing is recorded.
 
     `links` are traceparents of spans it continues without being their child.
     """
     if _tracer is None:
         return None
-    context = propagate.extract(parent) if parent is not None else None
+    context = None if parent is None else _context_of(parent)
+    if _unsampled(context):
+        return None
     kept = {key: value for key, value in attributes.items() if value is not None}
-    found = [trace.get_current_span(propagate.extract({"traceparent": link})).get_span_context() for link in links]
+    found = [trace.get_current_span(_PROPAGATOR.extract({"traceparent": link})).get_span_context() for link in links]
     linked = [trace.Link(span_context) for span_context in found if span_context.is_valid]
     return _tracer.start_span(name, context=context, kind=kind, attributes=kept, links=linked)
 
@@ -204,7 +245,7 @@ def headers(span: Span | None = None) -> dict[str, str]:
         return {}
     carrier: dict[str, str] = {}
     context = trace.set_span_in_context(span) if span is not None else otel_context.get_current()
-    propagate.inject(carrier, context=context)
+    _PROPAGATOR.inject(carrier, context=context)
     return carrier
 
 
@@ -235,5 +276,5 @@ def carrier_of_metadata(metadata: Any) -> dict[str, str]:
 
 
 def meter(service: str) -> metrics.Meter:
-    """The meter for a service's instruments; names start with ``sluice_<service>_``."""
+    """OpenTelemetry's, for what cannot be an instrument of the catalogue."""
     return metrics.get_meter(f"sluice.{service}")

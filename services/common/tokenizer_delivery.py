@@ -16,10 +16,10 @@ import grpc
 from pydantic import Field
 from pydantic_settings import BaseSettings
 
-from services.common.catalogue import Counter
 from services.common.channels import open_channel
 from services.common.errors import SluiceError, invalid
 from services.common.grpc_errors import from_rpc_error
+from services.common.instruments import Counter
 from services.common.models import ENGINE_PROCESSORS, PROCESSORS, ModelSpec
 from services.common.process_metrics import FETCHES
 from services.common.settings import CommaList

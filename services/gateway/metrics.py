@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from services.common.catalogue import ERROR_KINDS, LONG_SECONDS, MODEL, Catalogue, Counter, Histogram, watch
+from services.common.catalogue import ERROR_KINDS, LONG_SECONDS, MODEL, Catalogue
 from services.common.errors import SluiceError
+from services.common.instruments import Counter, Histogram, watch
 from services.common.label_bounds import Label
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from services.common.catalogue import watch
 from services.common.errors import SluiceError
+from services.common.instruments import watch
 from services.gateway.metrics import PARITY
 
 log = logging.getLogger(__name__)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from services.common.catalogue import Catalogue, Counter, Level
+from services.common.catalogue import Catalogue
+from services.common.instruments import Counter, Level
 from services.common.label_bounds import Label
 from services.postprocess.stream import Finish, FinishReason
 

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from time import perf_counter
 
-from services.common.catalogue import ERROR_KINDS, MODEL, Counter, Histogram, watch
+from services.common.catalogue import ERROR_KINDS, MODEL
 from services.common.errors import ErrorKind, SluiceError
+from services.common.instruments import Counter, Histogram, watch
 from services.common.label_bounds import Label
 from services.preprocess.metrics import METRICS
 from services.preprocess.pool import ComputePool

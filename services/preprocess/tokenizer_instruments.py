@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from services.common.catalogue import MODEL, watch
+from services.common.catalogue import MODEL
+from services.common.instruments import watch
 from services.common.label_bounds import Label
 from services.preprocess.metrics import METRICS
 from services.preprocess.registry import ModelRegistry

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from services.common.catalogue import MODEL, Catalogue, Counter, Declared, Histogram, Level, watch
+from services.common.catalogue import MODEL, Catalogue, Declared
+from services.common.instruments import Counter, Histogram, Level, watch
 from services.common.label_bounds import Label
 from services.router.decisions import Decision
 from services.router.view import ModelView

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from services.common.catalogue import ERROR_KINDS, LONG_SECONDS, SECONDS, Catalogue, Counter, Histogram, watch
+from services.common.catalogue import ERROR_KINDS, LONG_SECONDS, SECONDS, Catalogue
+from services.common.instruments import Counter, Histogram, watch
 from services.common.label_bounds import Label
 from services.worker.engine import Load
 from services.worker.generation import FinishReason, Usage

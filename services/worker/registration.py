@@ -9,9 +9,9 @@ from collections.abc import Callable, Coroutine
 
 import grpc
 
-from services.common.catalogue import Counter
 from services.common.errors import SluiceError
 from services.common.grpc_errors import from_rpc_error
+from services.common.instruments import Counter
 from services.common.replicas import Replica, ReplicaSet
 from services.worker.attach import ATTACH_S, LEAVE_S, Attachment
 from services.worker.cache_log import CacheLog

@@ -7,7 +7,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from functools import cache
 
-from services.common.catalogue import Counter
+from services.common.instruments import Counter
 from services.worker.cache_events import KvEvent
 from services.worker.kv_events.events import EngineBatch
 from services.worker.kv_events.translation import Translator

@@ -101,3 +101,27 @@ def test_empty_carrier_starts_a_trace_of_its_own(spans: InMemorySpanExporter) ->
     assert inner.name == "inner"
     assert outer.name == "outer"
     assert inner.parent is None or inner.context.trace_id == outer.context.trace_id
+
+
+@pytest.mark.parametrize("header", [f"00-{'a' * 32}-{'b' * 16}-00", f"00-{'a' * 32}-{'b' * 16}-02"])
+def test_an_unsampled_caller_is_followed_without_spans(spans: InMemorySpanExporter, header: str) -> None:
+    with telemetry.stage("router.query", parent={"traceparent": header}) as span:
+        assert span is None
+        with telemetry.stage("inner") as inner:
+            assert inner is None
+        assert telemetry.start_span("started") is None
+        passed_on = telemetry.headers()["traceparent"]
+        assert passed_on.split("-")[1] == "a" * 32
+        assert int(passed_on.split("-")[3], 16) & 1 == 0
+    assert telemetry.start_span("started", parent={"traceparent": header}) is None
+    assert spans.get_finished_spans() == ()
+    with telemetry.stage("after") as span:
+        assert span is not None, "what the caller decided was about its own trace"
+
+
+@pytest.mark.parametrize("header", ["", "-00", "x" * 52 + "-00", f"00-{'0' * 32}-{'0' * 16}-00", "z-" * 26 + "-00"])
+def test_a_header_that_is_none_starts_a_trace(spans: InMemorySpanExporter, header: str) -> None:
+    with telemetry.stage("router.query", parent={"traceparent": header}) as span:
+        assert span is not None
+    (ended,) = spans.get_finished_spans()
+    assert ended.parent is None

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from prometheus_client import CollectorRegistry, generate_latest
 
-from services.common import telemetry
-from services.common.catalogue import MODEL, Catalogue, Counter, Declared, Histogram, Level, watch
+from services.common import instruments
+from services.common.catalogue import MODEL, Catalogue, Declared
+from services.common.instruments import Counter, Histogram, Level, watch
 from services.common.label_bounds import OTHER, Label, LabelBounds
 from sluice import metrics
 
@@ -23,26 +21,15 @@ class Scrape:
     """Instruments made here are read as Prometheus would."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from opentelemetry.exporter.prometheus import PrometheusMetricReader
-
+        monkeypatch.setattr(instruments, "_made", instruments._Made())
         self.registry = CollectorRegistry()
-        self.reader = InMemoryMetricReader()
-        prometheus = PrometheusMetricReader(scope_info_enabled=False, registry=self.registry)
-        provider = MeterProvider(metric_readers=[prometheus, self.reader])
-        monkeypatch.setattr(telemetry, "meter", lambda service: provider.get_meter(service))
+        instruments.expose(self.registry)
 
     def text(self) -> str:
         return generate_latest(self.registry).decode()
 
-    def points(self, name: str) -> dict[tuple[Any, ...], Any]:
-        data = self.reader.get_metrics_data()
-        found: dict[tuple[Any, ...], Any] = {}
-        for resource in data.resource_metrics if data is not None else ():
-            for scope in resource.scope_metrics:
-                for metric in scope.metrics:
-                    for point in metric.data.data_points if metric.name == name else ():
-                        found[tuple((point.attributes or {}).values())] = getattr(point, "value", None)
-        return found
+    def points(self, name: str) -> dict[tuple[str, ...], float]:
+        return instruments.read(name)
 
 
 @pytest.fixture
@@ -149,6 +136,29 @@ def test_levels_go_down_again(scrape: Scrape) -> None:
     level.add(-1)
     assert scrape.points("sluice_test_streams") == {(): 1}
     assert "# TYPE sluice_test_streams gauge" in scrape.text()
+
+
+def test_histograms_say_how_values_are_spread(scrape: Scrape) -> None:
+    histogram = Histogram(Catalogue("test").histogram("wait_seconds", "wait", MODEL, buckets=(0.1, 1)))
+    for value in (0.05, 0.1, 0.5, 7):
+        histogram.record(value, {"model": "m"})
+    lines = [line for line in scrape.text().splitlines() if line.startswith("sluice_test_wait")]
+    assert lines == [
+        'sluice_test_wait_seconds_bucket{le="0.1",model="m"} 2.0',
+        'sluice_test_wait_seconds_bucket{le="1.0",model="m"} 3.0',
+        'sluice_test_wait_seconds_bucket{le="+Inf",model="m"} 4.0',
+        'sluice_test_wait_seconds_count{model="m"} 4.0',
+        'sluice_test_wait_seconds_sum{model="m"} 7.65',
+    ]
+
+
+def test_one_that_cannot_be_read_does_not_hide_the_others(scrape: Scrape, caplog: pytest.LogCaptureFixture) -> None:
+    catalogue = Catalogue("test")
+    watch(catalogue.gauge("broken", "b"), lambda: [(1 / 0, {})])
+    Counter(catalogue.counter("sound", "s")).add(1)
+    for _ in range(3):
+        assert "sluice_test_sound_total 1.0" in scrape.text()
+    assert caplog.text.count("sluice_test_broken cannot be read") == 1
 
 
 def test_exposed_names_are_those_of_the_endpoint(scrape: Scrape) -> None:

@@ -5,32 +5,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
-from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from prometheus_client import CollectorRegistry
 
 from services.common import logs, telemetry
 from services.common.errors import SluiceError, invalid, unavailable
+from services.common.instruments import expose, read
 from services.common.process_metrics import LAG_EVERY_S, ProcessMetrics
 
 
 @pytest.fixture
-def reader(monkeypatch: pytest.MonkeyPatch) -> InMemoryMetricReader:
-    found = InMemoryMetricReader()
-    provider = MeterProvider(metric_readers=[found])
-    monkeypatch.setattr(telemetry, "meter", lambda service: provider.get_meter(service))
+async def measured(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ProcessMetrics]:
     monkeypatch.setattr(telemetry, "_tracer", None)
-    return found
-
-
-@pytest.fixture
-async def measured(reader: InMemoryMetricReader) -> Any:
     metrics = ProcessMetrics("router", asyncio.get_running_loop())
     metrics.start()
     yield metrics
@@ -44,67 +35,57 @@ def _as_it_was() -> Iterator[None]:
     assert telemetry.on_error is None
 
 
-def points(reader: InMemoryMetricReader, name: str) -> list[Any]:
-    data = reader.get_metrics_data()
-    return [
-        point
-        for resource in (data.resource_metrics if data is not None else ())
-        for scope in resource.scope_metrics
-        for metric in scope.metrics
-        if metric.name == f"sluice_process_{name}"
-        for point in metric.data.data_points
-    ]
+def seen(name: str) -> dict[tuple[str, ...], float]:
+    return {labels: value for labels, value in read(f"sluice_process_{name}").items() if value}
 
 
-async def test_stages_are_timed_with_their_outcome(measured: ProcessMetrics, reader: InMemoryMetricReader) -> None:
+async def test_stages_are_timed_with_their_outcome(measured: ProcessMetrics) -> None:
     with telemetry.stage("router.query") as span:
         assert span is None, "nothing is traced"
     with pytest.raises(SluiceError), telemetry.stage("router.query"):
         raise invalid("no")
     with pytest.raises(asyncio.CancelledError), telemetry.stage("router.query"):
         raise asyncio.CancelledError
-    counted = {point.attributes["outcome"]: point.count for point in points(reader, "stage_seconds")}
-    assert counted == {"ok": 1, "error": 1, "cancelled": 1}
-    assert {point.attributes["stage"] for point in points(reader, "stage_seconds")} == {"router.query"}
+    stage = ("router", "router.query")
+    assert seen("stage_seconds") == {(*stage, "ok"): 1, (*stage, "error"): 1, (*stage, "cancelled"): 1}
 
 
-async def test_a_stage_is_traced_and_timed_at_once(
-    measured: ProcessMetrics, reader: InMemoryMetricReader, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_stage_is_traced_and_timed_at_once(measured: ProcessMetrics, monkeypatch: pytest.MonkeyPatch) -> None:
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     monkeypatch.setattr(telemetry, "_tracer", provider.get_tracer("test"))
     with telemetry.stage("outer"), telemetry.stage("inner", tokens=3):
         pass
     assert [span.name for span in exporter.get_finished_spans()] == ["inner", "outer"]
-    assert {point.attributes["stage"] for point in points(reader, "stage_seconds")} == {"inner", "outer"}
+    assert {stage for _, stage, _ in seen("stage_seconds")} == {"inner", "outer"}
 
 
-async def test_errors_and_lines_are_counted(measured: ProcessMetrics, reader: InMemoryMetricReader) -> None:
+async def test_errors_and_lines_are_counted(measured: ProcessMetrics) -> None:
     telemetry.failed(unavailable("gone"))
     telemetry.failed(unavailable("gone"))
     logging.getLogger("services.x").warning("odd")
     logging.getLogger("services.x").error("bad")
-    errors = {point.attributes["kind"]: point.value for point in points(reader, "errors") if point.value}
-    assert errors == {"unavailable": 2}
-    lines = {point.attributes["level"]: point.value for point in points(reader, "log_lines") if point.value}
-    assert lines == {"warning": 1, "error": 1}
+    assert seen("errors") == {("router", "unavailable"): 2}
+    assert seen("log_lines") == {("router", "warning"): 1, ("router", "error"): 1}
 
 
-async def test_a_loop_that_is_kept_busy_lags(measured: ProcessMetrics, reader: InMemoryMetricReader) -> None:
+async def test_a_loop_that_is_kept_busy_lags(measured: ProcessMetrics) -> None:
     await asyncio.sleep(0)
     time.sleep(LAG_EVERY_S + 0.3)  # noqa: ASYNC251  what must not happen
     await asyncio.sleep(0.05)
-    (point,) = points(reader, "event_loop_lag_seconds")
-    assert point.max >= 0.3
+    assert seen("event_loop_lag_seconds") == {("router",): 1}
+    registry = CollectorRegistry()
+    expose(registry)
+    late = registry.get_sample_value("sluice_process_event_loop_lag_seconds_sum", {"service": "router"})
+    assert late is not None
+    assert late >= 0.3
 
 
-async def test_what_the_process_is(measured: ProcessMetrics, reader: InMemoryMetricReader) -> None:
-    (build,) = points(reader, "build_info")
-    assert build.attributes["service"] == "router"
-    assert build.attributes["version"]
-    assert points(reader, "tasks")[0].value >= 1
-    assert points(reader, "sessions")[0].value == 0
+async def test_what_the_process_is(measured: ProcessMetrics) -> None:
+    ((service, version, python),) = seen("build_info")
+    assert (service, bool(version), bool(python)) == ("router", True, True)
+    assert seen("tasks")[("router",)] >= 1
+    assert read("sluice_process_sessions") == {("router",): 0}
 
 
 def test_lines_within_a_stage_carry_its_ids(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
