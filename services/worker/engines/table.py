@@ -17,6 +17,8 @@ _IN_AND_OUT = frozenset(
     {Capability.TOKEN_IDS, Capability.TEXT, Capability.MESSAGES, Capability.PROMPT_EMBEDS, Capability.TEXT_OUT}
     | {Capability.LOGPROBS, Capability.PROMPT_LOGPROBS, Capability.EMBEDDINGS}
 )
+_BESIDE = frozenset({Capability.TEXT, Capability.MESSAGES, Capability.TEXT_OUT})
+"""What the worker does itself, whatever the engine."""
 _OPERATION = frozenset(Capability) - _IN_AND_OUT - GUIDED - SAMPLING
 _GROUPS = {
     "In and out": _IN_AND_OUT,
@@ -72,4 +74,6 @@ def _line(first: str, cells: Iterable[str]) -> str:
 def _cell(capability: Capability, engine: type[LLMEngine]) -> str:
     if capability in engine.CAPABILITIES:
         return "yes"
+    if capability in _BESIDE:
+        return "worker"
     return "no effect" if capability in engine.ACCEPTED else "–"
