@@ -1,0 +1,140 @@
+"""The live view's books: nothing is counted twice, and nothing grows."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.gateway.generation import GenerationRequest, Sampling, StopRules, TextPrompt, Tokenized
+from services.gateway.live_stream import LiveStream
+from services.gateway.ui.board import MOST_GONE, MOST_ROWS, Board, LinkState, hit_rates
+from services.gateway.ui.ledger import FRESH, KEPT, REASONS, Ledger, PromptTimes, prompt_times
+from services.gateway.ui.rates import KEPT_SAMPLES, RateMeter
+
+PROMPT = Tokenized(b"\1\0\0\0" * 8, b"", "", b"", b"", 100, b"")
+
+
+def stream(slot: int, worker: str = "w", index: int = 0) -> LiveStream:
+    request = GenerationRequest(f"r-{slot}", "m", TextPrompt("x"), 2, Sampling(), StopRules())
+    made = LiveStream(slot, request, index, PROMPT, 100, cast(Any, None), cast(Any, None))
+    made.worker = cast(Any, SimpleNamespace(worker_id=worker))
+    return made
+
+
+def ended(ledger: Ledger, slot: int, outcome: str = "finished", worker: str = "w", cached: int = 0) -> None:
+    one = stream(slot, worker)
+    ledger.began(one, worker)
+    one.tokens.extend((1, 2))
+    one.cached_tokens = cached
+    ledger.over(one, outcome)
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["begin", "tokens", "look", "move", "end"])), max_size=80))
+def test_totals_are_the_sum_of_what_streams_said_whoever_looks_when(steps: list[tuple[int, str]]) -> None:
+    ledger, live, tokens, begun, over = Ledger(), dict[int, LiveStream](), 0, 0, 0
+    for slot, step in steps:
+        one = live.get(slot)
+        if step == "begin" and one is None:
+            live[slot] = stream(slot)
+            ledger.began(live[slot], "w")
+            begun += 1
+        elif step == "look":
+            ledger.meter()
+        elif one is not None and step == "tokens":
+            one.tokens.extend((1, 2, 3))
+            tokens += 3
+        elif one is not None and step == "move":
+            one.worker = cast(Any, SimpleNamespace(worker_id="other"))
+        elif one is not None and step == "end":
+            ledger.over(live.pop(slot), "finished")
+            over += 1
+    ledger.meter()
+    assert ledger.totals.output_tokens == tokens == sum(one.output_tokens for one in ledger.workers.values())
+    assert (ledger.totals.requests, ledger.totals.ended) == (begun, over) == (begun, len(ledger.recent))
+
+
+def test_a_stream_ends_once() -> None:
+    ledger, one = Ledger(), stream(1)
+    ledger.began(one, "w")
+    ledger.over(one, "finished")
+    ledger.over(one, "cancelled")
+    assert [done.outcome for done in ledger.recent] == ["finished"]
+    assert ledger.totals.failed == 0
+
+
+def test_a_year_takes_no_more_than_an_hour() -> None:
+    ledger = Ledger()
+    for slot in range(3 * KEPT):
+        one = stream(slot)
+        ledger.began(one, "w")
+        one.degraded = (f"reason-{slot}",)
+        ledger.over(one, "finished")
+    assert (len(ledger.recent), len(ledger.fresh), len(ledger.degraded)) == (KEPT, FRESH, REASONS)
+    assert len(ledger.take_fresh()) == FRESH
+    assert ledger.take_fresh() == []
+
+
+def test_stages_follow_each_other_and_the_first_choice_has_the_answers_id() -> None:
+    ledger = Ledger()
+    one, other = stream(1), stream(2, index=1)
+    prompt_times.set(PromptTimes(one.started_at - 0.5, one.started_at - 0.3))
+    one.first_text_at = one.started_at + 0.0001
+    for each in (one, other):
+        ledger.began(each, "w")
+        ledger.over(each, "stalled")
+    done, second = ledger.recent
+    assert (done.id, second.id) == ("r-1", "r-2-1")
+    assert (round(done.tokenize_ms), round(done.route_ms), round(done.first_ms, 1)) == (200, 300, 0.1)
+    assert ledger.totals.failed == 2
+
+
+def test_rates_are_what_came_in_a_second() -> None:
+    ledger, meter = Ledger(), RateMeter()
+    ended(ledger, 1)
+    ended(ledger, 2, "stalled")
+    rates = meter.sample(ledger.totals, 7, 2.0)
+    assert (rates.requests, rates.failed, rates.output_tokens, rates.prompt_tokens, rates.live) == (1, 0.5, 2, 8, 7)
+    for _ in range(2 * KEPT_SAMPLES):
+        assert meter.sample(ledger.totals, 0, 1.0).requests == 0
+    assert len(meter.history) == KEPT_SAMPLES
+
+
+def test_hit_rates_are_of_finished_prompts() -> None:
+    ledger = Ledger()
+    ended(ledger, 1, worker="a", cached=8)
+    ended(ledger, 2, worker="a", cached=4)
+    ended(ledger, 3, "cancelled", worker="b", cached=8)
+    assert hit_rates(list(ledger.recent)) == {"a": 0.75}
+
+
+def link(connected: bool = True, sound: bool = True) -> LinkState:
+    return LinkState("127.0.0.1:1", "m", connected, sound, 0)
+
+
+def test_a_worker_that_vanishes_is_red_for_a_minute() -> None:
+    now = 100.0
+    board = Board(Ledger(), lambda: now)
+    board.update({"a": link(), "b": link(sound=False), "c": link(connected=False)}, [], 1.0)
+    assert {row.id: row.health for row in board.rows.values()} == {"a": "ok", "b": "troubled", "c": "unreachable"}
+    board.update({"b": link()}, [], 1.0)
+    assert {row.id: row.health for row in board.rows.values()} == {"a": "gone", "b": "ok", "c": "gone"}
+    now += 59
+    board.update({"a": link()}, [], 1.0)
+    assert {row.id: row.health for row in board.rows.values()} == {"a": "ok", "b": "gone", "c": "gone"}
+    now += 2
+    board.update({"a": link()}, [], 1.0)
+    assert {row.id: row.health for row in board.rows.values()} == {"a": "ok", "b": "gone"}
+
+
+def test_thousands_of_workers_do_not_fill_the_page_and_those_in_trouble_are_shown() -> None:
+    board = Board(Ledger())
+    links = {f"w-{number:04}": link(connected=number != 1999) for number in range(2000)}
+    board.update(links, [], 1.0)
+    shown = board.shown()
+    assert len(shown) == MOST_ROWS
+    assert "w-1999" in shown
+    board.update({}, [], 1.0)
+    assert len(board.rows) == MOST_GONE
