@@ -382,7 +382,7 @@ async def staged(
             catalogue._up(entry)
         stage = Stage(pipeline, bookings, hosts, knives)
         stage.replicas = posts
-        expected = replicas if fleet.makes_text else 0
+        expected = replicas if fleet.makes_text else len(board.texts.links)
         await until(lambda: fleet.connected_workers == len(parts) and stage.texts_connected == expected)
         yield stage
         assert not died.failed, "a background task of the gateway died"

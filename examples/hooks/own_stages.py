@@ -1,0 +1,115 @@
+"""One class for each stage of the gateway's pipeline; `sluice up --stage route=own_stages:Sticky` and so on."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from hashlib import sha256
+
+from services.common.errors import invalid, unavailable
+from services.common.packing import unpack_u32
+from services.gateway.config import PipelineConfig
+from services.gateway.generation import TextPrompt
+from services.gateway.pipeline import Generation, Pipeline
+from services.gateway.stages import (
+    Components,
+    FinishReason,
+    GenerationRequest,
+    Placed,
+    Route,
+    Said,
+    Sink,
+    Tokenized,
+    Wanted,
+    WorkerEntry,
+)
+
+
+class Tidy:
+    """tokenize: completions lose the spaces around them before preprocess sees them."""
+
+    def __init__(self, components: Components) -> None:
+        self._preprocess = components.preprocess
+
+    async def tokenize(self, request: GenerationRequest, worker: WorkerEntry) -> Tokenized:
+        prompt = request.prompt
+        if isinstance(prompt, TextPrompt):
+            prompt = replace(prompt, text=prompt.text.strip())
+        return await self._preprocess.tokenize(
+            request.model, prompt, worker.block_size, request.lora, request.cache_salt
+        )
+
+
+class Sticky:
+    """route: the same cache salt always goes to the same worker, while the workers are the same."""
+
+    def __init__(self, components: Components) -> None:
+        pass
+
+    async def route(self, wanted: Wanted, workers: Sequence[WorkerEntry]) -> Route:
+        able = sorted(worker.worker_id for worker in workers if worker.runs_alone)
+        if not able:
+            raise unavailable("No worker runs requests alone.", code="no_workers")
+        digest = sha256(wanted.request.cache_salt.encode()).digest()
+        return Route(able[digest[0] % len(able)])
+
+
+class FirstConnected:
+    """place: the first worker in the list that has a connection."""
+
+    def __init__(self, components: Components) -> None:
+        self._catalogue = components.catalogue
+        self._fleet = components.fleet
+
+    async def place(self, wanted: Wanted, excluded: Collection[str] = ()) -> Placed:
+        for entry in self._catalogue.of_model(wanted.request.model):
+            link = self._fleet.find(entry.worker_id)
+            if entry.worker_id not in excluded and link is not None and link.connected:
+                return Placed(Route(entry.worker_id), link)
+        raise unavailable("No worker has a connection.", code="no_workers")
+
+
+class TokenNumbers:
+    """postprocess: says the ids of the tokens in place of their text, and stops after `most`."""
+
+    most = 5
+
+    def __init__(self, components: Components) -> None:
+        pass
+
+    def open(self, request: GenerationRequest, prompt: Tokenized) -> Numbers:
+        return Numbers(self.most, len(unpack_u32(prompt.token_ids)))
+
+
+class Numbers:
+    """The text of one choice."""
+
+    def __init__(self, most: int, prompt_tokens: int) -> None:
+        self._left = most
+        self._head = f"({prompt_tokens})"
+
+    def feed(self, token_ids: Sequence[int]) -> Said:
+        taken = token_ids[: self._left]
+        self._left -= len(taken)
+        head, self._head = self._head, ""
+        return Said(text=head + "".join(f" {token}" for token in taken), stopped=not self._left)
+
+    def end(self, reason: FinishReason, stop_token_id: int | None) -> Said:
+        return Said()
+
+
+class Moderated(Pipeline):
+    """The whole pipeline: refuses what is not to be asked, and gives everybody a shorter answer."""
+
+    most_tokens = 8
+
+    def __init__(self, config: PipelineConfig, components: Components) -> None:
+        super().__init__(config, components)
+        self.refused = 0
+
+    async def start(self, request: GenerationRequest, sinks: Sequence[Sink]) -> Generation:
+        if isinstance(request.prompt, TextPrompt) and "secret" in request.prompt.text:
+            self.refused += 1
+            raise invalid("Secrets are not told.", param="prompt", code="refused")
+        most = min(request.stop.max_tokens or self.most_tokens, self.most_tokens)
+        return await super().start(replace(request, stop=replace(request.stop, max_tokens=most)), sinks)
