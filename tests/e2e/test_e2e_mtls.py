@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx
@@ -110,7 +111,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     held.show_tokens(held.secrets)
     tls = str(folder / "certificates")
     model = ("--model", str(build_tiny_model(folder / "tiny")), "--model-name", MODEL)
-    with Suite("--speedup", "20", "--log-level", "debug", "--tls", tls, *model, env=env) as suite:
+    with Suite("--speedup", "2", "--log-level", "debug", "--tls", tls, *model, env=env) as suite:
         held.suite = suite
         yield held
 
@@ -271,31 +272,43 @@ async def test_files_that_vanish_or_break_under_load_cost_nothing(guarded: Guard
 async def test_every_request_is_in_the_audit_log(guarded: Guarded) -> None:
     async with guarded.http() as http:
         messages = [{"role": "user", "content": f"{MARK}-prompt to audit"}]
+        anthropic = {"model": MODEL, "messages": messages}
+        endless = {"model": MODEL, "prompt": MARK, "stream": True, "max_tokens": 800, "ignore_eos": True}
         body = {"model": MODEL, "max_tokens": 7, "ignore_eos": True, "messages": messages}
         answer = (await http.post("/v1/chat/completions", json=body)).json()
         await http.post("/v1/chat/completions", json={**body, "model": "unknown"})
         await http.post("/v1/chat/completions", json=body, headers={"authorization": f"Bearer {MARK}-key"})
+        await http.post("/v1/messages", json={**anthropic, "max_tokens": 5})
+        await http.post("/v1/responses", json={"model": MODEL, "input": f"{MARK}-prompt", "max_output_tokens": 4})
+        async with http.stream("POST", "/v1/completions", json=endless) as stream:
+            await anext(stream.aiter_bytes())
         await http.get("/health")
 
-        async def written() -> dict[str, dict[str, object]]:
+        async def written() -> dict[tuple[str, str], dict[str, Any]]:
             await asyncio.sleep(0.1)
             lines = (await asyncio.to_thread(guarded.audit.read_text)).splitlines()
-            return {str(entry["outcome"]): entry for entry in map(json.loads, lines)}
+            return {(entry["path"], entry["outcome"]): entry for entry in map(json.loads, lines)}
 
         for _ in range(200):
             entries = await written()
-            if "invalid_api_key" in entries and entries["completed"]["request_id"] == answer["id"]:
+            if ("/v1/completions", "cancelled") in entries:
                 break
-        completed = entries["completed"]
+        chats = {outcome: entry for (path, outcome), entry in entries.items() if path == "/v1/chat/completions"}
+        completed = chats["completed"]
         assert completed["request_id"] == answer["id"]
         assert (completed["model"], completed["status"], completed["output_tokens"]) == (MODEL, 200, 7)
         assert completed["prompt_tokens"] == answer["usage"]["prompt_tokens"]
-        assert completed["path"] == "/v1/chat/completions"
         assert str(completed["workers"]).startswith("['worker-")
         assert completed["key"] == guarded.key_id
-        assert entries["model_not_found"]["status"] == 404
-        assert entries["invalid_api_key"]["status"] == 401
+        assert chats["model_not_found"]["status"] == 404
+        assert chats["invalid_api_key"]["status"] == 401
         assert {"request", "answer"}.isdisjoint(completed)
+        assert entries["/v1/messages", "completed"]["output_tokens"] <= 5
+        assert entries["/v1/responses", "completed"]["output_tokens"] <= 4
+        for path, outcome in (("/v1/messages", "completed"), ("/v1/completions", "cancelled")):
+            assert entries[path, outcome]["workers"], path
+            assert entries[path, outcome]["prompt_tokens"] > 0, path
+        assert not any(path == "/health" for path, _ in entries)
 
 
 async def test_no_log_holds_a_prompt_a_key_or_a_token(guarded: Guarded) -> None:
@@ -313,6 +326,10 @@ async def test_no_log_holds_a_prompt_a_key_or_a_token(guarded: Guarded) -> None:
             ("/v1/embeddings", {"model": MODEL, "input": text}),
             ("/tokenize", {"model": MODEL, "prompt": text}),
             ("/v1/chat/completions", text),
+            ("/v1/messages", {"model": MODEL, "max_tokens": 5, "messages": [message], "system": [text]}),
+            ("/v1/messages", {"model": MODEL, "max_tokens": 5, "messages": [{**message, "role": text}]}),
+            ("/v1/responses", {"model": MODEL, "input": [{"role": text, "content": text}]}),
+            ("/v1/responses", {"model": MODEL, "input": text, "previous_response_id": text}),
         ):
             await http.post(path, json=body)
         await http.post("/v1/chat/completions", content=text.encode(), headers={"content-type": "application/json"})
@@ -320,7 +337,7 @@ async def test_no_log_holds_a_prompt_a_key_or_a_token(guarded: Guarded) -> None:
         async with http.stream(
             "POST",
             "/v1/completions",
-            json={"model": MODEL, "prompt": text, "stream": True, "max_tokens": 4096, "ignore_eos": True},
+            json={"model": MODEL, "prompt": text, "stream": True, "max_tokens": 800, "ignore_eos": True},
         ) as answer:
             await anext(answer.aiter_bytes())  # and gone
         await asyncio.sleep(1)
