@@ -36,6 +36,7 @@ from services.gateway.generation import (
     StopRules,
     TextPrompt,
     Tokenized,
+    TokenPrompt,
 )
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.moving import MigrationPolicy
@@ -225,7 +226,8 @@ class _Preprocess:
 
     async def tokenize(self, model: str, prompt: Any, *rest: Any) -> Tokenized:
         eos = pack_u32(self._vocabulary.eos_ids)
-        return Tokenized(pack_u32(self._vocabulary.encode(prompt.text)), b"", "", eos, eos, CONTEXT, b"")
+        ids = prompt.token_ids if isinstance(prompt, TokenPrompt) else pack_u32(self._vocabulary.encode(prompt.text))
+        return Tokenized(ids, b"", "", eos, eos, CONTEXT, b"")
 
 
 @dataclass

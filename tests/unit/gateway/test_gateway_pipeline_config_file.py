@@ -1,0 +1,103 @@
+"""Preset, file and flags; what cannot be is one sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from services.gateway.config import PRESETS, PipelineConfig, parse_stages, resolve
+from services.gateway.settings import GatewaySettings
+
+
+def test_presets() -> None:
+    assert resolve({}) == resolve({"preset": "full_discovery"}) == PipelineConfig()
+    direct, query = (resolve({"preset": name}) for name in ("direct_execution", "query_only"))
+    assert (direct.routing, direct.migration) == ("direct", False)
+    assert (query.routing, query.migration) == ("query-only", False)
+    assert len(PRESETS) == 3
+
+
+@pytest.mark.parametrize("kind", ["toml", "yaml", "json"])
+def test_a_file_changes_its_preset_and_flags_change_the_file(tmp_path: Path, kind: str) -> None:
+    file = tmp_path / f"pipeline.{kind}"
+    texts = {
+        "toml": 'preset = "direct_execution"\nmigration = true\n"disagg-min-tokens" = 9\n[stages]\ntokenize = "a:B"\n',
+        "yaml": "preset: direct_execution\nmigration: true\ndisagg-min-tokens: 9\nstages: {tokenize: 'a:B'}\n",
+        "json": json.dumps(
+            {"preset": "direct_execution", "migration": True, "disagg-min-tokens": 9, "stages": {"tokenize": "a:B"}}
+        ),
+    }
+    file.write_text(texts[kind])
+    found = resolve({}, file)
+    assert (found.routing, found.migration, found.disagg_min_tokens) == ("direct", True, 9)
+    assert dict(found.stages) == {"tokenize": "a:B"}
+    changed = resolve({"routing": "discover", "migration": False, "stages": {"route": "c:D"}}, file)
+    assert (changed.routing, changed.migration) == ("discover", False)
+    assert dict(changed.stages) == {"tokenize": "a:B", "route": "c:D"}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "sentence"),
+    [
+        ("p.toml", 'routing = "anywhere"', "routing must be one of discover, direct, query-only"),
+        ("p.toml", "rooting = 1", "rooting is unknown"),
+        ("p.toml", "migration = 1", "migration must be true or false"),
+        ("p.toml", "= 1", "cannot be read"),
+        ("p.json", "[]", "must hold fields"),
+        ("p.json", '{"disagg_min_tokens": true}', "whole number"),
+        ("p.json", '{"handler": 1}', "handler must be"),
+        ("p.json", '{"stages": []}', "stages must name"),
+        ("p.yaml", "a: [", "cannot be read"),
+        ("p.txt", "", "must end in"),
+        ("p.json", '{"stages": {"route": 1}}', "route=package.module:Class"),
+        ("p.json", '{"preset": "none"}', "preset must be one of"),
+    ],
+)
+def test_a_file_that_is_wrong_is_named(tmp_path: Path, name: str, text: str, sentence: str) -> None:
+    file = tmp_path / name
+    file.write_text(text)
+    with pytest.raises(ValueError, match=sentence):
+        resolve({}, file)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        PipelineConfig(disaggregation="require", preprocessing="engine"),
+        PipelineConfig(disaggregation="require", postprocessing="engine"),
+        PipelineConfig(stages={"tokenize": "a:B"}, preprocessing="engine"),
+        PipelineConfig(stages={"postprocess": "a:B"}, postprocessing="engine"),
+        PipelineConfig(stages={"route": "a:B"}, routing="direct"),
+        PipelineConfig(stages={"route": "a:B", "place": "a:B"}),
+        PipelineConfig(routing="query-only", preprocessing="engine"),
+    ],
+)
+def test_what_excludes_each_other_says_what_to_change(config: PipelineConfig) -> None:
+    with pytest.raises(ValueError, match=r"set |leave "):
+        config.check()
+
+
+def test_stages_as_flags() -> None:
+    assert parse_stages(["route=a.b:C"]) == {"route": "a.b:C"}
+    for texts in (["route"], ["x=a:B"], ["route=a"], ["route=a:B", "route=a:C"]):
+        with pytest.raises(ValueError, match="stage"):
+            parse_stages(texts)
+
+
+def test_the_services_that_are_needed() -> None:
+    assert PipelineConfig().services == {"preprocess", "router", "postprocess"}
+    assert PipelineConfig(preprocessing="engine", postprocessing="engine").services == {"router"}
+    assert PipelineConfig(routing="query-only").services == {"preprocess", "router"}
+
+
+def test_the_gateway_refuses_at_start(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        GatewaySettings.load(["--routing", "query-only", "--preprocessing", "engine"])
+    assert left.value.code == 2
+    said = capsys.readouterr().err
+    assert "set preprocessing to frontend" in said
+    assert "Traceback" not in said
+    assert GatewaySettings.load(["--preset", "direct_execution", "--migration"]).pipeline.migration is True
+    assert GatewaySettings.load(["--no-migration"]).migration_policy.enabled is False
