@@ -34,6 +34,8 @@ from tests.support.workers import Caller
 
 ROOT = Path(__file__).resolve().parents[2]
 CALL_S = 120
+# Prompts have tests of their own; without them a start needs no second import of the engine.
+WORKER_ENV = {"SLUICE_WORKER_LOG_FORMAT": "text", "SLUICE_WORKER_PROCESSING": "none"}
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,7 @@ async def running(engine: EngineUnderTest, *flags: str) -> AsyncIterator[Running
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,
         cwd=engine.model,
-        env={**os.environ, **engine.env, "PYTHONPATH": _python_path(engine), "SLUICE_WORKER_LOG_FORMAT": "text"},
+        env={**os.environ, **WORKER_ENV, **engine.env, "PYTHONPATH": _python_path(engine)},
         limit=1 << 20,
     )
     log: list[str] = []
@@ -549,7 +551,7 @@ async def refused_start(engine: EngineUnderTest, *flags: str, model: Path | None
         *("--model", f"tiny={model or engine.model}", "--listen", "127.0.0.1:0", *engine.flags, *flags),
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, **engine.env, "PYTHONPATH": _python_path(engine), "SLUICE_WORKER_LOG_FORMAT": "text"},
+        env={**os.environ, **WORKER_ENV, **engine.env, "PYTHONPATH": _python_path(engine)},
     )
     try:
         async with asyncio.timeout(engine.start_s):
