@@ -37,7 +37,7 @@ def plain(built: None) -> Iterator[Suite]:
     yield from _running(Suite(), LOGS / "compose-plain.log")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def suite(images: dict[str, tuple[str, str]]) -> Iterator[Suite]:
     """All profiles without accelerators."""
     missing = [service for service, (name, _) in images.items() if not name]

@@ -413,9 +413,10 @@ def _opened(rules: list[Object], side: str, other: dict[str, str], port: int, ow
     return False
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS)
-def test_network_policies_allow_exactly_the_arrows_of_the_design(overlay: str) -> None:
-    policies = of_kind(overlay, "NetworkPolicy")
+def _reachable(objects: list[Object]) -> set[tuple[str, str, int]]:
+    """Who may open a connection to whom, and to which port."""
+    policies = [one for one in objects if one["kind"] == "NetworkPolicy"]
+    pods = [one for one in objects if one["kind"] in ("Deployment", "StatefulSet")]
 
     def rules(workload: Object, direction: str) -> list[Object]:
         chosen = [one["spec"] for one in policies if matches(one["spec"]["podSelector"], pod_labels(workload))]
@@ -424,15 +425,32 @@ def test_network_policies_allow_exactly_the_arrows_of_the_design(overlay: str) -
         return [rule for spec in chosen if direction in spec["policyTypes"] for rule in spec.get(key, ())]
 
     reachable = set()
-    for source in workloads(overlay):
-        for target in workloads(overlay):
+    for source in pods:
+        for target in pods:
             for port in ports_of(target).values():
                 leaves = _opened(rules(source, "Egress"), "to", pod_labels(target), port, target)
                 enters = _opened(rules(target, "Ingress"), "from", pod_labels(source), port, target)
                 if leaves and enters:
                     reachable.add((name_of(source), name_of(target), port))
-    assert reachable == ARROWS_BY_OVERLAY[overlay]
+    return reachable
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_network_policies_allow_exactly_the_arrows_of_the_design(overlay: str) -> None:
+    assert _reachable(rendered(overlay)) == ARROWS_BY_OVERLAY[overlay]
     outside = [
-        peer for one in policies for rule in one["spec"].get("egress", ()) for peer in rule["to"] if "ipBlock" in peer
+        peer
+        for one in of_kind(overlay, "NetworkPolicy")
+        for rule in one["spec"].get("egress", ())
+        for peer in rule["to"]
+        if "ipBlock" in peer
     ]
     assert len(outside) == (2 if overlay == "production" else 0)  # Redis, and models from the hub
+
+
+def test_api_keys_are_a_file_and_open_the_way_to_redis_only(tmp_path: Path) -> None:
+    objects = _with_components(tmp_path, "api-keys")
+    assert _reachable(objects) == ARROWS_BY_OVERLAY["mock"] | {("gateway", "redis", 6379)}
+    (settings,) = [one["data"] for one in objects if one["metadata"]["name"].startswith("sluice-gateway-")]
+    assert settings["SLUICE_GATEWAY_API_KEYS_FILE"] == str(SECRETS_DIR / "api_keys")
+    assert {"api_keys_file", "limits_redis_url"} <= GatewaySettings.model_fields.keys()

@@ -1,0 +1,73 @@
+"""The workers' images for accelerators, built on a stand-in of the engine's image: no engine is here."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.compose_suite import ROOT, TAG, standin
+
+pytestmark = pytest.mark.compose
+HARDENED = ["--read-only", "--tmpfs", "/tmp:exec", "--cap-drop", "ALL", "--security-opt", "no-new-privileges:true"]
+
+
+def _docker(*arguments: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["docker", *arguments], capture_output=True, text=True, timeout=timeout_s)
+
+
+@pytest.fixture(scope="module", params=["vllm", "sglang"])
+def engine(request: pytest.FixtureRequest, built: None) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def image(engine: str) -> str:
+    name = f"sluice-worker-{engine}:{TAG}"
+    base = f"{engine.upper()}_IMAGE={standin('engine')}"
+    command = ["build", "--quiet", "--file", str(ROOT / "deploy/docker/Dockerfile"), "--target", f"worker-{engine}"]
+    done = _docker(*command, "--build-arg", base, "--tag", name, str(ROOT), timeout_s=900)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return name
+
+
+def _python(image: str, code: str) -> str:
+    done = _docker("run", "--rm", *HARDENED, "--entrypoint", "python3", image, "-c", code)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_the_engines_own_packages_count_and_the_workers_are_found(image: str, engine: str) -> None:
+    code = f"import {engine}, filelock; assert {engine}.OF_THE_ENGINE and filelock.OF_THE_ENGINE; import grpc, uvloop; "
+    assert _python(image, code + "print(grpc.__file__)").startswith("/opt/sluice/")
+
+
+def test_models_may_be_written_and_nothing_else(image: str) -> None:
+    code = "import os; print(os.getuid(), os.environ['HF_HOME'], os.stat('/models').st_uid)"
+    assert _python(image, code) == "10001 /models 10001"
+
+
+@pytest.fixture
+def worker(image: str) -> Iterator[str]:
+    """A worker of the image that runs the mock engine."""
+    started = _docker("run", "--detach", *HARDENED, "--env", "SLUICE_WORKER_ENGINE=mock", image)
+    assert started.returncode == 0, started.stderr
+    container = started.stdout.strip()
+    yield container
+    _docker("rm", "--force", container)
+
+
+def test_the_worker_of_the_image_serves(worker: str) -> None:
+    deadline = time.monotonic() + 90
+    while _docker("inspect", "--format", "{{.State.Health.Status}}", worker).stdout.strip() != "healthy":
+        assert time.monotonic() < deadline, _docker("logs", worker).stderr[-2000:]
+        time.sleep(1)
+
+
+def test_an_image_without_its_engine_says_so_in_a_sentence(image: str, engine: str) -> None:
+    done = _docker("run", "--rm", *HARDENED, image, timeout_s=120)
+    assert done.returncode != 0
+    assert engine in done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
