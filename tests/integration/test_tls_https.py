@@ -42,12 +42,26 @@ async def drip(request: Request) -> StreamingResponse:
     return StreamingResponse(text())
 
 
+async def listening(server: HttpServer) -> None:
+    host, _, port = server.address.rpartition(":")
+    for _ in range(400):
+        try:
+            _, writer = await asyncio.open_connection(host, int(port))
+        except OSError:
+            await asyncio.sleep(0.05)
+        else:
+            writer.close()
+            return
+    raise AssertionError("the server does not listen")
+
+
 @asynccontextmanager
 async def serving(settings: HttpsSettings) -> AsyncIterator[HttpServer]:
     app = Starlette(routes=[Route("/", hello), Route("/drip", drip)])
     server = HttpServer(app, "127.0.0.1:0", 75, 1, https_context(settings))
     running = asyncio.create_task(server.serve())
     try:
+        await listening(server)
         yield server
     finally:
         server.stop()

@@ -23,7 +23,8 @@ from tests.support.authority import Authority
 
 
 @pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def impatient(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     monkeypatch.setattr(watched, "LOOK_EVERY_S", 0.0)
     monkeypatch.setattr(peers, "TRY_AGAIN_S", 0.1)
     monkeypatch.setattr(peers, "ACCEPTED_WITHIN_S", 1.0)

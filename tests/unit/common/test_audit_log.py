@@ -98,6 +98,7 @@ def test_a_queue_that_is_full_loses_lines_and_says_how_many(tmp_path: Path, monk
 
 
 async def test_a_disk_that_fails_costs_lines_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("WARNING")
     folder = tmp_path / "audit"
     folder.mkdir()
     path = folder / "audit.jsonl"

@@ -16,7 +16,8 @@ from services.common.watched import WatchedFiles
 
 
 @pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def impatient(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("WARNING")
     monkeypatch.setattr(watched, "LOOK_EVERY_S", 0.0)
 
 
