@@ -49,6 +49,7 @@ from services.gateway.ui.watching import WatchedPreprocess, WatchedRouter, Watch
 log = logging.getLogger(__name__)
 
 LAST_REPORTS_S = 1.0
+FIRST_READY_S = 2.0
 
 
 async def serve(settings: GatewaySettings, stop: Stop) -> None:
@@ -124,6 +125,7 @@ async def serve(settings: GatewaySettings, stop: Stop) -> None:
     tasks.spawn(_sweep_stalled(switchboard, settings.stall_timeout_s), "stalled")
     if view is not None:
         tasks.spawn(view.run(), "live-view")
+    await readiness.first(FIRST_READY_S)
     serving = tasks.spawn(server.serve(), "http")
     log.info("HTTP server listens", extra={"address": server.address})
 

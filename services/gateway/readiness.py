@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection
+from contextlib import suppress
 from typing import Any
 
 from services.gateway.clients.catalogue import Catalogue
@@ -11,6 +13,8 @@ from services.gateway.clients.router import RouterClient
 from services.gateway.fleet import Fleet
 
 ALL = ("preprocess", "router", "postprocess")
+
+LOOK_AGAIN_S = 0.05
 
 
 class Readiness:
@@ -34,6 +38,18 @@ class Readiness:
         self._fleet = fleet
         self._needed = needed
         self.leaving = False  # it answers what runs and takes no more
+
+    async def first(self, most_s: float) -> None:
+        """Waits until the gateway knows the workers and reaches them all, or for `most_s`: until then it does not
+        listen, so that balancers which only look whether a port is open send nothing too early."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(most_s):
+                while not self._complete:  # noqa: ASYNC110
+                    await asyncio.sleep(LOOK_AGAIN_S)
+
+    @property
+    def _complete(self) -> bool:
+        return bool(self.state()["ready"]) and self._fleet.connected_workers >= len(self._catalogue.workers)
 
     def state(self) -> dict[str, Any]:
         """`ready`, then replicas that serve by service, workers that are connected, and models."""
