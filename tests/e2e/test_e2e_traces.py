@@ -136,6 +136,27 @@ def test_a_migrated_request_is_one_tree_with_a_link(traced: Suite, collector: Co
     assert engines[resume.span].attributes["finish_reason"] == "length"
 
 
+def test_a_request_of_two_workers_is_one_tree_with_a_link(collector: Collector) -> None:
+    flags = ("--prefill-workers", "1", "--workers", "1", "--speedup", "20")
+    trace = secrets.token_hex(16)
+    with Suite(*flags, env=env_of(collector.endpoint)) as pair:
+        chat(pair, trace, tokens=8)
+
+        def engines() -> list[ReceivedSpan]:
+            return [span for span in collector.of(trace) if span.name == "engine.generate"]
+
+        awaited(lambda: len(engines()) == 2, lambda: collector.of(trace))
+        spans = complete(collector, trace, EXPECTED)
+    (generate,) = [span for span in spans.values() if span.name == "gateway.generate"]
+    prefill, decode = sorted(engines(), key=lambda span: str(span.attributes["finish_reason"]) != "handoff")
+    assert (prefill.attributes["finish_reason"], decode.attributes["finish_reason"]) == ("handoff", "length")
+    assert (prefill.attributes["role"], decode.attributes["role"]) == ("prefill", "decode")
+    assert prefill.parent == decode.parent == generate.span
+    assert prefill.links == ()
+    assert decode.links == (prefill.span,), "the decode worker goes on where the prefill worker was"
+    assert "handed over" in generate.events
+
+
 def test_log_lines_of_a_traced_request_carry_its_ids(traced: Suite) -> None:
     trace = secrets.token_hex(16)
     body = {"model": "tekken", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "stream": True}
