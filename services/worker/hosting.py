@@ -65,7 +65,11 @@ class WorkerHost:
         await self.server.start()
         self.worker.worker_id = settings.worker_id or default_worker_id(self.server.port)
         template = settings.chat_template
-        await self.worker.start("" if template is None else await asyncio.to_thread(template.read_text, "utf-8"))
+        await self.worker.start(
+            chat_template="" if template is None else await asyncio.to_thread(template.read_text, "utf-8"),
+            tool_parser=settings.tool_parser,
+            reasoning_parser=settings.reasoning_parser,
+        )
         self._engine_metrics.register()
         # A vocabulary lives as long as the process: keep the collector from walking it again and again.
         gc.collect()

@@ -53,6 +53,10 @@ class WorkerSettings(RouterTokenSettings, GrpcServiceSettings):
         f"{DEFAULT_NAME}={DEFAULT_SOURCE}",
         description="model to serve, as NAME=SOURCE[@PROCESSOR]; SOURCE is a hub id, a folder or mistral-common:NAME",
     )
+    tool_parser: str = Field(
+        "", description="what the tool parser 'auto' means for this model; empty: its template tells"
+    )
+    reasoning_parser: str = Field("", description="the same for the reasoning parser")
     chat_template: FilePath | None = Field(
         None, description="Jinja file to use instead of the chat template in the model's files"
     )

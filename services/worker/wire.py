@@ -233,6 +233,8 @@ def write_card(config: EngineConfig, created_unix_s: int) -> common_pb2.ModelCar
         adapters=config.adapters,
         created_unix_s=created_unix_s,
         chat_template=config.chat_template,
+        tool_parser=config.tool_parser,
+        reasoning_parser=config.reasoning_parser,
     )
 
 

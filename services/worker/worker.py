@@ -106,8 +106,8 @@ class Worker:
         """Load by data-parallel rank."""
         return self.engine.load() if self._config is not None else [Load()]
 
-    async def start(self, chat_template: str = "") -> EngineConfig:
-        """Starts the engine and takes requests from then on; a `chat_template` goes onto the card.
+    async def start(self, chat_template: str = "", tool_parser: str = "", reasoning_parser: str = "") -> EngineConfig:
+        """Starts the engine and takes requests from then on; what is given goes onto the card.
 
         Raises:
             SluiceError: one sentence about why it cannot.
@@ -116,7 +116,12 @@ class Worker:
         config = await started(self.engine, self.worker_id)
         self.phases.enter("loading the tokenizer")
         self._config = await self.processing.start(
-            replace(config, chat_template=chat_template) if chat_template else config
+            replace(
+                config,
+                chat_template=chat_template or config.chat_template,
+                tool_parser=tool_parser or config.tool_parser,
+                reasoning_parser=reasoning_parser or config.reasoning_parser,
+            )
         )
         self.loaded_unix_s = int(time.time())
         self.last_sign_s = self.last_finished_s = time.monotonic()

@@ -16,7 +16,7 @@ from services.common.channels import open_channel
 from services.common.errors import ErrorKind, SluiceError
 from services.common.grpc_errors import from_rpc_error
 from services.common.models import fingerprint
-from services.common.packing import unpack_u32
+from services.common.packing import pack_u32, unpack_u32
 from services.common.runner import Stop
 from services.common.tokenizer_delivery import Learned, TokenizerDelivery, fetch_tokenizer
 from services.common.tokenizer_store import TokenizerStore
@@ -116,6 +116,24 @@ async def test_the_model_cards_template_replaces_the_files_own(tmp_path: Path) -
         stub = preprocess_pb2_grpc.PreprocessStub(channel)
         answer = await stub.Render(preprocess_pb2.TokenizeRequest(model="tiny", chat=chat), timeout=60)
     assert answer.text == "card:hi"
+
+
+async def test_the_model_cards_parser_is_what_auto_means(tmp_path: Path) -> None:
+    addresses = {name: f"127.0.0.1:{free_port()}" for name in ("worker", "postprocess")}
+    settings = ["--listen", addresses["postprocess"], "--workers", addresses["worker"], "--drain-s", "0"]
+    call = "<function=now>\n</function>"
+    tools = b'[{"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}]'
+    async with (
+        hosted(tiny_folder(), listen=addresses["worker"], tool_parser="qwen3_coder"),
+        running(
+            postprocess.serve, PostprocessSettings.load([*settings, "--tokenizer-cache", str(tmp_path / "post")])
+        ) as channel,
+    ):
+        options = postprocess_pb2.StreamOptions(model="tiny", tool_parser="auto", tools_json=tools)
+        ids = pack_u32(tiny_hf().encode_text(f"<tool_call>\n{call}\n</tool_call>"))
+        parse = postprocess_pb2.ParseRequest(options=options, token_ids=ids)
+        answer = await postprocess_pb2_grpc.PostprocessStub(channel).Parse(parse, timeout=60)
+    assert [found.name for found in answer.tool_calls] == ["now"]
 
 
 async def test_templates_in_a_folder_of_their_own_arrive_too(tmp_path: Path, store: TokenizerStore) -> None:
