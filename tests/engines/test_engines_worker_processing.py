@@ -32,11 +32,11 @@ MESSAGES = [{"role": "user", "content": "What is the weather in Köln? <|im_end|
 
 
 def sglang(model: Path) -> suite.EngineUnderTest:
-    return suite.EngineUnderTest("sglang", suite.interpreter("sglang"), model, SIZES, QUIET, start_s=300)
+    return suite.EngineUnderTest("sglang", suite.interpreter("sglang"), model, SIZES, QUIET, start_s=600)
 
 
 def transformers(model: Path) -> suite.EngineUnderTest:
-    return suite.EngineUnderTest("transformers", suite.interpreter("transformers"), model, SIZES, QUIET, start_s=300)
+    return suite.EngineUnderTest("transformers", suite.interpreter("transformers"), model, SIZES, QUIET, start_s=600)
 
 
 @pytest_asyncio.fixture(
