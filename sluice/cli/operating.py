@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
@@ -29,6 +31,7 @@ Tls = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON for scripts")]
 
 USUAL = "http://127.0.0.1:8000"
+WIDE = 200
 
 
 def add_to(app: typer.Typer) -> None:
@@ -49,7 +52,7 @@ def top(
     from sluice.cli import top as command
 
     place = running.Place(gateway, "", api_key, "", tls)
-    _end(lambda: command.run(place, once, as_json, Console(highlight=False)))
+    _end(lambda: command.run(place, once, as_json, _console()))
 
 
 def route(
@@ -70,7 +73,7 @@ def route(
     if not text:
         raise BadFlag("route needs a text that is not empty")
     place = running.Place(gateway, router, api_key, router_token, tls)
-    _end(lambda: command.run(place, text, model, raw, as_json, Console(highlight=False)))
+    _end(lambda: command.run(place, text, model, raw, as_json, _console()))
 
 
 def workers(
@@ -86,7 +89,7 @@ def workers(
     from sluice.cli import workers as command
 
     place = running.Place(gateway, router, api_key, router_token, tls)
-    _end(lambda: command.run(place, as_json, Console(highlight=False)))
+    _end(lambda: command.run(place, as_json, _console()))
 
 
 def doctor(
@@ -109,7 +112,13 @@ def doctor(
     from sluice.cli import running
 
     place = running.Place(gateway, router, api_key, router_token, tls)
-    _end(lambda: command.run(place, redis, as_json, Console(highlight=False)))
+    _end(lambda: command.run(place, redis, as_json, _console()))
+
+
+def _console() -> Console:
+    """As wide as the terminal; where there is none, nothing need be cut."""
+    cut = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console(highlight=False, width=None if cut else WIDE)
 
 
 def _end(command: Callable[[], int]) -> None:

@@ -15,6 +15,7 @@ from services.gateway.clients.overview import WorkerState
 from sluice.cli.running import Place, reached
 
 WELL, UNWELL = 0, 1
+NARROW = 110
 STYLES = {"serving": "green", "draining": "yellow"}
 
 
@@ -26,7 +27,7 @@ def run(place: Place, as_json: bool, console: Console) -> int:
     elif not found:
         console.print("No worker has registered with the router; start one with `sluice worker`.")
     else:
-        console.print(_table(found))
+        console.print(_table(found, console.width))
     return WELL if found and all(health in STYLES for _, health in found) else UNWELL
 
 
@@ -38,10 +39,11 @@ async def _ask(place: Place) -> Sequence[tuple[WorkerState, str]]:
     return list(zip(workers, healths, strict=True))
 
 
-def _table(found: Sequence[tuple[WorkerState, str]]) -> Table:
-    table = Table(
-        "worker", "health", "model", "role", "engine", "address", box=None, pad_edge=False, header_style="dim"
-    )
+def _table(found: Sequence[tuple[WorkerState, str]], width: int) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    about = ("model", "role", "engine", "address") if width >= NARROW else ()
+    for title in ("worker", "health", *about):
+        table.add_column(title, no_wrap=True)
     for title in ("running", "waiting", "booked", "in use", "cached"):
         table.add_column(title, justify="right")
     for worker, health in found:
@@ -49,10 +51,7 @@ def _table(found: Sequence[tuple[WorkerState, str]]) -> Table:
         table.add_row(
             escape(worker.id),
             f"[{STYLES.get(health, 'bold red')}]{health}[/]",
-            escape(worker.model),
-            worker.role,
-            escape(f"{worker.engine} {worker.version}".strip()),
-            worker.address,
+            *([escape(text) for text in _about(worker)] if about else ()),
             str(worker.running),
             str(worker.waiting),
             str(worker.booked),
@@ -60,3 +59,7 @@ def _table(found: Sequence[tuple[WorkerState, str]]) -> Table:
             f"{min(worker.cached_blocks / total, 1):.0%}",
         )
     return table
+
+
+def _about(worker: WorkerState) -> tuple[str, ...]:
+    return worker.model, worker.role, f"{worker.engine} {worker.version}".strip(), worker.address

@@ -1,0 +1,171 @@
+"""The live view and the commands for a running suite, over the real thing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from typing import Any
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from sluice.cli.main import app
+from tests.support.suite import SLUICE, Suite
+
+WITHIN_S = 30
+
+
+def sluice(suite: Suite, *arguments: str, code: int = 0) -> str:
+    """What the command prints; within this process, because starting one takes longer than what it does."""
+    done = CliRunner().invoke(app, [*arguments, "--gateway", suite.url])
+    assert done.exit_code == code, done.output
+    return done.stdout
+
+
+def told(suite: Suite, *arguments: str, code: int = 0) -> Any:
+    return json.loads(sluice(suite, *arguments, "--json", code=code))
+
+
+def ask(suite: Suite, content: str, **more: Any) -> dict[str, Any]:
+    body = {"model": "tekken", "messages": [{"role": "user", "content": content}], "max_tokens": 8, **more}
+    answer = httpx.post(f"{suite.url}/v1/chat/completions", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    answered: dict[str, Any] = answer.json()
+    return answered
+
+
+def events(suite: Suite, number: int) -> list[tuple[str, dict[str, Any]]]:
+    """The first events of the stream, during which requests come and go."""
+    found: list[tuple[str, dict[str, Any]]] = []
+    kind = "message"
+    with httpx.stream("GET", f"{suite.url}/ui/data/stream", timeout=WITHIN_S) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        for line in answer.iter_lines():
+            if line.startswith("event: "):
+                kind = line[7:]
+            elif line.startswith("data: "):
+                found.append((kind, json.loads(line[6:])))
+                kind = "message"
+                if len(found) == number:
+                    break
+                ask(suite, f"Tell me about {len(found)}.")
+    return found
+
+
+def test_the_stream_begins_with_everything_and_goes_on_with_what_changes(suite: Suite) -> None:
+    (first, whole), *deltas = events(suite, 5)
+    assert first == "whole"
+    assert [row["health"] for row in whole["workers"]] in ([], ["ok", "ok"])  # nobody may have looked before
+    assert whole["models"] == ["tekken"]
+    assert {name: len(node["serving"]) for name, node in whole["nodes"].items()} == {
+        "preprocess": 1,
+        "router": 1,
+        "postprocess": 1,
+    }
+    assert [kind for kind, _ in deltas] == ["message"] * 4
+    numbers = [whole["n"], *(delta["n"] for _, delta in deltas)]
+    assert numbers == list(range(numbers[0], numbers[0] + 5))
+    assert sum(delta["rates"]["requests"] > 0 for _, delta in deltas) >= 2
+    requests = [request for _, delta in deltas for request in delta.get("requests", ())]
+    assert {request["outcome"] for request in requests} == {"finished"}
+    why = [delta["why"] for _, delta in deltas if "why" in delta]
+    assert why
+    assert {score["worker"] for score in why[-1]["scores"]} == {"worker-0", "worker-1"}
+    assert max(len(json.dumps(delta)) for _, delta in deltas) < 8_000
+
+
+def test_an_answer_can_be_looked_up(suite: Suite) -> None:
+    answer = ask(suite, "What is a sluice?", n=2)
+    found = httpx.get(f"{suite.url}/ui/data/requests/{answer['id']}").json()
+    assert found["workers"][0] in ("worker-0", "worker-1")
+    assert found["prompt_tokens"] == answer["usage"]["prompt_tokens"]
+    assert found["output_tokens"] == 8
+    assert min(found["tokenize_ms"], found["route_ms"], found["first_ms"]) > 0
+    assert httpx.get(f"{suite.url}/ui/data/requests/nothing").status_code == 404
+
+
+def test_route_says_where_a_prompt_goes_and_why(suite: Suite) -> None:
+    text = "The canal and its locks, told from the beginning. " * 40
+    ask(suite, text)
+    deadline = time.monotonic() + WITHIN_S
+    while True:  # until the worker's report of its cache has arrived
+        verdict = told(suite, "route", text)
+        if verdict["scores"][0]["overlap"][0] or time.monotonic() > deadline:
+            break
+    assert verdict["worker"] == verdict["scores"][0]["worker"]
+    assert verdict["scores"][0]["overlap"][0] > 10
+    assert 0 < verdict["tokens_to_compute"] < verdict["prompt_tokens"]
+    assert {score["worker"] for score in verdict["scores"]} == {"worker-0", "worker-1"}
+    assert verdict["worker"] in sluice(suite, "route", text, "--raw")
+
+
+def test_workers_are_listed(suite: Suite) -> None:
+    workers = told(suite, "workers")
+    assert [(worker["id"], worker["health"]) for worker in workers] == [
+        ("worker-0", "serving"),
+        ("worker-1", "serving"),
+    ]
+    assert {worker["address"] for worker in workers} == set(suite.addresses("worker"))
+    by_router = told(suite, "workers", "--router", suite.address("router"))
+    assert [worker["id"] for worker in by_router] == ["worker-0", "worker-1"]
+    assert "worker-1" in sluice(suite, "workers")
+
+
+def test_top_shows_the_suite(suite: Suite) -> None:
+    ask(suite, "Hello")
+    state = told(suite, "top", "--once")
+    assert {row["id"] for row in state["workers"]} == {"worker-0", "worker-1"}
+    assert state["requests"]
+    assert "worker-0" in sluice(suite, "top", "--once")
+
+
+def test_top_goes_on_line_by_line_where_there_is_no_terminal(suite: Suite) -> None:
+    command = [str(SLUICE), "top", "--gateway", suite.url]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={"PYTHONUNBUFFERED": "1"}) as top:
+        try:
+            assert top.stdout is not None
+            lines = [top.stdout.readline() for _ in range(3)]
+        finally:
+            top.terminate()
+    assert all("requests/s" in line for line in lines)
+
+
+def test_the_doctor_finds_nothing_wrong_and_looked_everywhere(suite: Suite) -> None:
+    said = told(suite, "doctor")
+    checks = {check["check"].rpartition(" 127.")[0] or check["check"]: check for check in said["checks"]}
+    assert said["ok"], said
+    looked = ("gateway ready", "gateway clock", "preprocess", "router", "postprocess", "worker-0", "worker-1")
+    for name in (*looked, "routing tekken", "gateway version"):
+        assert checks[name]["state"] == "ok", checks[name]
+    assert checks["parity tekken"]["state"] in ("ok", "warn")
+    assert checks["redis"]["state"] == checks["certificates"]["state"] == "skipped"
+    assert "0 wrong" in sluice(suite, "doctor")
+
+
+@pytest.fixture(scope="module")
+def secured(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("certs")
+    subprocess.run([str(SLUICE), "certs", str(folder), "--days", "5"], check=True, capture_output=True)
+    env = {"SLUICE_GATEWAY_UI": "false"}
+    with Suite("--workers", "1", "--speedup", "20", "--tls", str(folder), env=env) as running:
+        yield running, folder
+
+
+def test_a_suite_that_speaks_tls_is_examined_too(secured: Any) -> None:
+    suite, folder = secured
+    tls = ("--tls", str(folder), "--router", suite.address("router"))
+    assert [worker["health"] for worker in told(suite, "workers", *tls)] == ["serving"]
+    checks = {check["check"]: check for check in told(suite, "doctor", *tls)["checks"]}
+    assert checks["certificate of the gateway"]["state"] == "warn"
+    assert "4 days" in checks["certificate of the gateway"]["found"]
+    assert checks["certificate client.pem"]["state"] == "warn"
+    assert "--ui" in checks["live view"]["advice"]
+
+
+def test_whoever_does_not_trust_it_hears_why(secured: Any) -> None:
+    suite, _ = secured
+    checks = {check["check"]: check for check in told(suite, "doctor", code=1)["checks"]}
+    assert checks["gateway"]["state"] == "fail"
+    assert "certificate" in checks["gateway"]["found"].lower()
