@@ -32,16 +32,21 @@ HEAD = """# Metrics
 
 <!-- made by `python -m sluice.metrics --write`; do not edit -->
 
-Every service serves its metrics for Prometheus on `--metrics-listen HOST:PORT` (`SLUICE_<SERVICE>_METRICS_LISTEN`), the gateway also
-on `/metrics` of its HTTP port. Port 0 takes a free one; the log says which. When the port is taken the log says so, requests are
-served all the same, and it is tried again every five seconds. The worker's endpoint also has the engine's own metrics.
+Every service serves its metrics for Prometheus on `--metrics-listen HOST:PORT` (`SLUICE_<SERVICE>_METRICS_LISTEN`),
+the gateway also on `/metrics` of its HTTP port. Port 0 takes a free one; the log says which. When the port is taken
+the log says so, requests are served all the same, and it is tried again every five seconds. The worker's endpoint
+also has the engine's own metrics.
 
-- Counters end in `_total` and start at 0 where all their labels are known in advance. Histograms have `_bucket`, `_count` and `_sum`.
-- Labels are bounded, whatever is sent: a value that is not in the list below, or comes when there are as many as may be, is counted
-  as `other`. Ids of requests, workers and users are never labels.
-- Nothing is recorded per token: once a request, or once a batch. Inter-token times are means of a generation, one value each.
-- Every process also has Prometheus' usual `process_*` and `python_*` metrics (CPU, memory, open files, garbage collection).
-- Alert rules and Grafana dashboards over these metrics are in `deploy/observability`; see [observability](observability.md).
+- Counters end in `_total` and start at 0 where all their labels are known in advance. Histograms have `_bucket`,
+  `_count` and `_sum`.
+- Labels are bounded, whatever is sent: a value that is not in the list below, or comes when there are as many as may
+  be, is counted as `other`. Ids of requests, workers and users are never labels.
+- Nothing is recorded per token: once a request, or once a batch. Inter-token times are means of a generation, one
+  value each.
+- Every process also has Prometheus' usual `process_*` and `python_*` metrics (CPU, memory, open files, garbage
+  collection).
+- Alert rules and Grafana dashboards over these metrics are in `deploy/observability`; see
+  [observability](observability.md).
 """
 
 
