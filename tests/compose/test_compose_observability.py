@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import secrets
 import time
 import urllib.error
 import urllib.request
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.support.chat_load import ChatLoad
 from tests.support.compose_suite import ROOT, SERVICES, Suite, get_json
 from tests.support.prometheus_queries import answers, dashboard_queries
+from tests.support.promql import series
 
 OBSERVABILITY = ROOT / "deploy/observability"
 
@@ -47,14 +50,49 @@ async def test_every_replica_is_scraped_also_after_scaling(suite: Suite, prometh
     await asyncio.to_thread(_until_scraped, suite, prometheus)
 
 
+LONG_PROMPT = "The same long prompt again, so that a worker's cache holds it. " * 20
+PARSE = """
+import asyncio, grpc
+from sluice.v1 import postprocess_pb2 as messages, postprocess_pb2_grpc as services
+async def main():
+    async with grpc.aio.insecure_channel("postprocess:50051") as channel:
+        request = messages.ParseRequest(options=messages.StreamOptions(model="tekken"), token_ids=bytes([99, 8, 0, 0]))
+        await services.PostprocessStub(channel).Parse(request, timeout=30)
+asyncio.run(main())
+"""
+
+
+async def _everything_else(suite: Suite) -> None:
+    """What a load of chats has not: repeated prompts, embeddings, a refused request, a scheduler's call."""
+    async with httpx.AsyncClient(base_url=suite.url, timeout=60) as client:
+        model = (await client.get("/v1/models")).json()["data"][0]["id"]
+        for _ in range(4):
+            chat = {"model": model, "messages": [{"role": "user", "content": LONG_PROMPT}], "max_tokens": 4}
+            assert (await client.post("/v1/chat/completions", json=chat)).status_code == 200
+        assert (await client.post("/v1/embeddings", json={"model": model, "input": "Hello"})).status_code == 200
+        refused = {"model": model, "messages": [{"role": "assistant", "content": "I speak first."}]}
+        assert (await client.post("/v1/chat/completions", json=refused)).status_code == 400
+    await asyncio.to_thread(suite.execute, suite.containers("gateway")[0], "python", "-c", PARSE)
+
+
+def _only_in_trouble_or_elsewhere(query: str) -> bool:
+    """Whether a suite of mock engines that is well has nothing to say, by the metrics' own declarations."""
+    known = series()
+    names = re.findall(r"sluice_\w+", query)
+    return 'state="differs"' in query or any(known[name].when for name in names)
+
+
 async def test_every_dashboard_query_has_data_after_a_load(suite: Suite, prometheus: str) -> None:
     queries = dashboard_queries(OBSERVABILITY / "dashboards")
     assert len(queries) > 20
+    wanted = [query for query in queries if not _only_in_trouble_or_elsewhere(query[1])]
+    assert len(wanted) > 0.85 * len(queries)
     async with ChatLoad(suite.url) as load:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 240
         while True:
             await load.more(16)
-            empty = [query for query in queries if not await asyncio.to_thread(answers, prometheus, query[1])]
+            await _everything_else(suite)
+            empty = [query for query in wanted if not await asyncio.to_thread(answers, prometheus, query[1])]
             if not empty:
                 break
             assert time.monotonic() < deadline, empty
