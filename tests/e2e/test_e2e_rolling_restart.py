@@ -47,8 +47,8 @@ class Balancer:
             self._passing.discard(asyncio.current_task())
 
     async def _to_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        for offset in range(len(self._targets)):
-            host, port = self._targets[(self._turn + offset) % len(self._targets)]
+        turn = self._turn % len(self._targets)
+        for host, port in self._targets[turn:] + self._targets[:turn]:
             with suppress(ConnectionRefusedError):
                 far_reader, far_writer = await asyncio.open_connection(host, port)
                 await asyncio.gather(self._pump(reader, far_writer), self._pump(far_reader, writer))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 import ssl
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -38,10 +39,36 @@ class Server(Protocol):
 
 
 class _Server(uvicorn.Server):
+    listener: socket.socket
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Signals belong to the service's runner."""
         yield
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Connections that the kernel has accepted already are served: a closed listener would reset them."""
+        accepted = _accept_all(self.listener)
+        for server in self.servers:
+            server.close()
+        for connection in accepted:
+            await asyncio.get_running_loop().connect_accepted_socket(self._protocol, connection, ssl=self.config.ssl)
+        await super().shutdown(sockets)
+
+    def _protocol(self) -> asyncio.Protocol:
+        make: Any = self.config.http_protocol_class
+        made: asyncio.Protocol = make(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+        return made
+
+
+def _accept_all(listener: socket.socket) -> list[socket.socket]:
+    accepted: list[socket.socket] = []
+    with contextlib.suppress(OSError):  # nobody waits any more
+        while True:
+            connection, _ = listener.accept()
+            connection.setblocking(False)
+            accepted.append(connection)
+    return accepted
 
 
 class HttpServer:
@@ -87,6 +114,7 @@ class HttpServer:
         config.load()
         config.ssl = tls
         self._server = _Server(config)
+        self._server.listener = self._socket
 
     async def serve(self) -> None:
         """Serves until `stop`, then until running requests are done."""
