@@ -188,7 +188,7 @@ class ReplicaSet(Generic[S]):
         try:
             answer = await method(replica.stub)(request, timeout=left_s, metadata=telemetry.grpc_metadata())
         except grpc.aio.AioRpcError as error:
-            cause = from_rpc_error(error, self.peer)
+            cause = self._cause(error)
             self._judge(replica, error, left_s)
             raise cause from error
         else:
@@ -196,6 +196,12 @@ class ReplicaSet(Generic[S]):
             return answer
         finally:
             replica.outstanding -= 1
+
+    def _cause(self, error: grpc.aio.AioRpcError) -> SluiceError:
+        if error.code() is grpc.StatusCode.CANCELLED and not _typed(error):
+            # Not by this caller, who would not get to hear it: the call came in while the server was stopping.
+            return unavailable(f"The {self.peer} service stopped before it answered.", code="service_unavailable")
+        return from_rpc_error(error, self.peer)
 
     def _judge(self, replica: Replica[S], error: grpc.aio.AioRpcError, waited_s: float) -> None:
         """A typed refusal is an answer; silence and broken connections are not."""

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
+import grpc
 import pytest
 
 from services.common import replicas
@@ -34,6 +35,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
     def __init__(self, name: str) -> None:
         self.name = name
         self.refusal: SluiceError | None = None
+        self.stopping = False
         self.calls = 0
         self.gate = asyncio.Event()
         self.gate.set()
@@ -41,6 +43,8 @@ class Worker(worker_pb2_grpc.WorkerServicer):
     async def GetInfo(self, request: Any, context: Any) -> worker_pb2.GetInfoResponse:
         self.calls += 1
         await self.gate.wait()
+        if self.stopping:  # what callers see of a call that came in while the server was closing
+            await context.abort(grpc.StatusCode.CANCELLED)
         if self.refusal is not None:
             await abort(context, self.refusal)
         return worker_pb2.GetInfoResponse(worker_id=self.name)
@@ -319,3 +323,10 @@ async def test_typed_refusals_open_no_circuit() -> None:
             with pytest.raises(SluiceError) as refused:
                 await ask(chosen)
             assert refused.value.code == "no_workers"
+
+
+async def test_a_call_that_a_stopping_replica_lets_go_of_is_made_on_the_other() -> None:
+    async with suite(2) as (hosts, chosen):
+        hosts[0].worker.stopping = True
+        assert {await ask(chosen) for _ in range(20)} == {"w1"}
+        assert hosts[0].worker.calls > 0
