@@ -16,9 +16,12 @@ _COMPONENT = "#/components/schemas/{model}"
 
 _FAILURES = {
     400: "The request cannot be served as it is; `param` names the field at fault.",
+    401: "No API key, or one that is not valid.",
+    403: "The API key may not use this model.",
     404: "There is no such model.",
     408: "The request body did not arrive in time.",
     413: "The request body is too large.",
+    415: "The request body is compressed.",
     429: "Too much is under way; try again after `Retry-After` seconds.",
     499: "The client went away.",
     500: "A defect of the server.",
@@ -26,7 +29,7 @@ _FAILURES = {
     503: "Nobody can serve this now; try again after `Retry-After` seconds.",
     504: "A service did not answer in time.",
 }
-GENERATING = (400, 404, 408, 413, 429, 499, 500, 502, 503, 504)
+GENERATING = (400, 401, 403, 404, 408, 413, 415, 429, 499, 500, 502, 503, 504)
 """How requests that workers or preprocess serve can fail."""
 
 
