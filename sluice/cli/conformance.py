@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import shlex
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,11 +72,10 @@ def run(options: Options, console: Console) -> int:
         raise BadFlag(f"{options.address} is no host:port of a worker's gRPC server")
     if options.patience <= 0:
         raise BadFlag("--patience must be above 0")
-    # What a rule finds is in the table; the log of the kit's own router is not for its readers.
-    logging.getLogger("services").setLevel(logging.CRITICAL)
     chosen, stop = _chosen(options.rules), _stopper(options.stop_command)
     try:
-        report = asyncio.run(_run(options, chosen, stop, console))
+        with _quiet_services():
+            report = asyncio.run(_run(options, chosen, stop, console))
     except SluiceError as error:
         raise BadFlag(f"{options.address}: {error.message}") from error
     console.print(_table(report))
@@ -84,6 +83,18 @@ def run(options: Options, console: Console) -> int:
     if options.junit is not None:
         _write(report, options.junit)
     return BROKEN if report.failed else KEPT
+
+
+@contextmanager
+def _quiet_services() -> Iterator[None]:
+    """What a rule finds is in the table; the log of the kit's own router is not for its readers."""
+    services = logging.getLogger("services")
+    level = services.level
+    services.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        services.setLevel(level)
 
 
 def _chosen(names: Sequence[str]) -> Sequence[Rule]:
