@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -13,7 +13,9 @@ import httpx
 import pytest
 
 from sluice.v1 import router_pb2, router_pb2_grpc
+from tests.support.loose_suite import LooseSuite
 from tests.support.suite import Suite
+from tests.support.tiny_models import build_tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -22,8 +24,11 @@ def pairs() -> Iterator[Suite]:
         yield running
 
 
-def complete(suite: Suite, prompt: str, headers: dict[str, str] | None = None, **more: Any) -> httpx.Response:
-    body = {"model": "tekken", "prompt": prompt, "max_tokens": 24, "seed": 7, **more}
+def complete(
+    suite: Suite | LooseSuite, prompt: str, headers: dict[str, str] | None = None, **more: Any
+) -> httpx.Response:
+    model = "tekken" if isinstance(suite, Suite) else "tiny"
+    body = {"model": model, "prompt": prompt, "max_tokens": 24, "seed": 7, **more}
     return httpx.post(f"{suite.url}/v1/completions", json=body, headers=headers or {}, timeout=60)
 
 
@@ -77,17 +82,17 @@ def disagg_off() -> dict[str, str]:
     return {"x-gateway-destination-endpoint-subset": "worker-0,worker-1"}
 
 
-async def test_without_prefill_workers_the_answer_says_so(pairs: Suite) -> None:
-    told = complete(pairs, "Tell me of the end.").json()["choices"][0]["text"]
-    for process in pairs.processes("worker"):
-        if "prefill" in process.cmdline():
-            os.kill(process.pid, signal.SIGKILL)
-    async with asyncio.timeout(40):
-        while True:
-            answer = complete(pairs, "Tell me of the end.")
-            assert answer.status_code == 200
-            assert answer.json()["choices"][0]["text"] == told
-            if answer.headers.get("x-sluice-degraded"):
-                break
-            await asyncio.sleep(0.2)
-    assert answer.headers["x-sluice-degraded"] in ("no_prefill_worker", "prefill_failed")
+async def test_without_prefill_workers_the_answer_says_so(tmp_path: Path) -> None:
+    with LooseSuite(build_tiny_model(tmp_path / "model"), prefill=2, postprocess=1) as pairs:
+        told = complete(pairs, "Tell me of the end.").json()["choices"][0]["text"]
+        for name in pairs.prefill:
+            pairs.end(name, signal.SIGKILL)
+        async with asyncio.timeout(40):
+            while True:
+                answer = complete(pairs, "Tell me of the end.")
+                assert answer.status_code == 200
+                assert answer.json()["choices"][0]["text"] == told
+                if answer.headers.get("x-sluice-degraded"):
+                    break
+                await asyncio.sleep(0.2)
+        assert answer.headers["x-sluice-degraded"] in ("no_prefill_worker", "prefill_failed")

@@ -75,11 +75,11 @@ def test_a_models_entry_says_whose_ids_it_gets(client: httpx.Client) -> None:
     prompts = model["tokenizer"].pop("prompt_fingerprint")
     assert prompts == prompt_fingerprint(tekken())
     assert model["tokenizer"] == {
-        "parity": "same_files",  # the mock engine makes no prompts of its own
+        "parity": "same_prompts",  # the worker has made them too
         "processor": "mistral",
         "fingerprint": fingerprint,
         "worker_fingerprints": [fingerprint],
-        "worker_prompt_fingerprints": [],
+        "worker_prompt_fingerprints": [prompts],
     }
     assert "sluice_gateway_tokenizer_parity{" in client.get("/metrics").text
 

@@ -31,6 +31,7 @@ class LooseSuite:
     Args:
         model: folder of the model, served as `tiny`.
         worker_flags: of every worker; by default a step takes as long as on hardware.
+        prefill: workers that only begin requests; with some, the others only go on with them.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class LooseSuite:
         postprocess: int = 2,
         gateway_flags: tuple[str, ...] = (),
         worker_flags: tuple[str, ...] = ("--timing", "fixed", "--fixed-step-ms", "10", "--drain-s", "1"),
+        prefill: int = 0,
     ) -> None:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._commands: dict[str, list[str]] = {}
@@ -51,10 +53,12 @@ class LooseSuite:
         replicas = [f"postprocess-{number}" for number in range(postprocess)]
         for name in replicas:
             self._add(name, "postprocess", *several)
-        self.workers = [f"worker-{number}" for number in range(workers)]
+        self.prefill = [f"prefill-{number}" for number in range(prefill)]
+        self.workers = [*(f"worker-{number}" for number in range(workers)), *self.prefill]
         for name in self.workers:
+            role = ("--role", "prefill" if name in self.prefill else "decode") if prefill else ()
             routers = ("--routers", self.address("router"))
-            self._add(name, "worker", "--worker-id", name, *served, *routers, *worker_flags)
+            self._add(name, "worker", "--worker-id", name, *role, *served, *routers, *worker_flags)
         self._add(
             "gateway",
             "gateway",

@@ -236,7 +236,11 @@ class ParserHost:
         return begun
 
     async def _begin_again(self, reason: str) -> None:
-        """A new process: the stream that was being parsed is to blame, the others are replayed."""
+        """A new process: the stream that was being parsed is to blame, the others are replayed.
+
+        A process may be killed from outside while it parses what is harmless: a death is forgiven once, a limit that was
+        passed is not.
+        """
         blamed: int = PROGRESS.unpack_from(self._progress, 0)[1]
         log.warning("the process of a parser is begun again", extra={"parser": self.name, "reason": reason})
         await self._clear()
@@ -252,7 +256,9 @@ class ParserHost:
         if hopeless:
             self._not_before = asyncio.get_running_loop().time() + RETRY_S
         for number, stream in list(self._streams.items()):
-            stream.lost(number == blamed or hopeless, reason)
+            forgiven = reason == DIED and not stream.forgiven
+            stream.forgiven |= number == blamed
+            stream.lost((number == blamed and not forgiven) or hopeless, reason)
             if stream.finish is None and len(stream.pieces) > stream.told:
                 self.changed(stream)
         self._closed.clear()

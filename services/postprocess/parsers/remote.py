@@ -36,6 +36,7 @@ class RemoteStream:
         sent: how many of them the process was given.
         tokens: the token of each piece, -1 for none; None where the parser does not want them.
         opened: the process knows this stream.
+        forgiven: the process died once while it parsed this stream.
         ending: what the engine said at the end, None before; the last piece then is the text that came with it.
     """
 
@@ -50,6 +51,7 @@ class RemoteStream:
         self.told = 0
         self.sent = 0
         self.opened = False
+        self.forgiven = False
         self.end_sent = False
         self.ending: Finish | None = None
         self.events: list[Event] = []

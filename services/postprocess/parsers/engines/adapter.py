@@ -65,7 +65,8 @@ class EngineParser(Parser):
         super().__init__(context)
         self._untold = ""
         self._text = ""
-        self._started: set[int] = set()
+        self._numbers: dict[int, int] = {}
+        self._nameless: dict[int, str] = {}
 
     def feed(self, text: str) -> list[Event]:
         """See Parser; text that no token came with."""
@@ -100,13 +101,21 @@ class EngineParser(Parser):
         return self._untold
 
     def call(self, index: int, call_id: str, name: str | None, arguments: str | None) -> list[Event]:
-        """The events of a piece of a call; a name begins it once."""
+        """The events of a piece of a call; a name begins it once.
+
+        Some of the engines' parsers speak of arguments before they know whose they are, or leave a number out. Clients
+        hear of calls with names, numbered without holes; arguments that never get a name are nobody's.
+        """
         events: list[Event] = []
-        if name and index not in self._started:
-            self._started.add(index)
-            events.append(CallStart(index, self._own_id(index, call_id), name))
+        if name and index not in self._numbers:
+            number = self._numbers[index] = len(self._numbers)
+            events.append(CallStart(number, self._own_id(number, call_id), name))
+            arguments = self._nameless.pop(index, "") + (arguments or "")
         if arguments:
-            events.append(CallArguments(index, arguments))
+            if index in self._numbers:
+                events.append(CallArguments(self._numbers[index], arguments))
+            else:
+                self._nameless[index] = self._nameless.get(index, "") + arguments
         return events
 
     def _own_id(self, index: int, call_id: str) -> str:
