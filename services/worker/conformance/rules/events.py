@@ -8,6 +8,7 @@ from services.worker.conformance.rule import NotChecked, NotClaimed, expect, rul
 from services.worker.conformance.subject import Subject
 from services.worker.conformance.watching import RankView, Watcher
 
+QUIET_S = 0.5
 SNAPSHOTS = 10
 
 
@@ -123,8 +124,16 @@ async def resync(subject: Subject) -> str:
 
 
 async def _comparable_snapshot(subject: Subject, watcher: Watcher, rank: int, view: RankView) -> None:
-    """Asks until no event was under way when the worker made its snapshot."""
+    """Asks until no event was under way when the worker made its snapshot.
+
+    A snapshot that is ahead of the events replaces what they had told, and the next one is compared with it: so the
+    first one has to be asked for when all is quiet.
+    """
     for _ in range(SNAPSHOTS):
+        told = -1
+        while told != view.batches:
+            told = view.batches
+            await watcher.until(lambda: view.batches > told, QUIET_S)  # noqa: B023
         before = view.snapshots
         await watcher.resync(rank)
         came = await watcher.until(lambda: view.snapshots > before, subject.patience.settle_s)  # noqa: B023
