@@ -125,7 +125,8 @@ async def test_a_killed_router_is_replaced_by_the_other(redis: RedisServer, tmp_
         await worker.store([1, 2, 3])
 
         async def agree() -> bool:
-            return bool(await killed.dump()) and await killed.dump() == await stays.dump()
+            listed = (await stays.stub.ListWorkers(router_pb2.ListWorkersRequest())).workers
+            return bool(listed) and bool(await killed.dump()) and await killed.dump() == await stays.dump()
 
         await until(agree)
         booked_at_first = await killed.stub.RouteQuery(query("r", tokens), timeout=20)
