@@ -238,8 +238,8 @@ class ParserHost:
     async def _begin_again(self, reason: str) -> None:
         """A new process: the stream that was being parsed is to blame, the others are replayed.
 
-        A process may be killed from outside while it parses what is harmless: a death is forgiven once, a limit that was
-        passed is not.
+        A process may be killed from outside while it parses what is harmless: a death is forgiven once, a limit that
+        was passed is not.
         """
         blamed: int = PROGRESS.unpack_from(self._progress, 0)[1]
         log.warning("the process of a parser is begun again", extra={"parser": self.name, "reason": reason})
