@@ -326,3 +326,20 @@ async def test_a_stop_lets_streams_finish_and_takes_no_new_connections() -> None
             assert b"connection: close" in whole
         for each in (writer, idle_writer):
             each.close()
+
+
+async def test_the_rest_of_a_refused_body_is_no_request() -> None:
+    async with served(App(), header_bytes=1024) as (host, port, _):
+        reader, writer = await asyncio.open_connection(host, port)
+        async with asyncio.timeout(WAIT_S):
+            writer.write(b"POST /a HTTP/1.1\r\nhost: h\r\ncontent-length: 200000\r\n\r\n" + b" " * 70_000)
+            first = await reader.readuntil(b"\r\n\r\n")
+            size = int(first.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+            await reader.readexactly(size)
+            writer.write(b" " * 60_000)
+            await asyncio.sleep(0.2)
+            writer.write(b" " * 70_000 + b"POST /b HTTP/1.1\r\nhost: h\r\ncontent-length: 2\r\n\r\n{}")
+            second = await reader.readuntil(b"\r\n")
+        writer.close()
+    assert b" 413 " in first
+    assert second.startswith(b"HTTP/1.1 200")

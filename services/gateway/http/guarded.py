@@ -40,6 +40,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._header_bytes = 0
         self._unparsed_bytes = 0
         self._headers_due: asyncio.TimerHandle | None = None
+        self._in_message = False
         self._leaving = False
         self._refused = False
 
@@ -57,7 +58,9 @@ class GuardedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._refused:
             return
-        if self._headers_due is None and (self.cycle is None or self.cycle.response_complete):
+        # A body that is still on its way after its request was refused is no beginning of another request.
+        between = not self._in_message and (self.cycle is None or self.cycle.response_complete)
+        if self._headers_due is None and between:
             self._await_headers()
         super().data_received(data)
         if self._headers_due is not None:  # of a line that has no end yet the parser says nothing
@@ -67,6 +70,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._in_message = True
         self._header_bytes = 0
         scope: dict[str, Any] = self.scope  # type: ignore[assignment]
         scope[ABORT_KEY] = self.transport.abort
@@ -86,6 +90,10 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         if self._leaving and self.cycle is not None:
             self.cycle.keep_alive = False
+
+    def on_message_complete(self) -> None:
+        self._in_message = False
+        super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
         if not self._refused:
