@@ -99,8 +99,13 @@ def from_rpc_error(error: grpc.aio.AioRpcError, peer: str) -> SluiceError:
             kind, f"The {peer} service cannot be reached.", code="service_unavailable", retry_after_ms=1000
         )
     if kind is ErrorKind.DEADLINE_EXCEEDED:
-        return SluiceError(kind, f"The {peer} service did not answer in time.", code="stage_timeout")
+        return late_answer(peer)
     return SluiceError(kind, f"The {peer} service failed ({error.code().name.lower()}).")
+
+
+def late_answer(peer: str) -> SluiceError:
+    """What a caller hears whose call took longer than its share of the time."""
+    return SluiceError(ErrorKind.DEADLINE_EXCEEDED, f"The {peer} service did not answer in time.", code="stage_timeout")
 
 
 async def abort(context: grpc.aio.ServicerContext, error: SluiceError) -> NoReturn:  # type: ignore[type-arg]

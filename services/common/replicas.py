@@ -25,7 +25,7 @@ from services.common import telemetry
 from services.common.breaker import Breaker, Budget, UsualTime
 from services.common.channels import open_channel
 from services.common.errors import ErrorKind, SluiceError, unavailable
-from services.common.grpc_errors import DETAIL_KEY, from_rpc_error
+from services.common.grpc_errors import DETAIL_KEY, from_rpc_error, late_answer
 from services.common.tasks import TaskOwner
 
 log = logging.getLogger(__name__)
@@ -188,26 +188,29 @@ class ReplicaSet(Generic[S]):
         try:
             answer = await method(replica.stub)(request, timeout=left_s, metadata=telemetry.grpc_metadata())
         except grpc.aio.AioRpcError as error:
-            cause = self._cause(error)
-            self._judge(replica, error, left_s)
-            raise cause from error
+            late = loop.time() >= deadline
+            self._judge(replica, error, left_s, late)
+            raise self._cause(error, late) from error
         else:
             replica.breaker.succeeded()
             return answer
         finally:
             replica.outstanding -= 1
 
-    def _cause(self, error: grpc.aio.AioRpcError) -> SluiceError:
+    def _cause(self, error: grpc.aio.AioRpcError, late: bool) -> SluiceError:
         if error.code() is grpc.StatusCode.CANCELLED and not _typed(error):
-            # Not by this caller, who would not get to hear it: the call came in while the server was stopping.
+            # Not by this caller, who would not get to hear it. The server notices first that the time is up when this
+            # process is busy; otherwise the call came in while the server was stopping.
+            if late:
+                return late_answer(self.peer)
             return unavailable(f"The {self.peer} service stopped before it answered.", code="service_unavailable")
         return from_rpc_error(error, self.peer)
 
-    def _judge(self, replica: Replica[S], error: grpc.aio.AioRpcError, waited_s: float) -> None:
+    def _judge(self, replica: Replica[S], error: grpc.aio.AioRpcError, waited_s: float, late: bool) -> None:
         """A typed refusal is an answer; silence and broken connections are not."""
         if _typed(error):
             replica.breaker.succeeded()
-        elif error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED or waited_s >= PATIENCE_S:
+        elif not (late or error.code() is grpc.StatusCode.DEADLINE_EXCEEDED) or waited_s >= PATIENCE_S:
             self._failed(replica)
 
     def _failed(self, replica: Replica[S]) -> None:

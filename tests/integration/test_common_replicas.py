@@ -330,3 +330,15 @@ async def test_a_call_that_a_stopping_replica_lets_go_of_is_made_on_the_other() 
         hosts[0].worker.stopping = True
         assert {await ask(chosen) for _ in range(20)} == {"w1"}
         assert hosts[0].worker.calls > 0
+
+
+async def test_a_call_that_the_server_lets_go_of_when_its_time_is_up_was_late() -> None:
+    async def let_go(request: Any, timeout: float, metadata: Any) -> worker_pb2.GetInfoResponse:
+        """What a busy process sees: the server's word comes before its own clock rings."""
+        await asyncio.sleep(timeout + 0.01)
+        raise grpc.aio.AioRpcError(grpc.StatusCode.CANCELLED, grpc.aio.Metadata(), grpc.aio.Metadata())
+
+    async with suite(1) as (_, chosen):
+        with pytest.raises(SluiceError) as refused:
+            await chosen.call(lambda stub: let_go, worker_pb2.GetInfoRequest(), 0.05)
+        assert (refused.value.kind, refused.value.code) == (ErrorKind.DEADLINE_EXCEEDED, "stage_timeout")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
 
 import grpc
 
 from services.common.replicas import ReplicaSet
+from services.common.turnstile import Turnstile
 from services.gateway import deadlines
 from services.gateway.generation import (
     DEFAULTED,
@@ -25,6 +27,8 @@ LIST_S = 2.0
 TOKENIZE_SHARE = 0.5
 ANY_TOKEN = bytes(4)
 
+A = TypeVar("A")
+
 
 class PreprocessClient:
     """Calls whichever preprocess replica has the least to do."""
@@ -35,12 +39,20 @@ class PreprocessClient:
         self.replicas: ReplicaSet[preprocess_pb2_grpc.PreprocessAsyncStub] = ReplicaSet(
             "preprocess", targets, preprocess_pb2_grpc.PreprocessStub, credentials
         )
+        self._turnstile = Turnstile("preprocess")
         self._timeout_s = tokenize_timeout_s
 
-    @property
-    def _share_s(self) -> float:
-        """SluiceError(DEADLINE_EXCEEDED) when the request's time is up."""
-        return deadlines.current().share(TOKENIZE_SHARE, self._timeout_s)
+    async def _call(
+        self,
+        method: Callable[[preprocess_pb2_grpc.PreprocessAsyncStub], Callable[..., Awaitable[A]]],
+        request: Any,
+        hedge: str,
+    ) -> A:
+        """One call in its turn, within its share of the request's deadline."""
+        deadline = deadlines.current()
+        async with self._turnstile.turn(deadline.left_s):
+            share_s = deadline.share(TOKENIZE_SHARE, self._timeout_s)
+            return await self.replicas.call(method, request, share_s, hedge=hedge)
 
     async def tokenize(self, model: str, prompt: Prompt, block_size: int, lora: str, cache_salt: str) -> Tokenized:
         """Token ids and block hashes of a prompt, within its share of the request's deadline; SluiceError as preprocess
@@ -57,7 +69,7 @@ class PreprocessClient:
         else:  # there are no ids to make, but how the model ends its answers is still to be learnt
             request.tokens.token_ids = ANY_TOKEN
             request.block_size = 0
-        answer = await self.replicas.call(lambda stub: stub.Tokenize, request, self._share_s, hedge="tokenize")
+        answer = await self._call(lambda stub: stub.Tokenize, request, "tokenize")
         embeds = prompt if isinstance(prompt, EmbedsPrompt) else None
         return Tokenized(
             token_ids=answer.token_ids if embeds is None else b"",
@@ -77,7 +89,7 @@ class PreprocessClient:
         request = preprocess_pb2.DetokenizeRequest(
             model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens
         )
-        answer = await self.replicas.call(lambda stub: stub.Detokenize, request, self._share_s, hedge="detokenize")
+        answer = await self._call(lambda stub: stub.Detokenize, request, "detokenize")
         return answer.text
 
     async def tokenizers(self) -> dict[str, TokenizerIdentity]:
@@ -95,13 +107,13 @@ class PreprocessClient:
     async def token_texts(self, model: str, token_ids: bytes) -> list[str]:
         """Text of each of the packed token ids by itself."""
         request = preprocess_pb2.DetokenizeRequest(model=model, token_ids=token_ids, each=True)
-        answer = await self.replicas.call(lambda stub: stub.Detokenize, request, self._share_s, hedge="detokenize")
+        answer = await self._call(lambda stub: stub.Detokenize, request, "detokenize")
         return list(answer.each)
 
     async def render(self, model: str, prompt: ChatPrompt) -> str:
         """A chat's prompt as text."""
         request = preprocess_pb2.RenderRequest(model=model, chat=_chat_input(prompt))
-        answer = await self.replicas.call(lambda stub: stub.Render, request, self._share_s, hedge="tokenize")
+        answer = await self._call(lambda stub: stub.Render, request, "tokenize")
         return answer.text
 
 

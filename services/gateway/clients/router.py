@@ -12,6 +12,8 @@ import grpc
 
 from services.common.errors import SluiceError
 from services.common.replicas import ReplicaSet
+from services.common.turnstile import Turnstile
+from services.gateway import deadlines
 from services.gateway.generation import Route, Score, Tokenized
 from services.gateway.stages_engine import guessed_tokens
 from sluice.v1 import router_pb2, router_pb2_grpc
@@ -49,6 +51,7 @@ class RouterClient:
             "router", targets, router_pb2_grpc.RouterStub, credentials, token=token
         )
         self.owner = owner
+        self._turnstile = Turnstile("router")
         self._timeout_s = route_timeout_s
         self._computed: list[str] = []
         self._over: list[router_pb2.RequestOutcome] = []
@@ -89,25 +92,23 @@ class RouterClient:
             reference.block_size = block_size
         else:
             reference.token_ids = prompt.token_ids
-        answer = await self.replicas.call(
-            lambda stub: stub.RouteQuery,
-            router_pb2.RouteQueryRequest(
-                mode=_BOOK if book else _ASK,
-                request_id=request_id,
-                model=model,
-                prompt=reference,
-                lora=lora,
-                cache_salt=cache_salt,
-                priority=priority,
-                expected_output_tokens=expected_output_tokens,
-                candidates=None if candidates is None else router_pb2.CandidateSet(worker_ids=candidates),
-                policy=policy,
-                owner=self.owner,
-                explain=explain,
-            ),
-            self._timeout_s if timeout_s is None else timeout_s,
-            hedge="route",  # idempotent by request id
+        query = router_pb2.RouteQueryRequest(
+            mode=_BOOK if book else _ASK,
+            request_id=request_id,
+            model=model,
+            prompt=reference,
+            lora=lora,
+            cache_salt=cache_salt,
+            priority=priority,
+            expected_output_tokens=expected_output_tokens,
+            candidates=None if candidates is None else router_pb2.CandidateSet(worker_ids=candidates),
+            policy=policy,
+            owner=self.owner,
+            explain=explain,
         )
+        longest_s = self._timeout_s if timeout_s is None else timeout_s
+        async with self._turnstile.turn(deadlines.current().left_s):  # a hedge is idempotent by request id
+            answer = await self.replicas.call(lambda stub: stub.RouteQuery, query, longest_s, hedge="route")
         return Route(
             worker_id=answer.decode.worker_id,
             rank=answer.decode.data_parallel_rank,
