@@ -13,6 +13,7 @@ from services.common.errors import ErrorKind, SluiceError, invalid
 from services.preprocess.tokenizer import ChatRequest, Message, Tool
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+_TEXTS = ("name", "tool_call_id", "refusal", "reasoning", "reasoning_content")
 _OWN_FIELDS = ("messages", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message")
 
 
@@ -101,6 +102,9 @@ def _check_message(message: Any, where: str) -> None:
     if role not in ROLES:
         shown = "is missing" if role is None else f"{role!r} is unknown"
         raise invalid(f"{where}.role {shown}; choose from {', '.join(ROLES)}.", param=f"{where}.role")
+    for name in _TEXTS:
+        if not isinstance(message.get(name), str | None):
+            raise invalid(f"{where}.{name} must be a string.", param=f"{where}.{name}")
     calls = message.get("tool_calls")
     if calls is not None:
         if role != "assistant":
@@ -119,11 +123,13 @@ def _check_parts(parts: Any, where: str) -> None:
         raise invalid(f"{where} must be a string or an array of content parts.", param=where)
     for index, part in enumerate(parts):
         here = f"{where}[{index}]"
-        kind = part.get("type") if isinstance(part, dict) else None
-        if not isinstance(kind, str):
+        if not isinstance(part, dict):
             raise invalid(f"{here} must be an object with a type.", param=here)
+        kind = part.get("type")
+        if not isinstance(kind, str):
+            raise invalid(f"{here}.type {'is missing' if kind is None else 'must be a string'}.", param=f"{here}.type")
         if kind not in ("text", "refusal"):
-            raise invalid(f"{here} is a part of type {kind!r}, which is not supported yet; send text.", param=here)
+            raise invalid(f"{here}.type {kind!r} is not supported; send text.", param=f"{here}.type")
         if not isinstance(part.get(kind), str):
             raise invalid(f"{here}.{kind} must be a string.", param=f"{here}.{kind}")
 
@@ -142,11 +148,13 @@ def _check_calls(calls: Any, where: str) -> None:
 
 
 def _function_name(item: Any, where: str) -> str:
-    function = item.get("function") if isinstance(item, dict) else None
-    if not isinstance(function, dict):
+    if not isinstance(item, dict):
         raise invalid(f"{where} must be an object of type function with a function.", param=where)
     if item.get("type", "function") != "function":
         raise invalid(f"{where}.type {item['type']!r} is unknown; only function is.", param=f"{where}.type")
+    function = item.get("function")
+    if not isinstance(function, dict):
+        raise invalid(f"{where}.function must be an object with a name.", param=f"{where}.function")
     name = function.get("name")
     if not isinstance(name, str) or not name:
         raise invalid(f"{where}.function.name must be a non-empty string.", param=f"{where}.function.name")

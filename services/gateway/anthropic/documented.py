@@ -6,7 +6,7 @@ from typing import Any
 
 _TEXT = {
     "type": "object",
-    "properties": {"type": {"const": "text"}, "text": {"type": "string", "minLength": 1}},
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
     "required": ["type", "text"],
 }
 _THINKING = {
@@ -35,7 +35,7 @@ _TOOL_RESULT = {
     "required": ["type", "tool_use_id"],
 }
 _NAME = {"type": "string", "pattern": "^[a-zA-Z0-9_-]{1,128}$"}
-_ANY_OF = {"type": {"enum": ["auto", "any", "none"]}, "disable_parallel_tool_use": {"type": "boolean"}}
+_ANY_OF = {"type": {"enum": ["auto", "any", "none"]}, "disable_parallel_tool_use": {"type": ["boolean", "null"]}}
 
 SYSTEM: dict[str, Any] = {"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT}], "default": ""}
 MESSAGES: dict[str, Any] = {
@@ -63,7 +63,7 @@ TOOLS: dict[str, Any] = {
         "properties": {
             "type": {"enum": ["custom", None]},
             "name": _NAME,
-            "description": {"type": "string"},
+            "description": {"type": ["string", "null"]},
             "input_schema": {"type": "object", "properties": {"type": {"const": "object"}}, "required": ["type"]},
         },
         "required": ["name", "input_schema"],

@@ -35,7 +35,8 @@ def explain(error: ValidationError) -> SluiceError:
     said = first["msg"].removeprefix("Value error, ")
     if first["type"] == UNSUPPORTED:
         name = said.split(" ", 1)[0]
-        return invalid(f"{said}.", param=f"{field}.{name}" if field else name, code="unsupported_parameter")
+        param = f"{field}.{name}" if field else name
+        return invalid(f"{param}{said.removeprefix(name)}.", param=param, code="unsupported_parameter")
     param = field or said.split(" ", 1)[0]
     sentence = f"Invalid value for {field}: {said[0].lower()}{said[1:]}." if field else f"{said}."
     return invalid(sentence, param=param, code="invalid_value")

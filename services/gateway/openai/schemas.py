@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
+from services.gateway.openai.documented import MESSAGES, TOOL_CHOICE
 from services.gateway.openai.engine_fields import EngineFields
 from services.gateway.openai.fields import (
     MAX_LOGPROBS,
@@ -77,22 +78,38 @@ class GenerationFields(EngineFields):
         return self
 
 
+class Function(BaseModel):
+    """What a tool does; its schema is passed on as it is."""
+
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True, hide_input_in_errors=True)
+
+    name: str = Field(min_length=1)
+    description: str | None = None
+    parameters: JsonObject = None
+    strict: bool | None = None
+
+
 class Tool(BaseModel):
-    """A tool as the client described it; its schema is passed on as it is."""
+    """A tool as the client described it."""
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True, hide_input_in_errors=True)
 
     type: Literal["function"]
-    function: dict[str, Any]
+    function: Function
 
 
-def _tool_choice(value: Any) -> Any:
-    if value is None or value in ("none", "auto", "required"):
-        return value
-    function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
-        raise ValueError("must be none, auto, required or an object that names one function")
-    return value
+def _check_tool_choice(choice: Any) -> None:
+    if choice is None or choice in ("none", "auto", "required"):
+        return
+    if not isinstance(choice, dict):
+        raise ValueError("tool_choice must be none, auto, required or an object that names one function")
+    if choice.get("type") != "function":
+        raise ValueError("tool_choice.type must be function")
+    function = choice.get("function")
+    if not isinstance(function, dict):
+        raise ValueError("tool_choice.function must be an object with a name")
+    if not isinstance(function.get("name"), str) or not function["name"]:
+        raise ValueError("tool_choice.function.name must be a non-empty string")
 
 
 def _messages(value: Any) -> Any:
@@ -101,63 +118,8 @@ def _messages(value: Any) -> Any:
     return value
 
 
-ToolChoice = Annotated[
-    Any,
-    BeforeValidator(_tool_choice),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"enum": ["none", "auto", "required", None]},
-                {
-                    "type": "object",
-                    "properties": {
-                        "type": {"const": "function"},
-                        "function": {
-                            "type": "object",
-                            "properties": {"name": {"type": "string", "minLength": 1}},
-                            "required": ["name"],
-                        },
-                    },
-                    "required": ["type", "function"],
-                },
-            ],
-            "default": None,
-        }
-    ),
-]
-Messages = Annotated[
-    list[Any],
-    BeforeValidator(_messages),
-    WithJsonSchema(
-        {
-            "type": "array",
-            "minItems": 1,
-            "items": {
-                "type": "object",
-                "properties": {
-                    "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
-                    "content": {
-                        "anyOf": [
-                            {"type": "string"},
-                            {
-                                "type": "array",
-                                "items": {
-                                    "type": "object",
-                                    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-                                    "required": ["type", "text"],
-                                },
-                            },
-                            {"type": "null"},
-                        ]
-                    },
-                    "tool_calls": {"type": "array", "items": {"type": "object"}},
-                    "tool_call_id": {"type": "string"},
-                },
-                "required": ["role", "content"],
-            },
-        }
-    ),
-]
+ToolChoice = Annotated[Any, WithJsonSchema(TOOL_CHOICE)]
+Messages = Annotated[list[Any], BeforeValidator(_messages), WithJsonSchema(MESSAGES)]
 
 
 class ChatCompletionRequest(GenerationFields):
@@ -219,6 +181,7 @@ class ChatCompletionRequest(GenerationFields):
 
     @model_validator(mode="after")
     def _chat_fits_together(self) -> ChatCompletionRequest:
+        _check_tool_choice(self.tool_choice)
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs to be true")
         if self.modalities is not None and self.modalities != ["text"]:

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from services.gateway.openai.fields import Strict, TokenId
-from services.gateway.openai.schemas import Tool
+from services.gateway.openai.schemas import Messages, Tool
 
 
 class TokenizeRequest(Strict):
@@ -15,7 +15,7 @@ class TokenizeRequest(Strict):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Any] | None = Field(None, min_length=1)
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 

@@ -59,7 +59,7 @@ def new_id(prefix: str) -> str:
 def _read(place: Place) -> dict[str, Any]:
     if not isinstance(place.value, dict):
         raise place.wrong("must be an object")
-    kind = place.value.get("type", "message" if "role" in place.value else None)
+    kind = place.value.get("type", "message" if place.value.keys() & {"role", "content"} else None)
     if isinstance(kind, str) and kind not in _ITEMS:
         why = _HOSTED.get(kind, f"items here are of type {', '.join(_ITEMS)}")
         raise place.under("type").unsupported(f"{kind[:64]!r} cannot be understood; {why}")
