@@ -61,8 +61,8 @@ def test_a_bad_message_is_refused_naming_its_field(messages: Any, param: str) ->
     assert caught.value.message.endswith(".")
 
 
-def test_an_image_is_refused_as_not_supported_yet() -> None:
-    with pytest.raises(SluiceError, match="'image_url', which is not supported yet"):
+def test_an_image_is_refused_as_not_supported() -> None:
+    with pytest.raises(SluiceError, match="'image_url' is not supported"):
         parse_chat(json.dumps([{"role": "user", "content": [{"type": "image_url"}]}]).encode())
 
 
