@@ -41,6 +41,12 @@ class GatewaySettings(HttpSettings, AuditSettings, HttpsSettings, RouterTokenSet
     connect_timeout_s: float = Field(3, gt=0, description="longest wait for a connection to a worker")
     embed_timeout_s: float = Field(60, gt=0, description="longest wait for the vectors of an embeddings request")
     stall_timeout_s: float = Field(120, gt=0, description="longest silence of a generation before it is given up")
+    token_timeout_s: float = Field(
+        60,
+        ge=0,
+        description="a worker that has requests and says nothing for this long counts as lost: they move to another "
+        "one; must be longer than the longest prompt takes alone; 0: any silence is allowed",
+    )
     keep_alive_s: int = Field(75, ge=1, description="idle HTTP connections are closed after this long")
 
     request_timeout_s: float = Field(
@@ -96,8 +102,8 @@ class GatewaySettings(HttpSettings, AuditSettings, HttpsSettings, RouterTokenSet
     responses_kept_s: float = Field(86_400, gt=0, description="how long a response is kept")
     responses_redis_url: SecretStr = Field(
         SecretStr(""),
-        description="where gateways share the responses they keep, the bounds then are those of each API key; empty: "
-        "each gateway keeps its own",
+        description="where gateways share the responses they keep, in the forms of the router's redis-url; the bounds "
+        "then are those of each API key; empty: each gateway keeps its own",
     )
 
     @property

@@ -30,16 +30,8 @@ def make_store(settings: RouterSettings) -> Store:
     if not url:
         return MemoryStore()
     from services.router.store.redis import RedisStore
-    from services.router.store.redis_target import Credentials
 
-    credentials = Credentials(
-        settings.redis_password.get_secret_value(),
-        settings.redis_sentinel_password.get_secret_value(),
-        settings.redis_ca_file,
-        settings.redis_cert_file,
-        settings.redis_key_file,
-    )
-    return RedisStore(url, settings.redis_prefix, settings.redis_timeout_s, credentials=credentials)
+    return RedisStore(url, settings.redis_prefix, settings.redis_timeout_s, credentials=settings.redis_credentials)
 
 
 def make_config(settings: RouterSettings) -> RouterConfig:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, FilePath, SecretStr
+from pydantic import Field, SecretStr
 
+from services.common.redis.settings import RedisLoginSettings
 from services.common.settings import CommaList, GrpcServiceSettings, settings_config
 
 PolicyName = Literal["kv", "round_robin", "random", "least_loaded", "power_of_two"]
 
 
-class RouterSettings(GrpcServiceSettings):
+class RouterSettings(RedisLoginSettings, GrpcServiceSettings):
     """Chooses the worker that should run a prompt, and keeps the registry, the block index and the load book.
 
     Every flag is also an environment variable: --log-level is SLUICE_ROUTER_LOG_LEVEL.
@@ -25,11 +26,6 @@ class RouterSettings(GrpcServiceSettings):
         description="redis://host:port/db shared by all replicas, redis+sentinel://host:port,host:port/service/db or "
         "redis+cluster://host:port,host:port; rediss for TLS; empty: state in this process's memory",
     )
-    redis_password: SecretStr = Field(SecretStr(""), description="of Redis, if the URL does not give it")
-    redis_sentinel_password: SecretStr = Field(SecretStr(""), description="of the sentinels")
-    redis_ca_file: FilePath | None = Field(None, description="PEM file that Redis' certificate is checked with")
-    redis_cert_file: FilePath | None = Field(None, description="PEM file with the certificate to show to Redis")
-    redis_key_file: FilePath | None = Field(None, description="PEM file with its key")
     redis_prefix: str = Field("sluice", min_length=1, pattern=r"^[^{}]+$", description="first part of every Redis key")
     redis_timeout_s: float = Field(1.0, gt=0, description="seconds Redis gets to answer before it counts as away")
     policy: PolicyName = Field("kv", description="how a worker is chosen when the request does not say")

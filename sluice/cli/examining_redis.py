@@ -23,11 +23,11 @@ async def examine(url: str) -> list[Finding]:
         from redis.exceptions import RedisError
 
         from services.common.errors import SluiceError
-        from services.router.store import redis_connect, redis_target
+        from services.common.redis import connect, target
     except ImportError as error:
         return [skipped("redis", f"This needs the package {error.name}: install sluice[router].")]
     try:
-        client = redis_connect.connect(redis_target.parse(url), ANSWER_S, 2)
+        client = connect.connect(target.parse(url), ANSWER_S, 2)
     except SluiceError as error:
         return [fail("redis", error.message, "Correct --redis.")]
     try:

@@ -9,12 +9,12 @@ import pytest
 import trustme
 
 from services.common.packing import pack_u64, unpack_u64
+from services.common.redis.target import Credentials
 from services.router.book import Terms
 from services.router.cost import Load, Offer
 from services.router.events import BlockOp, EventBatch, Kind, Tier
 from services.router.store.base import Lease, StoreUnavailable
 from services.router.store.redis import RedisStore
-from services.router.store.redis_target import Credentials
 from services.router.workers import Role, Slot, Worker
 from tests.support.redis_server import RedisServer, free_port
 from tests.support.redis_topologies import RedisCluster, RedisSentinels, ask

@@ -3,56 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from redis.asyncio import Redis
 
+from services.common.redis.connect import connect
+from services.common.redis.target import Credentials, parse
+from services.common.redis.tls import RenewingConnection, RenewingSentinelConnection
 from services.router.store.base import StoreUnavailable
 from services.router.store.redis import RedisStore
-from services.router.store.redis_connect import connect
-from services.router.store.redis_target import Credentials, parse
-from services.router.store.redis_tls import RenewingConnection, RenewingSentinelConnection
 from tests.support.authority import Authority
-from tests.support.redis_server import RedisServer, free_port
-
-
-class MutualRedis:
-    """A server that takes only callers of an authority."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.port = free_port()
-        self.new_authority()
-        self._files = [
-            *("tls-cert-file", str(folder / "server.pem"), "tls-key-file", str(folder / "server.key")),
-            *("tls-ca-cert-file", str(folder / "ca.pem")),
-        ]
-        flags = [f"--{word}" if word.startswith("tls-") else word for word in self._files]
-        self.server = RedisServer(folder, "--tls-port", str(self.port), "--tls-auth-clients", "yes", *flags)
-
-    def new_authority(self) -> None:
-        """Replaces every file."""
-        authority = Authority(self.folder)
-        authority.issue("server")
-        authority.issue("router")
-
-    async def reload(self) -> None:
-        """Has the server read its files again, and cut whom it talks to."""
-        async with Redis.from_url(self.server.url) as plain:
-            await plain.execute_command("CONFIG", "SET", *self._files)
-            await plain.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
-
-    def store(self, **changes: Path | None) -> RedisStore:
-        """What a router with these files has."""
-        files: dict[str, Any] = {
-            "ca_file": self.folder / "ca.pem",
-            "cert_file": self.folder / "router.pem",
-            "key_file": self.folder / "router.key",
-            **changes,
-        }
-        return RedisStore(f"rediss://127.0.0.1:{self.port}/0", timeout_s=10, credentials=Credentials(**files))
+from tests.support.mutual_redis import MutualRedis
+from tests.support.redis_topologies import RedisSentinels
 
 
 @pytest.fixture
@@ -61,6 +25,12 @@ def mutual(tmp_path: Path) -> Iterator[MutualRedis]:
     running.server.start()
     yield running
     running.server.stop()
+
+
+def store(mutual: MutualRedis, **changes: Path | None) -> RedisStore:
+    """What a router with these files has."""
+    files: dict[str, Any] = changes
+    return RedisStore(mutual.url, timeout_s=10, credentials=replace(mutual.credentials, **files))
 
 
 async def answers(store: RedisStore) -> bool:
@@ -73,30 +43,49 @@ async def answers(store: RedisStore) -> bool:
 
 async def test_only_who_shows_a_certificate_is_answered(mutual: MutualRedis, tmp_path: Path) -> None:
     stranger = Authority(tmp_path / "theirs").issue("stranger")
+    late = mutual.authority.issue("late", expired=True)
     for changes, works in (
         ({}, True),
         ({"cert_file": None, "key_file": None}, False),
+        ({"cert_file": late.tls_cert, "key_file": late.tls_key}, False),
         ({"cert_file": stranger.tls_cert, "key_file": stranger.tls_key}, False),
+        ({"ca_file": stranger.tls_ca}, False),
     ):
-        store = mutual.store(**changes)
-        assert await answers(store) is works, changes
-        await store.close()
+        caller = store(mutual, **changes)
+        assert await answers(caller) is works, changes
+        await caller.close()
 
 
 async def test_a_store_goes_on_with_new_certificates(mutual: MutualRedis) -> None:
-    store = mutual.store()
-    assert await answers(store)
+    router = store(mutual)
+    assert await answers(router)
     for _ in range(2):
         mutual.new_authority()
         await mutual.reload()
-        tries = [await answers(store) for _ in range(20)]
+        tries = [await answers(router) for _ in range(20)]
         assert tries[-1]  # the connections that were cut are found out one by one
-    kept = (mutual.folder / "router.key").read_bytes()
-    (mutual.folder / "router.key").write_text("half of a k")
+    kept = (mutual.folder / "caller.key").read_bytes()
+    (mutual.folder / "caller.key").write_text("half of a k")
     await mutual.reload()
-    assert [await answers(store) for _ in range(20)][-1]
-    (mutual.folder / "router.key").write_bytes(kept)
-    await store.close()
+    assert [await answers(router) for _ in range(20)][-1]
+    (mutual.folder / "caller.key").write_bytes(kept)
+    await router.close()
+
+
+async def test_sentinels_and_the_master_they_name_want_certificates_too(tmp_path: Path) -> None:
+    authority = Authority(tmp_path / "files")
+    ours = authority.issue("caller")
+    (tmp_path / "servers").mkdir()
+    sentinels = RedisSentinels(tmp_path / "servers", authority.issue("server"))
+    credentials = Credentials(ca_file=ours.tls_ca, cert_file=ours.tls_cert, key_file=ours.tls_key)
+    try:
+        sentinels.start()
+        for shown, works in ((credentials, True), (Credentials(ca_file=ours.tls_ca), False)):
+            caller = RedisStore(sentinels.url, timeout_s=10, credentials=shown)
+            assert await answers(caller) is works, shown
+            await caller.close()
+    finally:
+        sentinels.stop()
 
 
 async def test_every_topology_connects_anew_with_the_files_of_the_time(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from redis import Redis
 
+from services.common.settings import TlsSettings
 from tests.support.redis_server import RedisServer, free_port
 
 SLOTS = 16_384
@@ -72,32 +73,41 @@ class RedisCluster:
 
 
 class RedisSentinels:
-    """A master, its replica, and three sentinels that make the replica master when the master dies."""
+    """A master, its replica, and three sentinels that make the replica master when the master dies.
+
+    Args:
+        tls: what all of them show and trust; they then want certificates of their callers and talk TLS to each other,
+            and only the tests' own questions are plain text.
+    """
 
     SERVICE = "sluice"
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, tls: TlsSettings | None = None) -> None:
         homes = [folder / name for name in ("master", "replica", "sentinel-0", "sentinel-1", "sentinel-2")]
         for home in homes:
             home.mkdir()
-        self.master = RedisServer(homes[0])
+        self._ports = [free_port() for _ in homes] if tls else []
+        secure = [[] if tls is None else _secure(tls, port) for port in self._ports or [0] * len(homes)]
+        self.master = RedisServer(homes[0], *secure[0])
+        leader = self._ports[0] if tls else self.master.port
         self.replica = RedisServer(
-            homes[1], "--replicaof", f"127.0.0.1 {self.master.port}", "--repl-diskless-sync-delay", "0"
+            homes[1], *secure[1], "--replicaof", f"127.0.0.1 {leader}", "--repl-diskless-sync-delay", "0"
         )
         self.sentinels = []
-        for home in homes[2:]:
+        for home, flags in zip(homes[2:], secure[2:], strict=True):
             (home / "sentinel.conf").write_text(
-                f"sentinel monitor {self.SERVICE} 127.0.0.1 {self.master.port} 2\n"
+                f"sentinel monitor {self.SERVICE} 127.0.0.1 {leader} 2\n"
                 f"sentinel down-after-milliseconds {self.SERVICE} 1500\n"
                 f"sentinel failover-timeout {self.SERVICE} 5000\n"
             )
-            self.sentinels.append(RedisServer(home, "sentinel.conf", "--sentinel"))
+            self.sentinels.append(RedisServer(home, "sentinel.conf", "--sentinel", *flags))
 
     @property
     def url(self) -> str:
         """For settings; names all sentinels."""
-        hosts = ",".join(f"127.0.0.1:{sentinel.port}" for sentinel in self.sentinels)
-        return f"redis+sentinel://{hosts}/{self.SERVICE}/0"
+        ports = self._ports[2:] or [sentinel.port for sentinel in self.sentinels]
+        hosts = ",".join(f"127.0.0.1:{port}" for port in ports)
+        return f"{'rediss' if self._ports else 'redis'}+sentinel://{hosts}/{self.SERVICE}/0"
 
     def start(self) -> None:
         """Starts all; returns when the sentinels know each other and the replica follows."""
@@ -122,6 +132,12 @@ class RedisSentinels:
             if (state["num-slaves"], state["num-other-sentinels"]) != ("1", "2"):
                 return False
         return b"master_link_status:up" in _lines(ask(self.replica.port, "INFO", "replication"))
+
+
+def _secure(tls: TlsSettings, port: int) -> list[str]:
+    files = (("cert", tls.tls_cert), ("key", tls.tls_key), ("ca-cert", tls.tls_ca))
+    flags = ["--tls-port", str(port), "--tls-replication", "yes", "--tls-auth-clients", "yes"]
+    return flags + [text for name, file in files for text in (f"--tls-{name}-file", str(file))]
 
 
 def _text(value: Any) -> str:

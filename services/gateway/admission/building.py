@@ -33,6 +33,6 @@ def _limiter(settings: AdmissionSettings, tasks: TaskOwner) -> Limiter:
     from services.gateway.admission.shared import SharedLimiter  # gateways that count alone need no Redis client
     from services.gateway.admission.steady import SteadyLimiter
 
-    limiter = SteadyLimiter(SharedLimiter(url))
+    limiter = SteadyLimiter(SharedLimiter(url, credentials=settings.redis_credentials))
     tasks.spawn(limiter.run(), "limits")
     return limiter

@@ -2,60 +2,39 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
-from hashlib import sha1
 from importlib.resources import files
 from typing import Any
 
-from redis.asyncio import BlockingConnectionPool, Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import NoScriptError, RedisError
-
-from services.common.errors import invalid
+from services.common.redis.scripts import FAILURES, Script, ScriptRunner
+from services.common.redis.target import Credentials, parse
 from services.gateway.admission.keys import ApiKey
 from services.gateway.admission.limits import Decision, Level, Limit, Limiter, LimitsUnavailable
 
-CONNECTIONS = 8
 LEASE_S = 60.0
 HELD_AT_ONCE = 1000
-_FAILURES = (RedisError, OSError)  # TimeoutError is an OSError
 
 
 class SharedLimiter(Limiter):
     """See Limiter. One script a decision; a gateway that dies loses its places after `LEASE_S`.
 
     Args:
-        url: redis://, rediss:// or unix:// of one server.
+        url: as the router's, see `services.common.redis.target`.
         prefix: first part of every key.
         timeout_s: how long Redis gets to answer.
+        credentials: what the URL does not say.
 
     Raises:
         SluiceError: INVALID_ARGUMENT when the URL is none; the error repeats no password.
     """
 
-    def __init__(self, url: str, prefix: str = "sluice", timeout_s: float = 0.25) -> None:
-        options: dict[str, Any] = {
-            "max_connections": CONNECTIONS,
-            "timeout": timeout_s,
-            "socket_timeout": timeout_s,
-            "socket_connect_timeout": timeout_s,
-            "protocol": 2,
-            "retry": Retry(NoBackoff(), 0),  # there is a fallback: a retry would only add to the wait
-        }
-        try:
-            pool = BlockingConnectionPool.from_url(url, **options)
-        except ValueError:
-            raise invalid(
-                "limits-redis-url must be redis://host:port/db, rediss://host:port/db or unix:///path.",
-                param="limits-redis-url",
-            ) from None
-        self._redis: Any = Redis.from_pool(pool)
+    def __init__(
+        self, url: str, prefix: str = "sluice", timeout_s: float = 0.25, credentials: Credentials | None = None
+    ) -> None:
+        self._redis = ScriptRunner(parse(url, credentials, "limits-redis-url"), timeout_s)
         self._prefix = prefix
-        self._timeout_s = timeout_s
-        self._limits = _Script("limits")
-        self._hold = _Script("hold")
+        self._limits = _script("limits")
+        self._hold = _script("hold")
 
     async def enter(self, key: ApiKey, request_id: str) -> Decision:
         return await self._decide("enter", key, request_id, 0)
@@ -75,7 +54,7 @@ class SharedLimiter(Limiter):
                 await self._run(self._hold, [self._name(key_id, "live")], [int(LEASE_S * 1000), *part])
 
     async def close(self) -> None:
-        await self._redis.aclose()
+        await self._redis.close()
 
     def _name(self, key_id: str, what: str) -> str:
         return f"{self._prefix}:limits:{{{key_id}}}:{what}"
@@ -92,18 +71,12 @@ class SharedLimiter(Limiter):
             wait_ms / 1000,
         )
 
-    async def _run(self, script: _Script, names: list[str], arguments: list[Any]) -> Any:
+    async def _run(self, script: Script, names: list[str], arguments: list[Any]) -> Any:
         try:
-            async with asyncio.timeout(self._timeout_s):
-                try:
-                    return await self._redis.evalsha(script.sha, len(names), *names, *arguments)
-                except NoScriptError:
-                    return await self._redis.eval(script.text, len(names), *names, *arguments)
-        except _FAILURES as error:
+            return await self._redis.run(script, names, arguments)
+        except FAILURES as error:
             raise LimitsUnavailable(f"{type(error).__name__}: {error}") from error
 
 
-class _Script:
-    def __init__(self, name: str) -> None:
-        self.text = (files("services.gateway.admission.scripts") / f"{name}.lua").read_text("utf-8")
-        self.sha = sha1(self.text.encode(), usedforsecurity=False).hexdigest()
+def _script(name: str) -> Script:
+    return Script((files("services.gateway.admission.scripts") / f"{name}.lua").read_text("utf-8"))

@@ -12,6 +12,7 @@ import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from random import Random
 
+from services.common.redis.target import Credentials, parse
 from services.router.book import AllBusy, Choice, Owner, Reservation, Terms
 from services.router.cost import MILLI, Limits, Load, Offer
 from services.router.events import (
@@ -39,7 +40,6 @@ from services.router.store.base import (
 )
 from services.router.store.memory import older_epoch
 from services.router.store.redis_client import RedisClient
-from services.router.store.redis_target import Credentials, parse
 from services.router.workers import Slot, Worker
 
 FEED_LIMIT = 10_000

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple, TypeAlias
 from redis.asyncio.cluster import RedisCluster
 from redis.exceptions import NoScriptError, RedisClusterException, RedisError
 
+from services.common.redis.connect import connect
+from services.common.redis.target import Target
 from services.common.tasks import TaskOwner
 from services.router.store.base import StoreUnavailable
-from services.router.store.redis_connect import connect
-from services.router.store.redis_target import Target
 from services.router.store.scripts import NAMES, Script
 
 MOST_AT_ONCE = 128  # calls of one round trip

@@ -15,4 +15,4 @@ def build_store(settings: GatewaySettings, tasks: TaskOwner) -> ResponseStore:
         return MemoryStore(*bounds)
     from services.gateway.openai.responses.redis_store import RedisStore  # gateways on their own need no Redis client
 
-    return RedisStore(url, *bounds, tasks)
+    return RedisStore(url, *bounds, tasks, credentials=settings.redis_credentials)

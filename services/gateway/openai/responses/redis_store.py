@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from hashlib import sha1
 from importlib.resources import files
 from typing import Any
 
-from redis.asyncio import BlockingConnectionPool, Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import NoScriptError, RedisError
-
-from services.common.errors import invalid, unavailable
+from services.common.errors import unavailable
+from services.common.redis.scripts import FAILURES, Script, ScriptRunner
+from services.common.redis.target import Credentials, parse
 from services.common.tasks import TaskOwner
 from services.gateway.openai.responses.store import Kept, ResponseStore
 
 log = logging.getLogger(__name__)
 
-CONNECTIONS = 8
 WAITING = 256
 """Responses on their way to Redis at once; more are not kept."""
-_FAILURES = (RedisError, OSError)  # TimeoutError is an OSError
 _LENGTH = 8
 
 
@@ -32,13 +25,14 @@ class RedisStore(ResponseStore):
     A response can be found here from the moment it is kept, by other gateways once Redis has it.
 
     Args:
-        url: redis://, rediss:// or unix:// of one server.
+        url: as the router's, see `services.common.redis.target`.
         most: responses of a key.
         most_bytes: of all of a key's together.
         longest_s: from keeping to forgetting, seconds.
         tasks: owns what is on its way.
         prefix: first part of every key.
         timeout_s: how long Redis gets to answer.
+        credentials: what the URL does not say.
 
     Raises:
         SluiceError: INVALID_ARGUMENT when the URL is none; the error repeats no password.
@@ -53,30 +47,14 @@ class RedisStore(ResponseStore):
         tasks: TaskOwner,
         prefix: str = "sluice",
         timeout_s: float = 1.0,
+        credentials: Credentials | None = None,
     ) -> None:
-        options: dict[str, Any] = {
-            "max_connections": CONNECTIONS,
-            "timeout": timeout_s,
-            "socket_timeout": timeout_s,
-            "socket_connect_timeout": timeout_s,
-            "protocol": 2,
-            "retry": Retry(NoBackoff(), 0),
-        }
-        try:
-            pool = BlockingConnectionPool.from_url(url, **options)
-        except ValueError:
-            raise invalid(
-                "responses-redis-url must be redis://host:port/db, rediss://host:port/db or unix:///path.",
-                param="responses-redis-url",
-            ) from None
-        self._redis: Any = Redis.from_pool(pool)
+        self._redis = ScriptRunner(parse(url, credentials, "responses-redis-url"), timeout_s)
         self._bounds = (most, most_bytes)
         self._longest_ms = int(longest_s * 1000)
         self._tasks = tasks
         self._prefix = prefix
-        self._timeout_s = timeout_s
-        self._script = files("services.gateway.openai.responses").joinpath("kept.lua").read_text("utf-8")
-        self._sha = sha1(self._script.encode(), usedforsecurity=False).hexdigest()
+        self._script = Script(files("services.gateway.openai.responses").joinpath("kept.lua").read_text("utf-8"))
         self._waiting: dict[tuple[str, str], Kept] = {}
 
     def keep(self, owner: str, response_id: str, kept: Kept) -> None:
@@ -91,7 +69,7 @@ class RedisStore(ResponseStore):
         value = len(kept.response).to_bytes(_LENGTH, "big") + kept.response + kept.items
         try:
             await self._run(owner, "keep", response_id, value, self._longest_ms, *self._bounds)
-        except _FAILURES as error:
+        except FAILURES as error:
             log.warning("a response is not kept: %s", type(error).__name__, extra={"response": response_id})
         finally:
             self._waiting.pop((owner, response_id), None)
@@ -113,12 +91,12 @@ class RedisStore(ResponseStore):
 
     async def close(self) -> None:
         """See ResponseStore."""
-        await self._redis.aclose()
+        await self._redis.close()
 
     async def _asked(self, owner: str, *arguments: Any) -> Any:
         try:
             return await self._run(owner, *arguments)
-        except _FAILURES as error:
+        except FAILURES as error:
             log.warning("Redis does not tell of a response: %s", type(error).__name__)
             raise unavailable(
                 "Responses are kept in Redis, which does not answer; try again, or send the conversation as input.",
@@ -127,8 +105,4 @@ class RedisStore(ResponseStore):
 
     async def _run(self, owner: str, *arguments: Any) -> Any:
         names = [f"{self._prefix}:responses:{{{owner}}}:{what}" for what in ("values", "times", "bytes")]
-        async with asyncio.timeout(self._timeout_s):
-            try:
-                return await self._redis.evalsha(self._sha, len(names), *names, *arguments)
-            except NoScriptError:
-                return await self._redis.eval(self._script, len(names), *names, *arguments)
+        return await self._redis.run(self._script, names, arguments)

@@ -11,8 +11,8 @@ from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
 
-from services.router.store.redis_target import Credentials, Target, Topology
-from services.router.store.redis_tls import (
+from services.common.redis.target import Credentials, Target, Topology
+from services.common.redis.tls import (
     RenewingConnection,
     RenewingSentinelConnection,
     renew_in_cluster,

@@ -1,8 +1,8 @@
-"""Where a Redis is: the URLs the router takes."""
+"""Where a Redis is: the URLs that settings take."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
@@ -33,8 +33,8 @@ class Credentials:
     shown to servers that ask for them. A password in the URL wins.
     """
 
-    password: str = ""
-    sentinel_password: str = ""
+    password: str = field(default="", repr=False)
+    sentinel_password: str = field(default="", repr=False)
     ca_file: Path | None = None
     cert_file: Path | None = None
     key_file: Path | None = None
@@ -57,8 +57,8 @@ class Target:
     credentials: Credentials = Credentials()
 
 
-def parse(url: str, credentials: Credentials | None = None) -> Target:
-    """Reads a URL; SluiceError(INVALID_ARGUMENT) when it is none. The error repeats no password."""
+def parse(url: str, credentials: Credentials | None = None, setting: str = "redis-url") -> Target:
+    """Reads a URL; SluiceError(INVALID_ARGUMENT) when it is none, which names the setting and repeats no password."""
     try:
         parts = urlsplit(url)
         scheme, _, kind = parts.scheme.replace("valkey", "redis", 1).partition("+")
@@ -75,7 +75,7 @@ def parse(url: str, credentials: Credentials | None = None) -> Target:
         if topology is Topology.STANDALONE and len(nodes) > 1:
             raise ValueError("several hosts need redis+sentinel or redis+cluster")
     except ValueError as error:
-        raise _refused(error) from error
+        raise _refused(error, setting) from error
     return Target(topology, nodes, "", service, db, scheme == "rediss", unquote(username), login)
 
 
@@ -116,5 +116,5 @@ def _nodes(hosts: str, port: int) -> tuple[tuple[str, int], ...]:
     return tuple(nodes)
 
 
-def _refused(error: ValueError) -> SluiceError:
-    return invalid(f"redis-url is no Redis URL: {error}. Give {FORMS}.", param="redis-url")
+def _refused(error: ValueError, setting: str) -> SluiceError:
+    return invalid(f"{setting} is no Redis URL: {error}. Give {FORMS}.", param=setting)

@@ -1,11 +1,11 @@
-"""The Redis URLs the router takes."""
+"""The Redis URLs that settings take."""
 
 from __future__ import annotations
 
 import pytest
 
 from services.common.errors import SluiceError
-from services.router.store.redis_target import Credentials, Target, Topology, parse
+from services.common.redis.target import Credentials, Target, Topology, parse
 
 HERE = (("127.0.0.1", 6379),)
 
@@ -33,6 +33,7 @@ def test_passwords_come_from_the_url_or_from_elsewhere() -> None:
     target = parse("redis+sentinel://me:p%40ss@a/mine?sentinel_password=s", Credentials("other"))
     assert (target.username, target.credentials) == ("me", Credentials("p@ss", "s"))
     assert parse("redis://a", Credentials("other", "s")).credentials == Credentials("other", "s")
+    assert "p@ss" not in repr(target)
 
 
 @pytest.mark.parametrize(
@@ -56,3 +57,9 @@ def test_what_is_no_redis_url_is_refused_in_a_sentence(url: str) -> None:
     with pytest.raises(SluiceError, match=r"redis-url is no Redis URL: .*redis\+sentinel") as refused:
         parse(url)
     assert "secret" not in refused.value.message
+
+
+def test_the_sentence_names_the_setting() -> None:
+    with pytest.raises(SluiceError, match=r"limits-redis-url is no Redis URL: .*redis\+sentinel") as refused:
+        parse("http://host", None, "limits-redis-url")
+    assert refused.value.param == "limits-redis-url"

@@ -1,0 +1,58 @@
+"""Scripts on a Redis: a few at a time, each with a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from hashlib import sha1
+from typing import Any
+
+from redis.asyncio.cluster import RedisCluster
+from redis.exceptions import NoScriptError, RedisClusterException, RedisError
+
+from services.common.redis.connect import connect
+from services.common.redis.target import Target
+
+FAILURES = (RedisError, RedisClusterException, OSError)
+"""Everything that Redis does wrong; TimeoutError is an OSError."""
+
+
+class Script:
+    """A script; Redis knows it by `sha`."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.sha = sha1(text.encode(), usedforsecurity=False).hexdigest()
+
+
+class ScriptRunner:
+    """Runs scripts, `connections` at once; more wait for their turn within their own deadline.
+
+    Args:
+        timeout_s: for waiting, connecting and the answer together.
+    """
+
+    def __init__(self, target: Target, timeout_s: float, connections: int = 8) -> None:
+        self._redis = connect(target, timeout_s, connections)
+        self._timeout_s = timeout_s
+        # Behind sentinels and in clusters a pool refuses who comes when it is empty.
+        self._turns = asyncio.Semaphore(connections)
+
+    async def run(self, script: Script, keys: Sequence[str], arguments: Sequence[Any]) -> Any:
+        """What the script answers; one of FAILURES when it does not. In a cluster the keys are of one slot."""
+        async with asyncio.timeout(self._timeout_s), self._turns:
+            where = await self._node(keys[0])
+            try:
+                return await self._redis.execute_command("EVALSHA", script.sha, len(keys), *keys, *arguments, **where)
+            except NoScriptError:
+                return await self._redis.execute_command("EVAL", script.text, len(keys), *keys, *arguments, **where)
+
+    async def _node(self, key: str) -> dict[str, Any]:
+        if not isinstance(self._redis, RedisCluster):
+            return {}
+        await self._redis.initialize()
+        return {"target_nodes": self._redis.get_node_from_key(key)}  # the client itself asks any node for scripts
+
+    async def close(self) -> None:
+        """Closes every connection."""
+        await self._redis.aclose()
