@@ -1,0 +1,195 @@
+"""Every engine through the whole suite, over HTTP: gateway, preprocess, router, two of its workers, postprocess."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from tokenizers import Tokenizer
+
+from services.common.models import ModelSpec
+from services.preprocess.loading import load_tokenizer
+from services.preprocess.tokenizer import ChatRequest
+from tests.engines import engine_suite as suite
+from tests.engines.engine_list import ENGINES, FOR_EMBEDDINGS, engine_process
+from tests.engines.served_suite import GREEDY, Served, served
+from tests.support.loaded_tokenizers import limits
+from tests.support.tiny_models import ServableFolders, build_servable
+
+pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="module")]
+
+NOTICED_S = 2.0
+DROPPED = 100
+QUESTION = [{"role": "user", "content": "What is the weather in Köln? 🌦️"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "Rome"]}, "warm": {"type": "boolean"}},
+    "required": ["city", "warm"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> ServableFolders:
+    return build_servable(tmp_path_factory.mktemp("servable"))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=ENGINES)
+async def running(request: pytest.FixtureRequest, folders: ServableFolders) -> AsyncIterator[Served]:
+    async with served(ENGINES[request.param](folders.model)) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def decode(folders: ServableFolders) -> Any:
+    tokenizer = Tokenizer.from_file(str(folders.model / "tokenizer.json"))
+    return lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=True)
+
+
+async def test_greedy_output_is_the_engines_own(running: Served, folders: ServableFolders, decode: Any) -> None:
+    text = "The quick brown fox jumps over"
+    tokenizer = load_tokenizer(ModelSpec("tiny", str(folders.model)), limits())
+    of_chat = list(tokenizer.encode_chat(ChatRequest(QUESTION)))
+    asked = [*suite.prompts(6), list(tokenizer.encode_text(text)), of_chat]
+    reference = await suite.offline(running.engine, {"prompts": asked, "max_tokens": 24})
+    expected = [output["token_ids"] for output in reference["outputs"]]
+    answers = await asyncio.gather(*(running.complete(prompt, 24) for prompt in asked[:6]), running.complete(text, 24))
+    for prompt, answer, token_ids in zip(asked, answers, expected, strict=False):
+        (choice,) = answer["choices"]
+        assert choice["prompt_token_ids"] == prompt
+        assert choice["token_ids"] == token_ids
+        assert choice["text"] == decode(token_ids)
+        assert choice["finish_reason"] == "length"
+    chat = {**GREEDY, "messages": QUESTION, "max_tokens": 24, "return_token_ids": True}
+    said = await running.post("/v1/chat/completions", **chat)
+    assert said["prompt_token_ids"] == of_chat
+    assert said["choices"][0]["token_ids"] == expected[-1]
+    assert said["choices"][0]["message"]["content"] == decode(expected[-1])
+
+
+async def test_the_second_request_reports_cached_tokens_and_goes_where_they_are(running: Served) -> None:
+    size = (await running.workers["a"].info()).card.block_size
+    for seed in (90, 91):
+        prompt = suite.prompts(1, 4 * size + 5, 4 * size + 5, seed=seed)[0]
+        assert _cached(await running.complete(prompt, 4)) == 0
+        holder = await running.until_held(prompt, size)
+        for number in range(5):
+            longer = [*prompt, 20 + number, 30 + number]
+            assert _cached(await running.complete(longer, 4)) >= 4 * size - size
+        assert await running.holders(prompt, size) == {holder}
+
+
+def _cached(answer: dict[str, Any]) -> int:
+    found: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return found
+
+
+async def test_log_probabilities_are_the_engines_own(running: Served) -> None:
+    prompt = suite.prompts(1, seed=21)[0]
+    reference = await suite.offline(running.engine, {"prompts": [prompt], "max_tokens": 8, "logprobs": 5})
+    (theirs,) = reference["outputs"]
+    answer = await running.complete(prompt, 8, logprobs=3)
+    (choice,) = answer["choices"]
+    assert choice["token_ids"] == theirs["token_ids"]
+    told = choice["logprobs"]["token_logprobs"]
+    for token_id, logprob, known in zip(choice["token_ids"], told, theirs["logprobs"], strict=True):
+        assert logprob == pytest.approx(known[str(token_id)], abs=1e-3)
+    assert all(len(top) >= 3 for top in choice["logprobs"]["top_logprobs"])
+
+
+async def test_guided_json_follows_its_schema(running: Served) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMA}}
+    body = {"model": "tiny", "messages": QUESTION, "max_tokens": 1000, "response_format": form}
+    document = json.loads((await running.post("/v1/chat/completions", **body))["choices"][0]["message"]["content"])
+    assert document["city"] in ("Paris", "Rome")
+    assert document["warm"] in (True, False)
+
+
+async def test_clients_that_leave_free_the_engines_blocks(running: Served) -> None:
+    source = random.Random(7)
+
+    async def leave(prompt: list[int]) -> None:
+        body = {**GREEDY, "prompt": prompt, "max_tokens": 1000, "stream": True}
+        async with running.client.stream("POST", "/v1/completions", json=body) as answer:
+            assert answer.status_code == 200
+            await anext(answer.aiter_lines())
+            await asyncio.sleep(source.choice((0, 0.005, 0.05, 0.3)))
+
+    limit = asyncio.Semaphore(16)
+
+    async def one(prompt: list[int]) -> None:
+        async with limit:
+            await leave(prompt)
+
+    await asyncio.gather(*(one(prompt) for prompt in suite.prompts(DROPPED, 1, 120, seed=5)))
+    await running.idle()
+    assert len((await running.complete([20, 21, 22], 4))["choices"][0]["token_ids"]) == 4
+
+
+async def test_bad_input_is_refused_and_serving_goes_on(running: Served) -> None:
+    card = (await running.workers["a"].info()).card
+    for status, more in (
+        (400, {"prompt": [card.vocab_size + 3]}),
+        (400, {"prompt": [20] * card.context_length}),
+        (404, {"prompt": [20, 21], "lora_path": "nobody"}),
+    ):
+        answer = await running.client.post("/v1/completions", json={**GREEDY, "max_tokens": 4, **more})
+        error = answer.json()["error"]
+        assert answer.status_code == status, error
+        assert error["type"]
+        assert "Traceback" not in error["message"]
+    assert len((await running.complete([20, 21], 3))["choices"][0]["token_ids"]) == 3
+
+
+async def test_a_killed_engine_leaves_discovery_and_its_requests_hear_a_typed_error(running: Served) -> None:
+    """The last test of a suite, which has no workers afterwards."""
+    await running.idle()
+    assert await running.known() == {"a", "b"}
+    going = [asyncio.create_task(_streamed(running, prompt)) for prompt in suite.prompts(8, seed=51)]
+    for worker in running.workers.values():
+        await _until_busy(worker)
+    for name in ("a", "b"):
+        engine_process(running.workers[name]).kill()
+        killed = time.monotonic()
+        while name in await running.known():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert time.monotonic() - killed < NOTICED_S
+    for status, error in await asyncio.gather(*going):
+        assert status in (200, 503)
+        assert error["type"] == "service_unavailable_error"
+    for worker in running.workers.values():
+        async with asyncio.timeout(suite.CALL_S):
+            assert await worker.process.wait() != 0
+
+
+async def _until_busy(worker: suite.RunningWorker) -> None:
+    async with asyncio.timeout(suite.CALL_S):
+        while not (await worker.info()).load.running_requests:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def _streamed(running: Served, prompt: list[int]) -> tuple[int, dict[str, Any]]:
+    """How a long stream ends that cannot end well: its status and the error in it."""
+    body = {**GREEDY, "prompt": prompt, "max_tokens": 1900, "stream": True}
+    async with running.client.stream("POST", "/v1/completions", json=body) as answer:
+        said = [line async for line in answer.aiter_lines() if line]
+        found = json.loads(said[-1 if answer.status_code != 200 else -2].removeprefix("data: "))
+        return answer.status_code, found["error"]
+
+
+@pytest.mark.parametrize("name", ENGINES)
+async def test_embeddings_are_the_engines_own(name: str, folders: ServableFolders) -> None:
+    engine = ENGINES[name](folders.embedder)
+    asked = suite.prompts(4, seed=31)
+    reference = await suite.offline(engine, {"prompts": asked, "max_tokens": 1, "embed": True})
+    async with served(engine, *FOR_EMBEDDINGS.get(name, ()), names=("a",)) as started:
+        made = await started.post("/v1/embeddings", model="tiny", input=asked)
+        for entry, theirs in zip(made["data"], reference["embeddings"], strict=True):
+            assert entry["embedding"] == pytest.approx(theirs, abs=1e-3)
+        assert made["usage"]["prompt_tokens"] == sum(map(len, asked))
