@@ -20,6 +20,9 @@ class Breaker:
 
     Args:
         clock: seconds, for tests.
+
+    Attributes:
+        tripped: the peer hung, and has not answered since.
     """
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
@@ -27,6 +30,7 @@ class Breaker:
         self._failures = 0
         self._pause_s = COOL_DOWN_S[0]
         self._open_until = 0.0
+        self.tripped = False
 
     @property
     def closed(self) -> bool:
@@ -50,8 +54,16 @@ class Breaker:
 
     def succeeded(self) -> None:
         """An answer came."""
+        self.tripped = False
         self._failures = 0
         self._pause_s = COOL_DOWN_S[0]
+
+    def trip(self) -> None:
+        """The peer hangs: it is left alone for the longest pause, then tried."""
+        self.tripped = True
+        self._failures = FAILURES_TO_OPEN
+        self._pause_s = COOL_DOWN_S[1]
+        self._open_until = self._clock() + self._pause_s
 
     def failed(self) -> bool:
         """No answer came; True when that opened the breaker."""

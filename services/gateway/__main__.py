@@ -28,7 +28,7 @@ from services.gateway.http.pacing import Pacer
 from services.gateway.http.server import build_server
 from services.gateway.http.silence import Watch
 from services.gateway.http.timeouts import RequestDeadlines
-from services.gateway.metrics import GatewayMetrics
+from services.gateway.metrics import SILENT, GatewayMetrics
 from services.gateway.openai.embeddings import EmbeddingEndpoints
 from services.gateway.openai.endpoints import OpenAIEndpoints
 from services.gateway.openai.responses.building import build_store
@@ -39,6 +39,7 @@ from services.gateway.parity import Parity
 from services.gateway.pipeline import build_pipeline
 from services.gateway.readiness import Readiness
 from services.gateway.settings import GatewaySettings
+from services.gateway.silent_workers import SilentWorkers
 from services.gateway.stages import Components
 from services.gateway.switchboard import Switchboard, shutting_down
 from services.gateway.turns.conducting import Conductor
@@ -122,6 +123,13 @@ async def serve(settings: GatewaySettings, stop: Stop) -> None:
     tasks.spawn(parity.run(), "parity")
     tasks.spawn(router.run_reports(), "reports")
     tasks.spawn(fleet.run_sweeps(), "sweeps")
+    silent = SilentWorkers(
+        lambda: fleet.workers,
+        switchboard.computing,
+        settings.token_timeout_s,
+        partial(metrics.trouble, "worker", SILENT),
+    )
+    tasks.spawn(silent.run(), "silent-workers")
     tasks.spawn(_sweep_stalled(switchboard, settings.stall_timeout_s), "stalled")
     if view is not None:
         tasks.spawn(view.run(), "live-view")

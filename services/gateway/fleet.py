@@ -79,6 +79,11 @@ class Fleet:
         """How many workers could be given a request now."""
         return sum(link.connected for link in self._workers.values())
 
+    @property
+    def workers(self) -> list[WorkerLink]:
+        """Every link to a worker, also to those that take no more requests."""
+        return [link for link in self._running if isinstance(link, WorkerLink)]
+
     def worker(self, worker_id: str) -> WorkerLink:
         """The link to a worker; SluiceError(CANNOT_CONNECT) when this gateway has not heard of it (yet)."""
         link = self._workers.get(worker_id)

@@ -19,7 +19,8 @@ MIGRATIONS_END = (
     "moved", "nobody", "disabled", "not_retryable", "limit", "too_long", "embeddings", "guided",
 )  # fmt: skip
 PEERS = Label("service", "which was called", ("preprocess", "router", "postprocess", "worker"))
-TROUBLES = ("retry", "hedge", "hedge_won", "circuit_opened", "circuit_refused")
+SILENT = "silent"
+TROUBLES = ("retry", "hedge", "hedge_won", "circuit_opened", "circuit_refused", SILENT)
 
 GENERATIONS = METRICS.counter(
     "generations",
@@ -62,7 +63,7 @@ TEXT_MOVES = METRICS.counter(
 )
 TROUBLE = METRICS.counter(
     "calls_in_trouble",
-    "calls retried, hedged or refused by a circuit",
+    "calls retried, hedged or refused by a circuit, and workers given up because they were silent",
     PEERS,
     Label("what", "was done about it", TROUBLES),
 )

@@ -13,7 +13,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Protocol
 
-from services.common import telemetry
+from services.common import logs, telemetry
 from services.common.errors import SluiceError, internal, unavailable
 from services.common.packing import pack_u32
 from services.common.tasks import TaskOwner
@@ -108,6 +108,7 @@ class Migrator:
         return any(capability in worker.capabilities for worker in self._catalogue.of_model(stream.model))
 
     async def _move(self, stream: LiveStream, lost: WorkerLink) -> None:
+        logs.request_id.set(stream.request_id)
         try:
             async with self._at_once, asyncio.timeout(min(self._policy.wait_s, stream.deadline.left_s)):
                 placed = await self._find(stream, lost)
@@ -116,7 +117,7 @@ class Migrator:
         except SluiceError as error:
             self._give_up(stream, error)
         except Exception:
-            log.exception("a migration failed", extra={"request": stream.request_id})
+            log.exception("a migration failed")
             self._give_up(stream, internal("Unexpected failure in the gateway; its log has the details."))
         else:
             self._resume(stream, lost, placed)
@@ -126,7 +127,12 @@ class Migrator:
         sessions_then, attempt = lost.sessions, 0
         while True:
             back = self._fleet.find(lost.worker_id)
-            returned = back is not None and back.connected and (back is not lost or lost.sessions > sessions_then)
+            returned = (
+                back is not None
+                and back.connected
+                and (back is not lost or lost.sessions > sessions_then)
+                and not back.breaker.tripped
+            )
             try:
                 return await self._placement.place(self._wanted(stream, attempt), () if returned else (lost.worker_id,))
             except SluiceError as error:

@@ -88,6 +88,10 @@ class Switchboard:
         """Streams under way."""
         return len(self._streams)
 
+    def computing(self, worker: WorkerLink) -> bool:
+        """Whether a worker has a generation that it is not done with."""
+        return any(stream.worker is worker and stream.end is None for stream in self._streams.values())
+
     def admit(self, choices: int) -> None:
         """SluiceError(OVERLOADED) when `choices` more streams would be over the bound."""
         if len(self._streams) + choices > self._max_streams:
@@ -115,7 +119,9 @@ class Switchboard:
         """
         slot = next(self._slots) & 0xFFFFFFFF
         stream = LiveStream(slot, request, index, prompt, max_tokens, sink, deadline)
-        stream.span = telemetry.start_span("gateway.generate", worker=worker.worker_id, choice=index)
+        stream.span = telemetry.start_span(
+            "gateway.generate", request_id=stream.request_id, worker=worker.worker_id, choice=index
+        )
         self._streams[slot] = stream
         self._keep[slot] = stream.tokens.append
         if deadline.at != inf:

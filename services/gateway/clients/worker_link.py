@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from dataclasses import replace
+from time import monotonic
 from typing import Protocol
 
 import grpc
@@ -80,8 +81,19 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
         self.address = address
         self.stub: worker_pb2_grpc.WorkerAsyncStub = worker_pb2_grpc.WorkerStub(channel)
         self._events = events
+        self._heard_at = 0.0
         self._starts: list[worker_pb2.SessionStart] = []
         self._cancels: list[int] = []
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the worker said something or, when that is longer ago, was first given something to do."""
+        return monotonic() - self._heard_at
+
+    def break_off_silent(self) -> None:
+        """Ends the session, as if the worker had gone; it is not trusted until it has begun a generation again."""
+        self.breaker.trip()
+        self.break_off()
 
     def start(
         self,
@@ -103,6 +115,9 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
             generated: what earlier workers made of it; this one goes on after the last of them.
             part: of this worker, when two share the request.
         """
+        if self.live <= 1:  # it had nothing to do
+            self._heard_at = monotonic()
+        self.breaker.try_pass()
         if generated:
             prompt = replace(prompt, token_ids=prompt.token_ids + pack_u32(generated))
         message = worker_pb2.GenerateRequest(
@@ -154,6 +169,7 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
         return worker_pb2.WorkerSessionRequest(starts=starts, cancels=pack_u32(cancels))
 
     def _on_message(self, message: worker_pb2.TokenBatch) -> None:
+        self._heard_at = monotonic()
         events = self._events
         if message.slots:
             events.on_tokens(message.slots, message.counts, message.token_ids)
