@@ -3,7 +3,7 @@ ARGS ?=
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check format protos lock test-slow test-browser test-compose bench clean
+.PHONY: help setup run test check format protos lock test-slow test-parsers test-browser test-compose bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -39,6 +39,9 @@ lock: setup ## pin the dependencies again; ARGS=--upgrade takes the newest versi
 test-slow: setup ## the tests that take minutes: outages under load, a million blocks, many random histories
 	@scripts/redis.sh
 	@PATH="$(CURDIR)/.venv/bin:$(CURDIR)/.venv/opt/redis/bin:$$PATH" pytest -m slow $(ARGS)
+
+test-parsers: setup ## cut 100,000 answers of every built-in parser's format in every way; ARGS="--cases 1000 --parser hermes"
+	@.venv/bin/python -m tests.support.parser_cases $(ARGS)
 
 test-browser: setup ## drive the live view in Chromium (apt-get install chromium, or CHROMIUM=path); no network
 	@.venv/bin/pytest -m browser tests/browser $(ARGS)

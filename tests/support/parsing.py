@@ -117,6 +117,11 @@ RECORDED: dict[tuple[str, str], tuple[str, ...]] = {
         "<｜tool▁calls▁end｜>",
         "<think>\n</think><｜tool▁call▁begin｜>type<｜tool▁sep｜>f\n```json\n{}\n```<｜tool▁call▁end｜>",
     ),
+    ("deepseek_r1", "deepseek_v3"): (
+        "<think>\n一 🤔\n</think>Text <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n"
+        f"{_CITY}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{oops\n```<｜tool▁call▁end｜> more",
+    ),
     ("qwen3_coder", "qwen3"): (
         '<think>\nHm 🤔\n</think>\n\nText.\n<tool_call>\n<function=get_weather>\n<parameter=city>\nZürich "🌧️"\n\nx\n'
         '</parameter>\n<parameter=days>\n3\n</parameter>\n<parameter=deep>\n{"a": [1]}\n</parameter>\n</function>\n'
@@ -188,6 +193,14 @@ MARKUP: dict[tuple[str, str], tuple[str, ...]] = {
         "function",
         "\n```json\n",
         "\n```",
+        "</think>",
+    ),
+    ("deepseek_r1", "deepseek_v3"): (
+        "<｜tool▁call▁begin｜>",
+        "function<｜tool▁sep｜>f",
+        "\n```json\n",
+        "\n```<｜tool▁call▁end｜>",
+        "<think>",
         "</think>",
     ),
     ("qwen3_coder", "qwen3"): (

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import os
+import random
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.postprocess.parsers.registry import ParserNames
-from tests.support.parsing import COMMON, MARKUP, RECORDED, WORDS, parsed, pieces_of
+from services.postprocess.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, ParserNames
+from tests.support import parser_cases
+from tests.support.parser_cases import label
+from tests.support.parsing import COMMON, MARKUP, RECORDED, parsed
 
-CASES = int(os.environ.get("SLUICE_TEST_PARSER_CASES", "1000"))
-"""Cases of each parser; 100,000 take about an hour."""
+CASES = 1000
+"""Cases of each parser; `make test-parsers` runs 100,000."""
 
-places = st.lists(st.integers(0, 4_000), max_size=12)
 lots = settings(
     max_examples=CASES,
     deadline=None,
@@ -23,37 +24,28 @@ lots = settings(
 )
 
 
-@st.composite
-def answers(draw: st.DrawFn, names: tuple[str, str]) -> str:
-    """A recorded answer with something cut out or put in, or fragments of the format in any order."""
-    fragments = st.sampled_from([*MARKUP[names], *MARKUP[names], *COMMON, *WORDS])
-    if draw(st.booleans()):
-        return "".join(draw(st.lists(fragments, max_size=14)))
-    text = draw(st.sampled_from(RECORDED[names]))
-    start, size = draw(st.integers(0, len(text))), draw(st.integers(0, 12))
-    return text[:start] + draw(st.one_of(st.just(""), fragments)) + text[start + size * draw(st.booleans()) :]
+def test_every_built_in_parser_has_answers_and_fragments() -> None:
+    assert {tool for tool, _ in MARKUP} - {""} == set(TOOL_PARSERS)
+    assert {reasoning for _, reasoning in MARKUP} - {""} == set(REASONING_PARSERS)
+    assert set(RECORDED) == set(MARKUP)
 
 
-@pytest.mark.parametrize("names", MARKUP, ids="-".join)
+@pytest.mark.parametrize("names", MARKUP, ids=label)
 def test_any_cut_of_any_answer_says_the_same(names: tuple[str, str]) -> None:
-    parsers = ParserNames(*names)
-
     cases = 0
 
     @lots
-    @given(answers(names), places)
-    def check(text: str, cuts: list[int]) -> None:
+    @given(st.randoms(use_true_random=False))
+    def check(draw: random.Random) -> None:
         nonlocal cases
         cases += 1
-        whole = parsed(parsers, [text])
-        assert parsed(parsers, pieces_of(text, cuts)) == whole
-        assert parsed(parsers, list(text)) == whole
+        parser_cases.check(names, *parser_cases.case(names, draw))
 
     check()
     assert cases >= CASES, "the budget was spent"
 
 
-@pytest.mark.parametrize("names", RECORDED, ids="-".join)
+@pytest.mark.parametrize("names", RECORDED, ids=label)
 def test_every_place_of_a_recorded_answer_can_be_cut(names: tuple[str, str]) -> None:
     for text in RECORDED[names]:
         whole = parsed(ParserNames(*names), [text])
@@ -64,7 +56,7 @@ def test_every_place_of_a_recorded_answer_can_be_cut(names: tuple[str, str]) -> 
             assert parsed(ParserNames(*names), pieces) == whole
 
 
-@pytest.mark.parametrize("names", [names for names in MARKUP if names[0] != "harmony"], ids="-".join)
+@pytest.mark.parametrize("names", [names for names in MARKUP if names[0] != "harmony"], ids=label)
 def test_no_word_is_lost(names: tuple[str, str]) -> None:
     """Words outside markup come out somewhere: as content, reasoning, a name or arguments."""
     markup = [part for part in (*MARKUP[names], *COMMON, "\n", " ", ",") if part not in ("function",)]

@@ -1,0 +1,129 @@
+"""Cases for parsers: answers of every format, whole, damaged and made of fragments, and how they are cut.
+
+`case` draws from any `random.Random`: hypothesis' own in the tests, a seeded one when very many are wanted:
+
+    make test-parsers
+    make test-parsers ARGS="--parser hermes --seed 4711 --cases 1"    # one that failed, again
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import multiprocessing.pool
+import os
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from services.postprocess.parsers.registry import ParserNames
+from tests.support.parsing import COMMON, MARKUP, RECORDED, WORDS, parsed, pieces_of
+
+CHUNK = 500
+"""Cases that a process does at a time."""
+
+Names = tuple[str, str]
+
+
+def label(names: Names) -> str:
+    """What a pair of parsers is called: `hermes`, `think`, `qwen+qwen3`."""
+    return "+".join(filter(None, names))
+
+
+def answer(names: Names, draw: random.Random) -> str:
+    """A recorded answer with something cut out or put in, or fragments of the format in any order."""
+    fragments = (*MARKUP[names], *MARKUP[names], *COMMON, *WORDS)
+    if draw.random() < 0.5:
+        return "".join(draw.choice(fragments) for _ in range(draw.randint(0, 14)))
+    text = draw.choice(RECORDED[names])
+    start = draw.randint(0, len(text))
+    inserted = draw.choice(fragments) if draw.random() < 0.5 else ""
+    removed = draw.randint(0, 12) if draw.random() < 0.5 else 0
+    return text[:start] + inserted + text[start + removed :]
+
+
+def case(names: Names, draw: random.Random) -> tuple[str, list[int]]:
+    """An answer and up to 12 places to cut it."""
+    text = answer(names, draw)
+    return text, [draw.randint(0, len(text)) for _ in range(draw.randint(0, 12))]
+
+
+def check(names: Names, text: str, cuts: Sequence[int]) -> None:
+    """The pieces say what the whole says, and so does one character at a time."""
+    parsers = ParserNames(*names)
+    whole = parsed(parsers, [text])
+    assert parsed(parsers, pieces_of(text, cuts)) == whole, f"cut at {sorted(cuts)}: {text!r}"
+    assert parsed(parsers, list(text)) == whole, f"one character at a time: {text!r}"
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    names: Names
+    first: int
+    count: int
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    chunk: _Chunk
+    failure: str = ""
+    again: str = ""
+
+
+def _run(chunk: _Chunk) -> _Outcome:
+    """The cases of seeds `first` to `first + count - 1`, up to the first that fails."""
+    for seed in range(chunk.first, chunk.first + chunk.count):
+        text, cuts = case(chunk.names, random.Random(seed))
+        try:
+            check(chunk.names, text, cuts)
+        except Exception as error:
+            again = f"--parser {label(chunk.names)} --seed {seed} --cases 1"
+            return _Outcome(chunk, f"{type(error).__name__}: {error}", again)
+    return _Outcome(chunk)
+
+
+def _chunks(names: Names, seed: int, cases: int) -> Iterator[_Chunk]:
+    for start in range(0, cases, CHUNK):
+        yield _Chunk(names, seed + start, min(CHUNK, cases - start))
+
+
+def sweep(pool: multiprocessing.pool.Pool, names: Names, seed: int, cases: int) -> str:
+    """Runs one parser's cases with a line of progress; what failed, empty for nothing."""
+    done, started, reported = 0, time.monotonic(), 0.0
+    for outcome in pool.imap_unordered(_run, _chunks(names, seed, cases)):
+        if outcome.failure:
+            print(
+                f"\n{label(names)}: FAILED; again with\n  python -m tests.support.parser_cases {outcome.failure}",
+                flush=True,
+            )
+            return outcome.failure
+        done += outcome.chunk.count
+        now = time.monotonic()
+        if sys.stdout.isatty() and now - reported > 0.5:
+            print(f"\r{label(names):<26} {done:>9,} of {cases:,}", end="", flush=True)
+            reported = now
+    print(f"\r{label(names):<26} {done:>9,} cases  {time.monotonic() - started:6.0f} s  none failed", flush=True)
+    return ""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; 1 when a case failed."""
+    names = {label(pair): pair for pair in MARKUP}
+    parser = argparse.ArgumentParser(description="Cuts answers of every built-in parser in every way.")
+    parser.add_argument("--cases", type=int, default=100_000, help="of each parser")
+    parser.add_argument("--parser", action="append", choices=sorted(names), help="only these; repeatable")
+    parser.add_argument("--seed", type=int, default=0, help="of the first case; each has the next number")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    options = parser.parse_args(arguments)
+    started, chosen = time.monotonic(), options.parser or list(names)
+    with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
+        failures = [sweep(pool, names[name], options.seed, options.cases) for name in chosen]
+    failed = sum(map(bool, failures))
+    print(f"{len(chosen)} parsers, {options.cases:,} cases each, {failed} failed, {time.monotonic() - started:.0f} s")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
