@@ -86,7 +86,7 @@ def test_what_is_no_json_is_refused(data: bytes) -> None:
 BAD_PARTS: list[tuple[dict[str, Any], str]] = [
     ({"tools_json": {}}, "tools"),
     ({"tools_json": [5]}, "tools[0]"),
-    ({"tools_json": [TOOL, {"type": "function"}]}, "tools[1]"),
+    ({"tools_json": [TOOL, {"type": "function"}]}, "tools[1].function"),
     ({"tools_json": [{"type": "retrieval", "function": {"name": "x"}}]}, "tools[0].type"),
     ({"tools_json": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
     ({"tools_json": [{"function": {"name": "x", "parameters": []}}]}, "tools[0].function.parameters"),
@@ -95,7 +95,7 @@ BAD_PARTS: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice_json": "required"}, "tool_choice"),
     ({"tool_choice_json": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
     ({"tools_json": [TOOL], "tool_choice_json": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
-    ({"tools_json": [TOOL], "tool_choice_json": {"type": "function"}}, "tool_choice"),
+    ({"tools_json": [TOOL], "tool_choice_json": {"type": "function"}}, "tool_choice.function"),
     ({"template_kwargs_json": []}, "chat_template_kwargs"),
     ({"template_kwargs_json": {"messages": []}}, "chat_template_kwargs.messages"),
     ({"template_kwargs_json": {"add_generation_prompt": False}}, "chat_template_kwargs.add_generation_prompt"),

@@ -85,7 +85,10 @@ class ResponsesEndpoints:
 
     async def retrieve(self, request: Request) -> Response:
         """Read a response that was kept."""
-        if request.query_params.get("stream", "").lower() in ("true", "1"):
+        stream = request.query_params.get("stream", "false").lower()
+        if stream not in ("true", "1", "false", "0"):
+            raise invalid("stream must be true or false.", param="stream", code="invalid_value")
+        if stream in ("true", "1"):
             raise invalid(
                 "stream is not supported: a response that was kept is read as a whole.",
                 param="stream",
