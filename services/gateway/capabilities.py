@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.common.errors import invalid
+from services.common.errors import invalid, not_found
 from services.gateway.clients.catalogue import WorkerEntry
 
 
@@ -27,4 +27,20 @@ def able(workers: Sequence[WorkerEntry], needs: Sequence[tuple[str, str]]) -> li
                 param=field,
                 code="unsupported_parameter",
             )
+    return left
+
+
+def holding(workers: Sequence[WorkerEntry], adapter: str) -> list[WorkerEntry]:
+    """The workers that hold a LoRA adapter; all of them where the name is empty.
+
+    Raises:
+        SluiceError: NOT_FOUND adapter_not_found when none does.
+    """
+    left = [worker for worker in workers if not adapter or adapter in worker.adapters]
+    if workers and not left:
+        raise not_found(
+            f"No worker of model {workers[0].model!r} has the LoRA adapter {adapter!r} loaded.",
+            param="lora_path",
+            code="adapter_not_found",
+        )
     return left

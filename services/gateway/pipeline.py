@@ -21,7 +21,7 @@ from services.common.packing import unpack_u32
 from services.gateway import deadlines, directions, hooks
 from services.gateway.admission import permit as permits
 from services.gateway.assembling import assembled
-from services.gateway.capabilities import able
+from services.gateway.capabilities import able, holding
 from services.gateway.clients.catalogue import WorkerEntry
 from services.gateway.config import PipelineConfig
 from services.gateway.generation import (
@@ -203,11 +203,29 @@ class Pipeline:
         wanted = self._wanted(request, 0, prompt, entry, _fit(request, prompt, entry))
         return prompt, await self._router_asking.ask(wanted)
 
+    def named(self, request: GenerationRequest) -> GenerationRequest:
+        """The request by the model that runs it: a LoRA adapter's name stands for its model with that adapter.
+
+        Raises:
+            SluiceError: as `Catalogue.model`, INVALID_ARGUMENT when it names two adapters.
+        """
+        entry = self.catalogue.model(request.model)
+        if entry.model == request.model:
+            return request
+        if request.lora not in ("", request.model):
+            raise invalid(
+                f"{request.model!r} is a LoRA adapter itself, so lora_path cannot name {request.lora!r}.",
+                param="lora_path",
+                code="invalid_value",
+            )
+        needs = (*request.needs, ("lora", "model"))
+        return replace(request, model=entry.model, lora=request.model, needs=needs)
+
     async def _prepared(self, request: GenerationRequest) -> tuple[GenerationRequest, WorkerEntry, Tokenized]:
         """The request as it runs, one of the workers that can run it, and the prompt's ids."""
         said = directions.current()
-        self.catalogue.model(request.model)
-        workers = able(self.catalogue.of_model(request.model), request.needs)
+        request = self.named(request)
+        workers = holding(able(self.catalogue.of_model(request.model), request.needs), request.lora)
         entry = workers[0]
         request = replace(request, directions=said, engine_text=self._engine_text)
         if said.token_ids is not None:

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 from services.common import telemetry
 from services.common.errors import ErrorKind, SluiceError, unavailable
 from services.common.tasks import TaskOwner
-from services.gateway.capabilities import able
+from services.gateway.capabilities import able, holding
 from services.gateway.clients.catalogue import Catalogue, WorkerEntry
 from services.gateway.clients.router import RouterClient
 from services.gateway.clients.worker_link import WorkerLink
@@ -187,6 +187,7 @@ class Placement:
         needs = (*wanted.request.needs, *wanted.needs)
         if needs and left:
             left = able(left, needs)
+        left = holding(left, wanted.request.lora)
         of_engine = capabilities(wanted.prompt, wanted.request.engine_text)
         left = [one for one in left if all(each in one.capabilities for each in of_engine)] if of_engine else left
         if left:

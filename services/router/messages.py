@@ -82,6 +82,7 @@ def worker_of(registration: router_pb2.Registration) -> Worker:
         ranks=ranks,
         document=info.SerializeToString(),
         capabilities=tuple(card.capabilities),
+        adapters=tuple(card.adapters),
     )
 
 

@@ -36,7 +36,7 @@ from services.router.sessions import Sessions
 from services.router.store.base import Store
 from services.router.thresholds import Thresholds
 from services.router.view import ModelView
-from services.router.workers import Role, Slot, Worker
+from services.router.workers import Role, Slot, Worker, holding
 from services.router.workforce import Workforce
 
 
@@ -166,7 +166,7 @@ class Router:
 
         async def attempt(*, place: bool = True) -> Route:
             view, workers = self._serving(query.model)
-            return await self._decider.decide(query, view, workers, place)
+            return await self._decider.decide(query, view, holding(workers, query.prompt.lora), place)
 
         patience = query.max_wait_ms or self.config.wait_ms
         scope = (query.candidates, query.prompt.prompt_tokens <= self.config.disagg.bypass_uncached_tokens)

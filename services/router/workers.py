@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 from functools import lru_cache
@@ -48,7 +49,8 @@ class Worker:
     """A registered worker; constant for its epoch but for `draining`.
 
     `total_blocks` bounds what the index takes per rank and tier. `document` is what the transport wants back when it
-    describes this worker; the domain does not look into it. `capabilities` is what the card says its engine can do.
+    describes this worker; the domain does not look into it. `capabilities` is what the card says its engine can do,
+    `adapters` the LoRA adapters it holds now.
     """
 
     worker_id: str
@@ -63,6 +65,7 @@ class Worker:
     document: bytes
     draining: bool = False
     capabilities: tuple[str, ...] = ()
+    adapters: tuple[str, ...] = ()
 
     @property
     def slots(self) -> tuple[Slot, ...]:
@@ -81,5 +84,13 @@ class Worker:
         fields = json.loads(text)
         fields["role"] = Role(fields["role"])
         fields["document"] = base64.b64decode(fields["document"])
-        fields["capabilities"] = tuple(fields.get("capabilities", ()))
+        for name in ("capabilities", "adapters"):
+            fields[name] = tuple(fields.get(name, ()))
         return cls(**fields, draining=draining)
+
+
+def holding(workers: Sequence[Worker], adapter: str) -> Sequence[Worker]:
+    """Those that hold a LoRA adapter; all where none says so, for the worker knows best and refuses what it lacks."""
+    if not adapter:
+        return workers
+    return [worker for worker in workers if adapter in worker.adapters] or workers

@@ -38,6 +38,7 @@ class WorkerEntry:
     prompt_fingerprint: str = ""
     role: Role = Role.AGGREGATED
     eos_token_ids: bytes = b""  # packed u32
+    adapters: tuple[str, ...] = ()
 
     @property
     def runs_alone(self) -> bool:
@@ -75,15 +76,20 @@ class Catalogue:
         by_name = {entry.model: entry for entry in self.workers.values()}
         return {name: by_name[name] for name in sorted(by_name)}
 
+    @property
+    def adapters(self) -> dict[str, WorkerEntry]:
+        """One worker of each LoRA adapter that can be named as the model, by its name."""
+        by_name = {name: entry for entry in self.workers.values() for name in entry.adapters}
+        return {name: by_name[name] for name in sorted(by_name.keys() - self.models.keys())}
+
     def model(self, name: str) -> WorkerEntry:
-        """A worker of this model.
+        """A worker of this model, or of the model that this LoRA adapter belongs to.
 
         Raises:
             SluiceError: NOT_FOUND for a model nobody ever served, UNAVAILABLE when its workers are gone.
         """
-        for entry in self.workers.values():
-            if entry.model == name:
-                return entry
+        if found := self.of_model(name):
+            return found[0]
         if name in self._known_models or not self.synced:
             raise unavailable(f"No worker serves model {name!r} now; try again soon.", code="no_workers")
         if not self.workers and not self._known_models:
@@ -92,8 +98,9 @@ class Catalogue:
         raise not_found(f"The model {name!r} does not exist; there is: {known}.", param="model", code="model_not_found")
 
     def of_model(self, name: str) -> list[WorkerEntry]:
-        """Every worker of a model."""
-        return [entry for entry in self.workers.values() if entry.model == name]
+        """Every worker of a model; where the name is a LoRA adapter's, those that hold it."""
+        workers = self.workers.values()
+        return [one for one in workers if one.model == name] or [one for one in workers if name in one.adapters]
 
     async def run(self) -> None:
         """Follows until cancelled."""
@@ -152,4 +159,5 @@ def _entry(worker: router_pb2.WorkerInfo) -> WorkerEntry:
         prompt_fingerprint=card.tokenizer.prompt_fingerprint,
         role=Role(worker.role or Role.AGGREGATED),
         eos_token_ids=card.eos_token_ids,
+        adapters=tuple(card.adapters),
     )

@@ -13,7 +13,7 @@ from services.common import telemetry
 from services.common.errors import SluiceError, unavailable
 from services.common.grpc_errors import from_rpc_error
 from services.gateway import auditing
-from services.gateway.capabilities import able
+from services.gateway.capabilities import able, holding
 from services.gateway.clients.catalogue import Catalogue
 from services.gateway.clients.worker_link import WorkerLink
 from services.gateway.fleet import Fleet
@@ -93,7 +93,7 @@ class EmbedClient:
     async def _call(self, message: worker_pb2.EmbedRequest, deadline: float) -> worker_pb2.EmbedResponse:
         tried: set[str] = set()
         while True:
-            link = self._pick(message.model, tried)
+            link = self._pick(message.model, message.lora, tried)
             tried.add(link.worker_id)
             auditing.computing(link.worker_id)
             link.live += 1
@@ -102,18 +102,22 @@ class EmbedClient:
                 return await link.stub.Embed(message, timeout=max(left_s, 0.001), metadata=telemetry.grpc_metadata())
             except grpc.aio.AioRpcError as error:
                 cause = from_rpc_error(error, link.peer)
-                if not cause.retryable or len(tried) >= ATTEMPTS or not self._others(message.model, tried):
+                if (
+                    not cause.retryable
+                    or len(tried) >= ATTEMPTS
+                    or not self._others(message.model, message.lora, tried)
+                ):
                     raise cause from error
             finally:
                 link.live -= 1
 
-    def _pick(self, model: str, tried: set[str]) -> WorkerLink:
-        link = self._fleet.least_busy(self._others(model, tried))
+    def _pick(self, model: str, lora: str, tried: set[str]) -> WorkerLink:
+        link = self._fleet.least_busy(self._others(model, lora, tried))
         if link is None:
             raise unavailable(f"No worker that embeds with model {model!r} can be reached.", code="no_workers")
         return link
 
-    def _others(self, model: str, tried: set[str]) -> list[str]:
+    def _others(self, model: str, lora: str, tried: set[str]) -> list[str]:
         self._catalogue.model(model)
-        workers = able(self._catalogue.of_model(model), NEEDS)
+        workers = holding(able(self._catalogue.of_model(model), NEEDS), lora)
         return [worker.worker_id for worker in workers if worker.worker_id not in tried]

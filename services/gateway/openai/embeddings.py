@@ -49,14 +49,13 @@ class EmbeddingEndpoints:
         catalogue = self._pipeline.catalogue
         catalogue.model(fields.model)
         entry = able(catalogue.of_model(fields.model), NEEDS)[0]
+        adapter = fields.lora_path or ("" if entry.model == fields.model else fields.model)
         request_id = f"embd-{secrets.token_hex(12)}"
         logs.request_id.set(request_id)
         label = fields.request_id or fields.rid
         with telemetry.stage("gateway.embed", dict(request.headers), model=fields.model, client_request_id=label):
             ids = await self._tokenized(inputs, fields, entry)
-            found = await self._client.embed(
-                request_id, fields.model, ids, fields.dimensions or 0, fields.lora_path or ""
-            )
+            found = await self._client.embed(request_id, entry.model, ids, fields.dimensions or 0, adapter)
         auditing.embedded(fields.model, found.prompt_tokens)
         data = [
             {"object": "embedding", "index": index, "embedding": _written(vector, fields)}
@@ -77,7 +76,7 @@ class EmbeddingEndpoints:
             )
             async with at_once:
                 try:
-                    made = await self._pipeline.preprocess.tokenize(fields.model, prompt, 0, "", "")
+                    made = await self._pipeline.preprocess.tokenize(entry.model, prompt, 0, "", "")
                 except SluiceError as error:
                     error.param = "input" if error.param else ""
                     raise

@@ -116,6 +116,7 @@ class OpenAIEndpoints:
         self, request: Request, generations: list[GenerationRequest], form: Format, fields: GenerationFields
     ) -> Response:
         logs.request_id.set(generations[0].request_id)
+        generations = [self._pipeline.named(one) for one in generations]
         answer = self._stream if fields.stream else self._collect
         label = fields.request_id or fields.rid
         with telemetry.stage("gateway.request", dict(request.headers), model=fields.model, client_request_id=label):
@@ -200,7 +201,8 @@ class OpenAIEndpoints:
         return Annotator(sink, self._pieces, request.model, self._tasks, of_prompt, asked.only_prompt)
 
     def _naming(self, fields: GenerationFields) -> Naming:
-        return Naming(self._pieces.of(fields.model), bool(fields.return_tokens_as_token_ids))
+        entry = self._pipeline.catalogue.model(fields.model)
+        return Naming(self._pieces.of(entry.model), bool(fields.return_tokens_as_token_ids))
 
 
 def wishes(fields: GenerationFields) -> Wishes:

@@ -52,7 +52,7 @@ class Conductor:
 
     def naming(self, model: str) -> Naming:
         """How the model's tokens are called."""
-        return Naming(self._pieces.of(model))
+        return Naming(self._pieces.of(self.pipeline.catalogue.model(model).model))
 
     async def stream(
         self,
@@ -100,6 +100,7 @@ class Conductor:
         if self.pipeline.only_asks():
             raise respell(_only_asked())
         shows = request.logprobs is not None
+        request = self._named(request, respell)
         sink = Annotator(turn, self._pieces, request.model, self._tasks) if shows else turn
         try:
             generation = turn.generation = await self.pipeline.start(request, [sink])
@@ -108,6 +109,12 @@ class Conductor:
         if isinstance(sink, Annotator):
             sink.begin(generation.streams[0].tokens, generation.prompt_ids)
         return generation
+
+    def _named(self, request: GenerationRequest, respell: Respell) -> GenerationRequest:
+        try:
+            return self.pipeline.named(request)
+        except SluiceError as error:
+            raise respell(error) from None
 
 
 def _only_asked() -> SluiceError:

@@ -1,0 +1,143 @@
+"""What an operator does to workers that serve: adapters, sleep, caches, profiles. The suite is then as it was."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import httpx
+
+from sluice.v1 import worker_pb2, worker_pb2_grpc
+from tests.support.suite import Suite
+
+ADAPTER = "poet"
+WAIT_S = 30
+Action = worker_pb2.ControlRequest
+
+
+def control(address: str, action: Action.Action.ValueType, **arguments: str) -> dict[str, str]:
+    with grpc.insecure_channel(address) as channel:
+        request = worker_pb2.ControlRequest(action=action, arguments=arguments)
+        return dict(worker_pb2_grpc.WorkerStub(channel).Control(request, timeout=60).results)
+
+
+def id_of(address: str) -> str:
+    with grpc.insecure_channel(address) as channel:
+        return worker_pb2_grpc.WorkerStub(channel).GetInfo(worker_pb2.GetInfoRequest(), timeout=20).worker_id
+
+
+def until(holds: Callable[[], object]) -> None:
+    """What a worker says needs a moment to the router and the gateway."""
+    deadline = time.monotonic() + WAIT_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def complete(url: str, model: str, prompt: str = "Say something.", **fields: object) -> httpx.Response:
+    body = {"model": model, "prompt": prompt, "max_tokens": 8, **fields}
+    return httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+
+
+def chosen(url: str, model: str, prompt: str, **fields: object) -> str:
+    """The worker that would run it."""
+    answer = complete(url, model, prompt, nvext={"annotations": ["query_instance_id:"]}, **fields)
+    assert answer.status_code == 200, answer.text
+    name: str = answer.json()["placements"][0]["decode_worker_id"]
+    return name
+
+
+def cached(url: str, model: str, prompt: str) -> int:
+    usage = complete(url, model, prompt).json()["usage"]
+    found: int = usage["prompt_tokens_details"]["cached_tokens"]
+    return found
+
+
+def test_an_adapter_is_a_model_on_the_worker_that_holds_it(suite: Suite) -> None:
+    url, holder = suite.url, suite.address("worker", 1)
+    assert complete(url, ADAPTER).status_code == 404
+    control(holder, Action.ACTION_LOAD_LORA, name=ADAPTER)
+    try:
+        until(lambda: complete(url, ADAPTER).status_code == 200)
+        assert complete(url, ADAPTER).json()["model"] == ADAPTER
+        name = id_of(holder)
+        for number in range(12):  # by chance alone one in 4,096
+            answer = complete(url, ADAPTER, f"Poem number {number}.", logprobs=1)
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["choices"][0]["logprobs"]["tokens"]
+            assert chosen(url, ADAPTER, f"Poem number {number}.") == name
+        chat = {"model": ADAPTER, "messages": [{"role": "user", "content": "Hello."}], "max_tokens": 4}
+        for path, body in (
+            ("/v1/chat/completions", chat),
+            ("/v1/messages", chat),
+            ("/v1/responses", {"model": ADAPTER, "input": "Hello.", "max_output_tokens": 16}),
+            ("/v1/embeddings", {"model": ADAPTER, "input": "Hello."}),
+            ("/tokenize", {"model": ADAPTER, "prompt": "Hello."}),
+        ):
+            answer = httpx.post(f"{url}{path}", json=body, timeout=60)
+            assert answer.status_code == 200, (path, answer.text)
+        plain = complete(url, "tekken", lora_path=ADAPTER, prompt="Poem number 1.")
+        assert (
+            plain.json()["choices"][0]["text"] == complete(url, ADAPTER, "Poem number 1.").json()["choices"][0]["text"]
+        )
+    finally:
+        control(holder, Action.ACTION_UNLOAD_LORA, name=ADAPTER)
+    until(lambda: complete(url, ADAPTER).status_code == 404)
+
+
+def test_an_adapter_that_nobody_holds_is_named(suite: Suite) -> None:
+    answer = complete(suite.url, "tekken", lora_path="nobody")
+    assert answer.status_code == 404
+    assert answer.json()["error"]["param"] == "lora_path"
+    assert answer.json()["error"]["code"] == "adapter_not_found"
+
+
+def test_with_and_without_an_adapter_caches_are_apart(suite: Suite) -> None:
+    holders = suite.addresses("worker")
+    for holder in holders:
+        control(holder, Action.ACTION_LOAD_LORA, name=ADAPTER)
+    try:
+        until(lambda: complete(suite.url, ADAPTER).status_code == 200)
+        prompt = " ".join(f"Line {number} of a song." for number in range(60))
+        assert cached(suite.url, "tekken", prompt) == 0
+        assert cached(suite.url, ADAPTER, prompt) == 0
+        until(lambda: cached(suite.url, ADAPTER, prompt))
+    finally:
+        for holder in holders:
+            control(holder, Action.ACTION_UNLOAD_LORA, name=ADAPTER)
+
+
+def test_a_sleeping_worker_gets_nothing_and_comes_back(suite: Suite) -> None:
+    asleep, awake = suite.addresses("worker")
+    name = id_of(asleep)
+    control(asleep, Action.ACTION_SLEEP, level="1")
+    try:
+        for number in range(12):
+            answer = complete(suite.url, "tekken", f"Awake {number}?")
+            assert answer.status_code == 200, answer.text
+            assert chosen(suite.url, "tekken", f"Awake {number}?") == id_of(awake)
+    finally:
+        control(asleep, Action.ACTION_WAKE)
+    # Of two that cost the same, the emptier one.
+    until(lambda: chosen(suite.url, "tekken", "Who is there?") == name)
+
+
+def test_a_cleared_cache_is_cold(suite: Suite) -> None:
+    prompt = " ".join(f"Verse {number} of a hymn." for number in range(60))
+
+    until(lambda: cached(suite.url, "tekken", prompt))
+    for address in suite.addresses("worker"):
+        control(address, Action.ACTION_CLEAR_CACHE)
+    assert cached(suite.url, "tekken", prompt) == 0
+
+
+def test_a_profile_is_taken_while_it_serves(suite: Suite) -> None:
+    address = suite.address("worker")
+    control(address, Action.ACTION_START_PROFILE)
+    for number in range(4):
+        assert complete(suite.url, "tekken", f"Profile {number}.").status_code == 200
+    path = Path((control(address, Action.ACTION_STOP_PROFILE))["path"])
+    assert path.stat().st_size > 0
+    path.unlink()

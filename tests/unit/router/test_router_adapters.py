@@ -1,0 +1,25 @@
+"""Which workers may run a request for a LoRA adapter."""
+
+from __future__ import annotations
+
+from services.router.workers import Role, Worker, holding
+
+
+def worker(name: str, *adapters: str) -> Worker:
+    return Worker(name, "host:1", 1, "m", Role.AGGREGATED, 16, "x", 10, 1, b"", adapters=adapters)
+
+
+def test_those_that_hold_it() -> None:
+    workers = [worker("a"), worker("b", "poet"), worker("c", "poet", "clerk")]
+    assert [one.worker_id for one in holding(workers, "poet")] == ["b", "c"]
+    assert holding(workers, "") == workers
+
+
+def test_where_no_card_says_so_the_worker_decides() -> None:
+    workers = [worker("a"), worker("b", "clerk")]
+    assert holding(workers, "poet") == workers
+
+
+def test_a_store_keeps_what_a_worker_holds() -> None:
+    one = worker("b", "poet")
+    assert Worker.from_json(one.to_json()) == one
