@@ -129,6 +129,7 @@ async def answer(
     request: Q,
 ) -> A:
     """Runs a unary handler; typed errors become typed statuses, anything else a logged INTERNAL without its text."""
+    telemetry.name_request(context.invocation_metadata())
     try:
         return await handler(request)
     except SluiceError as error:

@@ -7,6 +7,7 @@ its whole time limit; and it writes under a lock, so that one stalled watcher ke
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import grpc
@@ -21,15 +22,15 @@ SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 LIVE = "live"
 """A name whose status is SERVING as long as the process answers at all, also while it loads or drains."""
-VERSION = f"version/{__version__}"
-"""The same, but known only to servers of this version: that is how others can tell which one it is."""
+VERSION_KEY, CLOCK_KEY = "sluice-version", "sluice-unix-ms"
+"""Trailing metadata of every Check: which version answers, and what time it is there."""
 
 
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # the package has no types
     """What every service answers about itself; the empty name stands for the whole server."""
 
     def __init__(self) -> None:
-        self._statuses: dict[str, int] = {LIVE: SERVING, VERSION: SERVING}
+        self._statuses: dict[str, int] = {LIVE: SERVING}
         self._changed = asyncio.Event()
         self._over = False
 
@@ -41,7 +42,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # the packa
     def close(self) -> None:
         """Nothing is served any more: watchers hear that and their calls end."""
         self._over = True
-        self._statuses = {name: SERVING if name in (LIVE, VERSION) else NOT_SERVING for name in self._statuses}
+        self._statuses = {name: SERVING if name == LIVE else NOT_SERVING for name in self._statuses}
         self._tell()
 
     def _tell(self) -> None:
@@ -49,6 +50,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # the packa
         changed.set()
 
     async def Check(self, request: health_pb2.HealthCheckRequest, context: Any) -> health_pb2.HealthCheckResponse:
+        context.set_trailing_metadata(((VERSION_KEY, __version__), (CLOCK_KEY, str(int(time.time() * 1000)))))
         status = self._statuses.get(request.service)
         if status is None:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"There is no service {request.service!r} here.")

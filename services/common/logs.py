@@ -1,7 +1,8 @@
 """Structured logs: a sentence plus key=value fields, as text for people or JSON lines for machines.
 
 Fields come from `extra={...}`; the id of the request being served and, while it is traced, the ids of its trace and
-span are added to every line by themselves. Prompts and secrets do not belong in either.
+span are added to every line by themselves: also to lines that a task writes which serves many requests, if they name
+theirs. Prompts and secrets do not belong in either.
 """
 
 from __future__ import annotations
@@ -15,10 +16,22 @@ from datetime import UTC, datetime
 from typing import Any
 
 from opentelemetry import trace
+from opentelemetry.trace import SpanContext
+
+MOST_TRACED = 4096
 
 request_id: ContextVar[str] = ContextVar("sluice_request_id", default="")
 
+_traced: dict[str, SpanContext] = {}
+
 _STANDARD = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+def traced(request: str, span: SpanContext) -> None:
+    """From now on lines about this request carry the ids of a span; those of the last few thousand are kept."""
+    while len(_traced) >= MOST_TRACED and request not in _traced:
+        _traced.pop(next(iter(_traced), ""), None)
+    _traced[request] = span
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
@@ -27,6 +40,8 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
     if named:
         fields.setdefault("request_id", named)
     context = trace.get_current_span().get_span_context()
+    if not context.is_valid:
+        context = _traced.get(fields.get("request_id", ""), context)
     if context.is_valid:
         fields.setdefault("trace_id", trace.format_trace_id(context.trace_id))
         fields.setdefault("span_id", trace.format_span_id(context.span_id))

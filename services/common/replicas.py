@@ -87,6 +87,7 @@ class ReplicaSet(Generic[S]):
         self._token = token
         self._on_change = on_change or (lambda: None)
         self._replicas: dict[str, Replica[S]] = {}
+        self._unknown: list[str] = []
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._tasks = TaskOwner()
         self._retries = Budget(RETRIES_PER_CALL, RETRY_BURST)
@@ -97,6 +98,12 @@ class ReplicaSet(Generic[S]):
     def serving(self) -> list[Replica[S]]:
         """Replicas that take requests now."""
         return [replica for replica in self._replicas.values() if replica.serving]
+
+    @property
+    def away(self) -> list[str]:
+        """Addresses that should take requests and do not, and names that stand for none."""
+        silent = [replica.address for replica in self._replicas.values() if not replica.serving]
+        return sorted({*silent, *self._unknown})
 
     async def start(self) -> None:
         """Resolves once, then keeps resolving and watching until closed."""
@@ -255,6 +262,7 @@ class ReplicaSet(Generic[S]):
 
     async def _resolve_all(self) -> None:
         answers = await asyncio.gather(*(_resolve(target) for target in self._targets))
+        self._unknown = [target for target, answer in zip(self._targets, answers, strict=True) if not answer]
         found = dict(pair for answer in answers for pair in answer)
         if not found:
             return  # the name service is away: what we know may still be true

@@ -21,7 +21,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace import NonRecordingSpan, Span, SpanContext, SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from services.common import instruments
+from services.common import instruments, logs
 from services.common.errors import SluiceError
 from services.common.scraping import ScrapeEndpoint
 from services.common.settings import ServiceSettings
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 TRACEPARENT_LENGTH = 55
+REQUEST_KEY = "sluice-request-id"
+"""Metadata of a unary call: the id of the request that it is made for."""
 _PROPAGATOR = TraceContextTextMapPropagator()
 _OFF: AbstractContextManager[None] = nullcontext()
 _tracer: trace.Tracer | None = None
@@ -180,7 +182,9 @@ class _Stage(AbstractContextManager["Span | None"]):
             return None
         kept = {key: value for key, value in self._attributes.items() if value is not None}
         self._span = _tracer.start_as_current_span(self._name, context=context, kind=self._kind, attributes=kept)
-        return self._span.__enter__()
+        span = self._span.__enter__()
+        _name_request(span, logs.request_id.get())
+        return span
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -212,6 +216,12 @@ def _unsampled(context: Context | None) -> bool:
     return decided.is_valid and not decided.trace_flags.sampled
 
 
+def _name_request(span: Span, request: str) -> None:
+    """Log lines about the request carry the ids of its span."""
+    if request and span.is_recording():
+        logs.traced(request, span.get_span_context())
+
+
 def start_span(
     name: str,
     parent: Mapping[str, str] | None = None,
@@ -221,7 +231,9 @@ def start_span(
 ) -> Span | None:
     """A span its caller ends, for work that is not one block of code; None where nothing is recorded.
 
-    `links` are traceparents of spans it continues without being their child.
+    Args:
+        links: traceparents of spans it continues without being their child.
+        attributes: of the span; `request_id` names the request in the log, too.
     """
     if _tracer is None:
         return None
@@ -231,7 +243,9 @@ def start_span(
     kept = {key: value for key, value in attributes.items() if value is not None}
     found = [trace.get_current_span(_PROPAGATOR.extract({"traceparent": link})).get_span_context() for link in links]
     linked = [trace.Link(span_context) for span_context in found if span_context.is_valid]
-    return _tracer.start_span(name, context=context, kind=kind, attributes=kept, links=linked)
+    span = _tracer.start_span(name, context=context, kind=kind, attributes=kept, links=linked)
+    _name_request(span, str(kept.get("request_id", "")))
+    return span
 
 
 def fail_span(span: Span, message: str) -> None:
@@ -250,8 +264,10 @@ def headers(span: Span | None = None) -> dict[str, str]:
 
 
 def grpc_metadata() -> Sequence[tuple[str, str]] | None:
-    """Metadata that continues the current trace in a unary call; None while tracing is off."""
-    return tuple(headers().items()) if _tracer is not None else None
+    """Metadata of a unary call: it continues the current trace and names the request, as far as there are any."""
+    request = logs.request_id.get()
+    named = ((REQUEST_KEY, request),) if request.isascii() and request.isprintable() and request else ()
+    return (*headers().items(), *named) or None
 
 
 def trace_context(span: Span | None = None) -> common_pb2.TraceContext | None:
@@ -273,6 +289,13 @@ def carrier_of_metadata(metadata: Any) -> dict[str, str]:
     if _tracer is None:
         return {}
     return {key: value for key, value in metadata or () if key in ("traceparent", "tracestate")}
+
+
+def name_request(metadata: Any) -> None:
+    """Log lines of this call name the request that it is made for, if the caller said which."""
+    for key, value in metadata or ():
+        if key == REQUEST_KEY:
+            logs.request_id.set(value)
 
 
 def meter(service: str) -> metrics.Meter:

@@ -84,7 +84,7 @@ def open_span(
         "engine.generate",
         {key: value for key, value in trace.items() if key != LINK},
         links=[link for link in (handed_over_by, trace.get(LINK, "")) if link],
-        request=request.request_id,
+        request_id=request.request_id,
         model=request.model,
         role=role.name.lower(),
         input_tokens=len(request.token_ids),

@@ -9,8 +9,8 @@ from typing import Any
 
 from services.common.packing import pack_u32
 from services.gateway.clients.overview import WorkerState
-from sluice import __version__
-from sluice.cli import examining_certificates, examining_redis
+from sluice.cli import examining_certificates, examining_redis, examining_servers
+from sluice.cli.examining_servers import Server, version
 from sluice.cli.finding import Finding, State, clock, fail, ok, skipped, warn
 from sluice.cli.running import NotReached, Running
 from sluice.v1 import router_pb2
@@ -29,9 +29,14 @@ async def examine(running: Running, redis_url: str) -> Sequence[Finding]:
             state = await running.state()
         except NotReached as error:
             findings.append(warn("live view", str(error), "Start the gateway with --ui to have all of it checked."))
+    servers: list[Server] = []
     if state is not None:
-        findings += await _services(running, state)
-    workers = await _workers(running, findings)
+        found, servers = _services(state)
+        findings += found
+    found, workers = await _workers(running)
+    findings += found
+    servers += [Server(worker.id, worker.address, worker.draining) for worker in workers]
+    findings += await examining_servers.examine(running, servers)
     findings += await _routing(running, workers)
     if findings[0].state is not State.FAIL:
         findings += await _parity(running)
@@ -58,52 +63,33 @@ async def _gateway(running: Running) -> list[Finding]:
     return found
 
 
-async def _services(running: Running, state: dict[str, Any]) -> list[Finding]:
+def _services(state: dict[str, Any]) -> tuple[list[Finding], list[Server]]:
+    """What the gateway says of the services it calls, and where they are."""
     found = [
-        _version("gateway version", state["version"]),
+        version("gateway version", state["version"]),
         clock("gateway clock", (state["unix_ms"] - state["answered_unix_ms"]) / 1000),
     ]
+    servers = []
     for name, node in state["nodes"].items():
         if not node["serving"]:
             found.append(fail(name, "no replica serves", START))
-        found += await asyncio.gather(*(_server(running, name, address) for address in node["serving"]))
+        found += [
+            warn(f"{name} {address}", "the gateway knows it, nobody serves there", START) for address in node["away"]
+        ]
+        servers += [Server(name, address) for address in node["serving"]]
     for reason, times in state["degraded"].items():
         found.append(warn("degraded", f"{reason}, {times} times in the last minute", "See docs/resilience.md."))
-    return found
+    return found, servers
 
 
-def _version(check: str, version: str) -> Finding:
-    if version == __version__:
-        return ok(check, version)
-    return warn(check, f"{version}, while this command is {__version__}", "Bring all parts to the same version.")
-
-
-async def _server(running: Running, name: str, address: str) -> Finding:
-    """One gRPC server: whether it serves, and whether it is of this version."""
-    check = f"{name} {address}"
-    health = await running.health(address)
-    if health == "UNREACHABLE":
-        advice = "The gateway reaches it, this machine does not: a network policy, another name or TLS (--tls)."
-        return warn(check, "cannot be reached from here", advice)
-    if health != "SERVING":
-        return fail(check, f"health says {health}", "Look at its log; it may still be loading, or drain.")
-    if await running.health(address, f"version/{__version__}") != "SERVING":
-        return warn(check, f"serves, but is not of version {__version__}", "Bring all parts to the same version.")
-    return ok(check, f"serves, version {__version__}")
-
-
-async def _workers(running: Running, findings: list[Finding]) -> Sequence[WorkerState]:
+async def _workers(running: Running) -> tuple[list[Finding], Sequence[WorkerState]]:
     try:
         workers = await running.workers()
     except NotReached as error:
-        findings.append(fail("router", str(error), "Start a router, or say where it is with --router."))
-        return ()
+        return [fail("router", str(error), "Start a router, or say where it is with --router.")], ()
     if not workers:
-        findings.append(fail("workers", "none has registered", "Start one with `sluice worker --routers HOST:PORT`."))
-    for finding, worker in zip(
-        await asyncio.gather(*(_server(running, worker.id, worker.address) for worker in workers)), workers, strict=True
-    ):
-        findings.append(warn(finding.check, "drains", "Nothing, if it was stopped.") if worker.draining else finding)
+        return [fail("workers", "none has registered", "Start one with `sluice worker --routers HOST:PORT`.")], ()
+    findings = []
     engines: dict[tuple[str, str], set[str]] = defaultdict(set)
     for worker in workers:
         engines[worker.model, worker.engine].add(worker.version)
@@ -111,7 +97,7 @@ async def _workers(running: Running, findings: list[Finding]) -> Sequence[Worker
         if len(versions) > 1:
             found = f"{engine} in versions {', '.join(sorted(versions))} for {model}"
             findings.append(warn("engines", found, "Equal prompts may get different answers: use one version."))
-    return workers
+    return findings, workers
 
 
 async def _routing(running: Running, workers: Sequence[WorkerState]) -> list[Finding]:

@@ -23,7 +23,7 @@ def examine(place: Place) -> list[Finding]:
     found = [] if place.tls is None else list(_folder(place.tls))
     parts = urlsplit(place.gateway)
     if parts.scheme == "https" and parts.hostname:
-        found.append(_shown(parts.hostname, parts.port or 443, place))
+        found.append(shown("certificate of the gateway", parts.hostname, parts.port or 443, place))
     return found or [skipped("certificates", "Nothing is encrypted here: --tls DIR and an https gateway are checked.")]
 
 
@@ -39,23 +39,28 @@ def _folder(folder: Path) -> Iterator[Finding]:
         yield judged(f"certificate {file.name}", certificates[0], f"sluice certs {folder} --renew")
 
 
-def _shown(host: str, port: int, place: Place) -> Finding:
-    check = "certificate of the gateway"
-    checked = place.context()
-    context = checked if isinstance(checked, ssl.SSLContext) else ssl.create_default_context()
+def shown(check: str, host: str, port: int, place: Place, grpc: bool = False) -> Finding:
+    """The certificate that a server shows; of a gRPC server the name was checked by the call before."""
+    context = place.context()
+    if grpc:
+        context.set_alpn_protocols(["h2"])
+        context.check_hostname = False
     try:
         with (
             socket.create_connection((host, port), REACH_S) as plain,
             context.wrap_socket(plain, server_hostname=host) as secured,
         ):
-            shown = secured.getpeercert(binary_form=True)
+            certificate = secured.getpeercert(binary_form=True)
     except ssl.SSLCertVerificationError as error:
         advice = "Give the authority with --tls, and the certificate the name that clients use."
         return fail(check, f"is not accepted: {error.verify_message}", advice)
-    except (OSError, ssl.SSLError) as error:
+    except OSError as error:
+        if grpc:
+            return skipped(check, f"It cannot be seen from here: {error}.")
         return fail(check, f"cannot be seen: {error}", "Does the gateway speak HTTPS at this address?")
-    assert shown is not None
-    return judged(check, x509.load_der_x509_certificate(shown), "Renew --https-cert")
+    assert certificate is not None
+    renew = "Renew --tls-cert" if grpc else "Renew --https-cert"
+    return judged(check, x509.load_der_x509_certificate(certificate), renew)
 
 
 def judged(check: str, certificate: x509.Certificate, renew: str) -> Finding:

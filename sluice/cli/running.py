@@ -18,6 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.common.channels import open_channel
 from services.common.errors import SluiceError
+from services.common.health import CLOCK_KEY, VERSION_KEY
 from services.common.peers import PeerCredentials
 from services.common.replicas import ReplicaSet
 from services.common.tls import channel_credentials
@@ -71,9 +72,24 @@ class Place:
         except SluiceError as error:
             raise BadFlag(f"--tls: {error.message}") from error
 
-    def context(self) -> ssl.SSLContext | bool:
+    def context(self) -> ssl.SSLContext:
         """For HTTPS: what the gateway's certificate is checked with."""
-        return True if self.tls is None else ssl.create_default_context(cafile=str(self.tls / "ca.pem"))
+        return ssl.create_default_context(cafile=None if self.tls is None else str(self.tls / "ca.pem"))
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a gRPC server says of itself.
+
+    Attributes:
+        health: "SERVING" and its kin, or how it failed; UNREACHABLE is no answer at all.
+        version: of Sluice; empty: it does not say.
+        ahead_s: how far its clock is before this machine's, seconds; None: it does not say.
+    """
+
+    health: str
+    version: str = ""
+    ahead_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -186,17 +202,24 @@ class Running:
         except NotReached:
             return [USUAL_ROUTER]
 
-    async def health(self, address: str, name: str = "") -> str:
-        """What gRPC health says of a server: "SERVING" and its kin, or how it failed."""
+    async def look(self, address: str) -> Seen:
+        """What a server says of its health, its version and its clock."""
         channel = open_channel(address, self.credentials)
         try:
-            request = health_pb2.HealthCheckRequest(service=name)
-            answer = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=REACH_S)
-            return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
+            call = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=REACH_S)
+            asked_s = time.time()
+            answer = await call
+            answered_s = time.time()
+            said = {key: str(value) for key, value in await call.trailing_metadata() or ()}
         except grpc.aio.AioRpcError as error:
-            return "UNREACHABLE" if error.code() is grpc.StatusCode.UNAVAILABLE else error.code().name
+            return Seen("UNREACHABLE" if error.code() is grpc.StatusCode.UNAVAILABLE else error.code().name)
         finally:
             await channel.close()
+        health = str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
+        if CLOCK_KEY not in said:
+            return Seen(health, said.get(VERSION_KEY, ""))
+        there_s = int(said[CLOCK_KEY]) / 1000  # as good as equal, when it is between question and answer
+        return Seen(health, said.get(VERSION_KEY, ""), there_s - min(max(there_s, asked_s), answered_s))
 
     async def close(self) -> None:
         """Lets go of the router."""

@@ -34,9 +34,9 @@ def run(place: Place, as_json: bool, console: Console) -> int:
 async def _ask(place: Place) -> Sequence[tuple[WorkerState, str]]:
     async with reached(place) as running:
         workers = await running.workers()
-        answers = await asyncio.gather(*(running.health(worker.address) for worker in workers))
-    healths = ("draining" if one.draining else answer.lower() for one, answer in zip(workers, answers, strict=True))
-    return list(zip(workers, healths, strict=True))
+        seen = await asyncio.gather(*(running.look(worker.address) for worker in workers))
+    pairs = zip(workers, seen, strict=True)
+    return [(worker, "draining" if worker.draining else said.health.lower()) for worker, said in pairs]
 
 
 def _table(found: Sequence[tuple[WorkerState, str]], width: int) -> Table:

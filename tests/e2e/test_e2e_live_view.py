@@ -139,6 +139,7 @@ def test_the_doctor_finds_nothing_wrong_and_looked_everywhere(suite: Suite) -> N
     looked = ("gateway ready", "gateway clock", "preprocess", "router", "postprocess", "worker-0", "worker-1")
     for name in (*looked, "routing tekken", "gateway version"):
         assert checks[name]["state"] == "ok", checks[name]
+    assert (checks["clocks"]["state"], checks["clocks"]["found"][:10]) == ("ok", "5 services")
     assert checks["parity tekken"]["state"] in ("ok", "warn")
     assert checks["redis"]["state"] == checks["certificates"]["state"] == "skipped"
     assert "0 wrong" in sluice(suite, "doctor")
@@ -161,6 +162,10 @@ def test_a_suite_that_speaks_tls_is_examined_too(secured: Any) -> None:
     assert checks["certificate of the gateway"]["state"] == "warn"
     assert "4 days" in checks["certificate of the gateway"]["found"]
     assert checks["certificate client.pem"]["state"] == "warn"
+    (worker,) = suite.addresses("worker")
+    shown = checks[f"certificate of worker-0 {worker}"]
+    assert (shown["state"], shown["found"]) == ("warn", "valid for 4 days")
+    assert checks["clocks"]["state"] == "ok"
     assert "--ui" in checks["live view"]["advice"]
 
 

@@ -90,6 +90,18 @@ def test_a_streamed_request_is_one_tree(traced: Suite, collector: Collector) -> 
         ("postprocess.stream", "gateway.generate"),
         ("gateway.generate", "gateway.request"),
     }
+    (engine,) = [span for span in spans.values() if span.name == "engine.generate"]
+    said = engine.attributes
+    assert (said["model"], said["role"], said["finish_reason"], said["cancelled"]) == (
+        "tekken", "aggregated", "length", False,
+    )  # fmt: skip
+    assert int(said["input_tokens"]) > 5
+    assert int(said["output_tokens"]) == 5
+    assert float(said["ttft_ms"]) > 0
+    pace = [float(said[f"inter_token_ms_{which}"]) for which in ("p50", "p99", "max")]
+    assert 0 < pace[0] <= pace[1] <= pace[2]
+    assert 0 < float(said["inter_token_ms_avg"]) <= pace[2]
+    assert "error_kind" not in said
 
 
 def test_what_the_client_does_not_sample_leaves_no_span(traced: Suite, collector: Collector) -> None:
@@ -168,19 +180,19 @@ def test_log_lines_of_a_traced_request_carry_its_ids(traced: Suite) -> None:
             for _ in range(20):
                 headers = {"traceparent": f"00-{trace}-{CALLER}-01"}
                 httpx.post(f"{traced.url}/v1/chat/completions", json=body, headers=headers, timeout=60)
-                if moves(traced):
+                if moves(traced, trace):
                     break
         finally:
             control(worker_pb2.ControlRequest(action=action, arguments={"fault": "none"}), timeout=20)
-    line = moves(traced)[-1]
+    line = moves(traced, trace)[-1]
     assert line["service"] == "gateway"
     assert line["level"] == "warning"
     assert line["request_id"]
 
 
-def moves(suite: Suite) -> list[dict[str, str]]:
-    """What the gateway says about generations that move."""
+def moves(suite: Suite, trace: str) -> list[dict[str, str]]:
+    """What the gateway says about the generations of a trace that move; the task that says it serves many requests."""
     lines = [
         line[line.index("{") :] for line in list(suite.output) if "moves to another worker" in line and "{" in line
     ]
-    return [json.loads(line) for line in lines]
+    return [found for line in lines if (found := json.loads(line)).get("trace_id") == trace]

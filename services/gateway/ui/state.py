@@ -21,9 +21,16 @@ DEGRADED_OVER_S = 60
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """The replicas of one service: addresses that serve, and calls to it that failed in the last second."""
+    """The replicas of one service.
+
+    Attributes:
+        serving: their addresses.
+        away: addresses that should serve and do not.
+        troubled: calls that failed in the last second.
+    """
 
     serving: Sequence[str]
+    away: Sequence[str] = ()
     troubled: int = 0
 
 

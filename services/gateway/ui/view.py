@@ -101,7 +101,7 @@ class LiveView:
         self._board.update(links, [state for state in self._told if state.id in links or state.draining], elapsed_s)
         troubled = self._ledger.take_troubled()
         nodes = {
-            name: Node(sorted(replica.address for replica in replicas.serving), troubled[name])
+            name: Node(sorted(replica.address for replica in replicas.serving), replicas.away, troubled[name])
             for name, replicas in (
                 ("preprocess", self._preprocess.replicas),
                 ("router", self._router.replicas),

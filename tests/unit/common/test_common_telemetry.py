@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from contextvars import copy_context
+
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
-from services.common import telemetry
+from services.common import logs, telemetry
 from sluice.v1 import common_pb2
 
 
@@ -80,6 +82,29 @@ def test_trace_goes_on_over_unary_metadata(spans: InMemorySpanExporter) -> None:
         pass
     gateway, router = spans.get_finished_spans()
     assert router.context.trace_id == gateway.context.trace_id
+
+
+def test_unary_calls_name_the_request_they_are_made_for() -> None:
+    def served() -> str:
+        telemetry.name_request([("user-agent", "x"), *(telemetry.grpc_metadata() or ())])
+        return logs.request_id.get()
+
+    def called(name: str) -> list[tuple[str, str]]:
+        logs.request_id.set(name)
+        return [pair for pair in telemetry.grpc_metadata() or () if pair[0] == telemetry.REQUEST_KEY]
+
+    assert copy_context().run(called, "req-1") == [("sluice-request-id", "req-1")]
+    for unfit in ("", "größe", "a\nb"):  # a caller of the router may choose any; metadata takes only plain ASCII
+        assert copy_context().run(called, unfit) == []
+    named = copy_context()
+    named.run(called, "req-2")
+    assert named.run(served) == "req-2"
+
+
+def test_spans_give_their_ids_to_the_log(spans: InMemorySpanExporter) -> None:
+    span = telemetry.start_span("engine.generate", request_id="req-3")
+    assert span is not None
+    assert logs._traced["req-3"] == span.get_span_context()
 
 
 def test_span_without_a_block_of_code(spans: InMemorySpanExporter) -> None:
