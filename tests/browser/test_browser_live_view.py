@@ -94,7 +94,7 @@ def test_a_chat_streams_and_says_what_it_took(suite: Suite, open_page: Open) -> 
     page.keyboard.press("Enter")
     facts = page.locator(".said:not(.mine) .facts")
     expect(facts).to_have_text(
-        re.compile(r"worker-\d · \d+ of \d+ prompt tokens cached · first token after [\d.]+ m?s · [\d.]+k? tokens/s"),
+        re.compile(r"worker-\d · \d+ of \d+ prompt tokens cached · first token after [\d.]+ m?s · [\d.,]+k? tokens/s"),
         timeout=20_000,
     )
     assert "How does a river begin?" in page.locator(".said.mine").inner_text()

@@ -3,6 +3,7 @@
 export function count(value) {
   if (value >= 1e6) return `${(value / 1e6).toFixed(value >= 1e7 ? 0 : 1)}M`;
   if (value >= 1e4) return `${(value / 1e3).toFixed(value >= 1e5 ? 0 : 1)}k`;
+  if (value >= 1000) return Math.round(value).toLocaleString("en");
   return value >= 100 || Number.isInteger(value) ? Math.round(value).toString() : value.toFixed(1);
 }
 

@@ -5,11 +5,11 @@ import { count, plural } from "./format.js";
 
 const WIDE = {
   box: [980, 300], node: [150, 48],
-  at: { client: [85, 150], gateway: [345, 150], preprocess: [790, 36], router: [790, 112], workers: [790, 188], postprocess: [790, 264] },
+  at: { client: [76, 150], gateway: [366, 150], preprocess: [790, 36], router: [790, 112], workers: [790, 188], postprocess: [790, 264] },
 };
 const NARROW = {
-  box: [380, 420], node: [136, 50],
-  at: { client: [70, 40], gateway: [70, 210], preprocess: [300, 40], router: [300, 152], workers: [300, 264], postprocess: [300, 376] },
+  box: [380, 430], node: [136, 50],
+  at: { client: [70, 50], gateway: [70, 218], preprocess: [300, 50], router: [300, 162], workers: [300, 274], postprocess: [300, 386] },
 };
 const ARROWS = {
   client: { from: "client", to: "gateway", rate: (r) => [r.requests, `${count(r.requests)} requests/s`, `${count(r.live)} under way`] },
@@ -18,6 +18,8 @@ const ARROWS = {
   workers: { from: "gateway", to: "workers", rate: (r) => [r.output_tokens, `${count(r.output_tokens)} tokens/s`] },
   postprocess: { from: "gateway", to: "postprocess", rate: (r) => [r.characters, `${count(r.characters)} characters/s`] },
 };
+// The straight end of an arrow, where its numbers stand.
+const RUN_UP = 185;
 const DOTS = { columns: 4, apart: 11, most: 12 };
 
 export class Picture {
@@ -39,12 +41,15 @@ export class Picture {
     const rates = { requests: 0, live: 0, tokenized: 0, prompt_tokens: 0, decisions: 0, output_tokens: 0, characters: 0, ...model.rates };
     for (const [name, arrow] of Object.entries(ARROWS)) {
       const [flow, ...lines] = arrow.rate(rates);
-      const { path, labels } = this.#arrows[name];
-      mark(path, flow > 0 ? "flow moving" : "flow");
+      const { path, tip, labels } = this.#arrows[name];
+      const moving = flow > 0 ? " moving" : "";
+      mark(path, `flow${moving}`);
+      mark(tip, `tip${moving}`);
       path.style.setProperty("--pace", `${pace(flow)}s`);
+      const told = labels.length === 1 ? [lines.join(" · ")] : lines;
       labels.forEach((label, index) => {
-        write(label, lines[index] ?? "");
-        mark(label, flow > 0 ? "rate moving" : "rate");
+        write(label, told[index] ?? "");
+        mark(label, `rate${moving}`);
       });
     }
     for (const name of ["preprocess", "router", "postprocess"]) this.#service(name, model.nodes[name]);
@@ -55,9 +60,10 @@ export class Picture {
 
   #service(name, node) {
     const { group, under } = this.#nodes[name];
-    const serving = node?.serving.length ?? 0;
-    mark(group, `node ${serving === 0 ? "away" : node.troubled ? "troubled" : "ok"}`);
-    write(under, serving === 0 ? "nobody serves" : plural(serving, "replica") + (node.troubled ? `, ${node.troubled} failed` : ""));
+    const [serving, away] = [node?.serving.length ?? 0, node?.away.length ?? 0];
+    mark(group, `node ${serving === 0 ? "away" : node.troubled || away ? "troubled" : "ok"}`);
+    const here = away ? `${serving} of ${plural(serving + away, "replica")}` : plural(serving, "replica");
+    write(under, serving === 0 ? "nobody serves" : here + (node.troubled ? `, ${node.troubled} failed` : ""));
   }
 
   #workers(rows) {
@@ -86,7 +92,8 @@ export class Picture {
     const up = plan.at.router[1];
     const edge = x + plan.node[0] / 2;
     const bend = edge + (this.#narrow.matches ? 10 : 46);
-    this.#drawing.append(svg("path", { class: "flow aside", d: `M${edge} ${y} C${bend} ${y} ${bend} ${up} ${edge} ${up}` }));
+    this.#drawing.append(svg("path", { class: "flow aside", d: `M${edge} ${y} C${bend} ${y} ${bend} ${up} ${edge + 8} ${up}` }));
+    this.#drawing.append(svg("path", { class: "tip", d: "M9 -5 L0 0 L9 5 Z", transform: `translate(${edge} ${up})` }));
     if (!this.#narrow.matches) this.#drawing.append(svg("text", { class: "rate", x: bend - 4, y: (y + up) / 2 + 4, text: "cache, load" }));
     for (const name of Object.keys(plan.at)) this.#nodes[name] = this.#node(plan, name);
     this.#host.replaceChildren(this.#drawing);
@@ -110,26 +117,28 @@ export class Picture {
   #arrow(plan, { from, to }) {
     const [x1, y1] = plan.at[from];
     const [x2, y2] = plan.at[to];
-    const half = plan.node[0] / 2;
-    const vertical = x1 === x2;
-    const start = vertical ? [x1, y1 + plan.node[1] / 2] : [x1 + half, y1];
-    const end = vertical ? [x2, y2 - plan.node[1] / 2] : [x2 - half, y2];
-    const middle = (start[0] + end[0]) / 2;
-    const d = vertical || start[1] === end[1]
-      ? `M${start} L${end}`
-      : `M${start} C${[middle, start[1]]} ${[middle, end[1]]} ${end}`;
-    const path = svg("path", { class: "flow", d });
+    const [width, height] = plan.node;
     const narrow = this.#narrow.matches;
-    const [x, y, anchor] = vertical
-      ? [start[0] + 8, start[1] + 32, "start"]
-      : narrow ? [end[0] - 2, end[1] + (y2 < y1 ? -8 : 20), "end"]
-        : from === "client" ? [middle, start[1] - 10, "middle"] : [end[0] - 12, end[1] - 8, "end"];
-    const labels = [0, 1].map((line) => svg("text", {
-      class: "rate", x, y: y + line * (vertical ? 16 : 27), "text-anchor": anchor,
-    }));
-    this.#drawing.append(path, ...labels);
-    return { path, labels };
+    const down = x1 === x2;
+    const start = down ? [x1, y1 + height / 2] : [x1 + width / 2, y1];
+    const end = down ? [x2, y2 - height / 2] : [x2 - width / 2, y2];
+    const bend = start[1] === end[1] || down ? start[0] : narrow ? end[0] : end[0] - RUN_UP;
+    const middle = (start[0] + bend) / 2;
+    const d = bend === start[0] ? `M${start} L${end}` : `M${start} C${middle} ${start[1]} ${middle} ${end[1]} ${bend} ${end[1]} L${end}`;
+    const path = svg("path", { class: "flow", d });
+    const tip = svg("path", { class: "tip", d: "M-9 -5 L0 0 L-9 5 Z", transform: `translate(${end}) rotate(${down ? 90 : 0})` });
+    const labels = down
+      ? [caption(start[0] + 10, start[1] + 52, "start"), caption(start[0] + 10, start[1] + 70, "start")]
+      : narrow
+        ? [caption(x2 + width / 2, y2 - height / 2 - 7, "end")]
+        : [caption((bend + end[0] - 9) / 2, end[1] - 9, "middle"), caption((bend + end[0] - 9) / 2, end[1] + 20, "middle")];
+    this.#drawing.append(path, tip, ...labels);
+    return { path, tip, labels };
   }
+}
+
+function caption(x, y, anchor) {
+  return svg("text", { class: "rate", x, y, "text-anchor": anchor });
 }
 
 // Seconds for one dash to pass, in few steps, so that the animation seldom starts over.
