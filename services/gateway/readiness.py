@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Collection
 from contextlib import suppress
 from typing import Any
@@ -52,7 +53,7 @@ class Readiness:
         return bool(self.state()["ready"]) and self._fleet.connected_workers >= len(self._catalogue.workers)
 
     def state(self) -> dict[str, Any]:
-        """`ready`, then replicas that serve by service, workers that are connected, and models."""
+        """`ready`, then replicas that serve by service, workers that are connected, this process, and models."""
         services = {
             "preprocess": len(self._preprocess.replicas.serving),
             "router": len(self._router.replicas.serving),
@@ -62,5 +63,6 @@ class Readiness:
             "ready": not self.leaving and all(services[name] for name in self._needed) and self._catalogue.synced,
             "services": services,
             "workers": self._fleet.connected_workers,
+            "pid": os.getpid(),  # several gateways may share a port
             "models": list(self._catalogue.models),
         }

@@ -23,7 +23,8 @@ _WORKERS_AT = 10
 _PREFILL = "prefill-"
 _MORE_PREPROCESS_AT = 1000
 _MORE_POSTPROCESS_AT = 2000
-_MOST = {"workers": 990, "routers": len(_ROUTERS_AT), "preprocess": 1000, "postprocess": 1000}
+_MOST = {"workers": 990, "routers": len(_ROUTERS_AT), "preprocess": 1000, "postprocess": 1000, "gateways": 64}
+_SHARED_BY_GATEWAYS = ("SLUICE_GATEWAY_LIMITS_REDIS_URL", "SLUICE_GATEWAY_RESPONSES_REDIS_URL")
 _REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
 
 
@@ -45,6 +46,7 @@ class Options:
     model_name: str = ""
     processor: str = ""
     redis: str = field(default="", repr=False)
+    gateways: int = 1
     routers: int = 1
     preprocess: int = 1
     postprocess: int = 1
@@ -63,7 +65,8 @@ class Process:
 
     `port` is where it listens on `host`; `health` is how it says that it is ready; `env` is added to the environment
     and holds what must not be seen in a list of processes. `workers` is how many of them the gateway must have found to
-    be ready. `tls` is the folder of its certificates; None for plain text.
+    be ready. `shares_port`: others of its kind listen there, too. `tls` is the folder of its certificates; None for
+    plain text.
     """
 
     name: str
@@ -75,6 +78,7 @@ class Process:
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
     workers: int = 0
     tls: Path | None = None
+    shares_port: bool = False
 
     @property
     def address(self) -> str:
@@ -184,29 +188,40 @@ def plan(options: Options, free_port: Callable[[], int]) -> list[Process]:
         )
         for name in _names("worker", options)
     ]
-    port = options.port or free_port()
-    gateway = Process(
-        "gateway",
-        "services.gateway",
-        (
-            *("--listen", join(options.host, port)),
-            *("--preprocess", addresses("preprocess")),
-            *("--router", addresses("router")),
-            *("--postprocess", addresses("postprocess")),
-            *options.pipeline.gateway_arguments(),
-            *_common(options),
-        ),
-        options.host,
-        port,
-        "http",
-        workers=options.workers + options.prefill_workers,
-    )
+    services = {module: addresses(module) for module in ("preprocess", "router", "postprocess")}
     return [
         *grpc_services("preprocess", "--models", str(model), *_processing(options)),
         *grpc_services("router", *router_arguments(pipeline), env=secrets),
         *grpc_services("postprocess", "--models", str(model)),
         *workers,
-        gateway,
+        *_gateways(options, options.port or free_port(), services),
+    ]
+
+
+def _gateways(options: Options, port: int, services: Mapping[str, str]) -> list[Process]:
+    """They share a port; with Redis also the limits of API keys and the responses that are kept."""
+    several = options.gateways > 1
+    shared = _SHARED_BY_GATEWAYS if several and options.redis else ()
+    env = {name: options.redis for name in shared if name not in os.environ}
+    return [
+        Process(
+            f"gateway-{index}" if several else "gateway",
+            "services.gateway",
+            (
+                *("--listen", join(options.host, port)),
+                *(word for name, addresses in services.items() for word in (f"--{name}", addresses)),
+                *(("--reuse-port",) if several else ()),
+                *options.pipeline.gateway_arguments(),
+                *_common(options),
+            ),
+            options.host,
+            port,
+            "http",
+            env=env,
+            workers=options.workers + options.prefill_workers,
+            shares_port=several,
+        )
+        for index in range(options.gateways)
     ]
 
 

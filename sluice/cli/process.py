@@ -34,6 +34,11 @@ class Child:
         self._on_line = on_line
         self._running: asyncio.subprocess.Process | None = None
 
+    @property
+    def pid(self) -> int:
+        """Of the process; 0 before it was started."""
+        return 0 if self._running is None else self._running.pid
+
     async def start(self) -> asyncio.Task[int]:
         """Starts it; the task ends with the exit code, negative for a signal, when it and its own children are gone."""
         process = self.process

@@ -28,10 +28,15 @@ def reachable(host: str) -> str:
 
 
 class Probe:
-    """Asks one process; close it afterwards."""
+    """Asks one process; close it afterwards.
 
-    def __init__(self, process: Process) -> None:
+    Args:
+        pid: of the process, by which it is told from others that share its port.
+    """
+
+    def __init__(self, process: Process, pid: int = 0) -> None:
         self._process = process
+        self._pid = pid
         self._host = reachable(process.host)
         self._channel: grpc.aio.Channel | None = None
         self._https: ssl.SSLContext | None = None
@@ -76,9 +81,12 @@ class Probe:
         if not self._process.workers:
             return ""
         try:
-            connected = json.loads(body)["workers"]
+            state = json.loads(body)
+            connected, pid = state["workers"], state["pid"]
         except (ValueError, KeyError, TypeError):
             return "its answer cannot be read"
+        if self._process.shares_port and pid != self._pid:
+            return STARTING  # another one answered; this one gets the connection of a later try
         wanted = self._process.workers
         return "" if connected >= wanted else f"connected to {connected} of {wanted} workers"
 

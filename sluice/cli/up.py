@@ -14,6 +14,7 @@ from sluice.cli.plan import Process, join
 from sluice.cli.process import Child, exit_words
 from sluice.cli.progress import View
 from sluice.cli.ready import ASK_EVERY_S, STARTING, Probe, reachable
+from sluice.cli.restarts import Restarts
 from sluice.cli.secured import authority_of
 
 KILL_AFTER_S = 4.0
@@ -39,13 +40,16 @@ def invitation(gateway: Process, model: str) -> str:
     return f"ready {url}\n{shlex.join([*command, '-d', json.dumps(body)])}"
 
 
-async def supervise(processes: Sequence[Process], view: View, on_ready: Callable[[], None]) -> int:
-    """Runs the processes until a signal comes or one of them ends.
+async def supervise(
+    processes: Sequence[Process], view: View, on_ready: Callable[[], None], restarts: Restarts | None = None
+) -> int:
+    """Runs the processes until a signal comes or one of them ends for good.
 
     Args:
         processes: what to run, in the order of starting.
         view: shows progress and log lines.
         on_ready: called once, when every process is ready.
+        restarts: of processes that end after that; None: the first one that ends is the end.
 
     Returns:
         The exit code: 0 after a signal, 1 when a process ended by itself.
@@ -63,7 +67,10 @@ async def supervise(processes: Sequence[Process], view: View, on_ready: Callable
         if coming_up.done() and not stop.is_set():
             coming_up.result()
             on_ready()
-            await asyncio.wait({stopping, *running}, return_when=asyncio.FIRST_COMPLETED)
+            while not stop.is_set():
+                await asyncio.wait({stopping, *running}, return_when=asyncio.FIRST_COMPLETED)
+                if stop.is_set() or not await _started_again(running, restarts, view):
+                    break
         return _verdict(stop, running, view)
     finally:
         if coming_up is not None:
@@ -71,6 +78,18 @@ async def supervise(processes: Sequence[Process], view: View, on_ready: Callable
         stopping.cancel()
         stop.clear()  # from here on a signal means: at once
         await _stop_all(running, stop, view)
+
+
+async def _started_again(running: dict[asyncio.Task[int], Child], restarts: Restarts | None, view: View) -> bool:
+    """Whether every process that has ended is started again."""
+    for task, child in [(task, child) for task, child in running.items() if task.done()]:
+        name = child.process.name
+        if restarts is None or not restarts.allow(name):
+            return False
+        view.say(f"{name} {exit_words(task.result())}; starting it again", "bold yellow")
+        del running[task]
+        running[await child.start()] = child
+    return True
 
 
 def _stop_on_signals() -> asyncio.Event:
@@ -104,7 +123,7 @@ async def _all_ready(children: Sequence[Child], view: View) -> None:
 
 
 async def _ready(child: Child, view: View) -> None:
-    probe = Probe(child.process)
+    probe = Probe(child.process, child.pid)
     try:
         while reason := await probe.ask():
             view.wait(child.process.name, child.complaint or reason if reason != STARTING else child.complaint)
@@ -134,7 +153,7 @@ async def _all_gone(running: dict[asyncio.Task[int], Child]) -> bool:
     return True
 
 
-def run(processes: Sequence[Process], view: View, model: str) -> int:
+def run(processes: Sequence[Process], view: View, model: str, restart: bool = False) -> int:
     """Checks the ports, then supervises; returns the exit code."""
     if problem := taken(processes):
         print(f"sluice up: {problem}", file=sys.stderr)
@@ -148,7 +167,7 @@ def run(processes: Sequence[Process], view: View, model: str) -> int:
 
     view.open()
     try:
-        return asyncio.run(supervise(processes, view, on_ready))
+        return asyncio.run(supervise(processes, view, on_ready, Restarts() if restart else None))
     finally:
         view.settle()
         view.close()

@@ -62,7 +62,7 @@ run("fake", settings, serve)
 """
 
 DRIVER = """
-import sys
+import os, sys
 from rich.console import Console
 from sluice.cli import up
 from sluice.cli.plan import Process
@@ -72,7 +72,8 @@ for word in sys.argv[1:]:
     name, module, port, *traits = word.split(",")
     health = "http" if module == "fake_http" else "grpc"
     processes.append(Process(name, module, (f"127.0.0.1:{port}", *traits), "127.0.0.1", int(port), health))
-sys.exit(up.run(processes, View(processes, Console(stderr=True, highlight=False)), "tekken"))
+restart = "RESTART" in os.environ
+sys.exit(up.run(processes, View(processes, Console(stderr=True, highlight=False)), "tekken", restart))
 """
 
 
@@ -220,6 +221,49 @@ def test_child_that_dies_later_ends_the_suite(start: Start) -> None:
     assert suite.ends() == 1
     assert "worker-0 exited with code 7" in suite.err
     assert suite.left(within_s=2) == []
+
+
+def die(port: int) -> None:
+    with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+        connection.sendall(b"GET /die HTTP/1.0\r\n\r\n")
+
+
+def serves(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5):
+        return True
+    return False
+
+
+def test_with_restart_a_child_that_dies_is_started_again_but_not_for_ever(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RESTART", "1")
+    port = free_port()
+    suite = start(f"worker-0,fake_http,{port},parent", f"gateway,fake_http,{free_port()}")
+    suite.until_ready()
+    for time_again in range(1, 4):
+        die(port)
+        suite.until(lambda: suite.err.count("exited with code 7; starting it again") == time_again)  # noqa: B023
+        suite.until(lambda: serves(port))
+    die(port)
+    assert suite.ends() == 1
+    assert "worker-0 exited with code 7; stopping the others" in suite.err
+    assert suite.left(within_s=2) == []
+
+
+def test_with_restart_a_child_that_cannot_start_still_ends_it(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RESTART", "1")
+    suite = start(f"router,fake_http,{free_port()},fails", f"gateway,fake_http,{free_port()}")
+    assert suite.ends() == 1
+    assert "starting it again" not in suite.err
+
+
+def test_with_restart_ctrl_c_still_stops_everything(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RESTART", "1")
+    suite = start(f"gateway,fake_http,{free_port()}")
+    suite.until_ready()
+    assert suite.ends(signal.SIGINT) == 0
+    assert suite.left() == []
 
 
 def test_child_killed_by_a_signal_is_named(start: Start) -> None:

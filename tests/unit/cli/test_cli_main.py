@@ -64,7 +64,7 @@ def test_redis_url_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("SLUICE_ROUTER_REDIS_URL", "redis://localhost:1/0")
     started: list[Process] = []
 
-    def start(processes: list[Process], view: View, model: str) -> int:
+    def start(processes: list[Process], view: View, model: str, restart: bool) -> int:
         started.extend(processes)
         return 0
 

@@ -69,6 +69,23 @@ def test_redis_url_is_in_the_environment_of_routers_and_in_no_command_line() -> 
     assert "hunter2" not in repr(Options(redis=secret))
 
 
+def test_several_gateways_share_a_port_and_with_redis_what_they_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLUICE_GATEWAY_LIMITS_REDIS_URL", raising=False)
+    monkeypatch.setenv("SLUICE_GATEWAY_RESPONSES_REDIS_URL", "redis://elsewhere:1/0")
+    suite = by_name(Options(gateways=3, redis="redis://h:1/0"))
+    gateways = [process for process in suite.values() if process.kind == "gateway"]
+    assert [process.name for process in gateways] == ["gateway-0", "gateway-1", "gateway-2"]
+    assert {process.address for process in gateways} == {"127.0.0.1:8000"}
+    assert all("--reuse-port" in process.arguments and process.shares_port for process in gateways)
+    assert all(dict(process.env) == {"SLUICE_GATEWAY_LIMITS_REDIS_URL": "redis://h:1/0"} for process in gateways)
+    assert all("redis://h:1/0" not in " ".join(process.arguments) for process in gateways)
+    alone = by_name(Options(redis="redis://h:1/0"))["gateway"]
+    assert not alone.shares_port
+    assert not alone.env
+    assert "--reuse-port" not in alone.arguments
+    assert not by_name(Options(gateways=2))["gateway-1"].env
+
+
 def test_model_reaches_tokenizers_and_workers(tmp_path: Path) -> None:
     (tmp_path / "tekken.json").write_text("{}")
     suite = by_name(Options(model=str(tmp_path), model_name="mine", processor="mistral"))
@@ -135,6 +152,7 @@ def test_zero_stands_for_free_ports() -> None:
     [
         ({"workers": -1}, "--workers"),
         ({"workers": 0}, "--workers"),
+        ({"gateways": 0}, "--gateways"),
         ({"routers": 8, "redis": "redis://h"}, "--routers"),
         ({"routers": 2}, "--redis"),
         ({"redis": "http://h"}, "--redis"),

@@ -1,0 +1,87 @@
+"""The commands for certificates and API keys: `certs` and `keys`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from sluice.cli.plan import BadFlag
+
+KeysFile = Annotated[
+    Path, typer.Option("--file", envvar="SLUICE_GATEWAY_API_KEYS_FILE", help="where the keys are kept, as hashes")
+]
+
+
+def add_to(app: typer.Typer) -> None:
+    """Registers the commands."""
+    app.command("certs")(certs)
+    keys_app = typer.Typer(help="API keys of the gateway.", no_args_is_help=True, rich_markup_mode=None)
+    for name, command in (("create", keys_create), ("list", keys_list), ("revoke", keys_revoke)):
+        keys_app.command(name)(command)
+    app.add_typer(keys_app, name="keys")
+
+
+def certs(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="where they are, or go")],
+    name: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="only this certificate; may be repeated; default: all")
+    ] = None,
+    host: Annotated[
+        list[str] | None, typer.Option(metavar="HOST", help="a name or address they carry too; may be repeated")
+    ] = None,
+    days: Annotated[int, typer.Option(min=1, max=3650, help="how long they are valid")] = 90,
+    renew: Annotated[bool, typer.Option("--renew", help="replace those that are there, by the same authority")] = False,
+) -> None:
+    """Make a development authority and a certificate for each service, for `sluice up --tls DIR`."""
+    try:
+        from sluice.cli import certs as command
+    except ImportError as error:
+        raise BadFlag(f"certs needs the package {error.name}: install sluice[cli]") from error
+    options = command.Options(names=tuple(name or command.NAMES), hosts=tuple(host or ()), days=days, renew=renew)
+    try:
+        for said in command.make(folder, options):
+            typer.echo(said)
+    except command.BadFolder as error:
+        raise BadFlag(str(error)) from error
+
+
+def keys_create(
+    name: Annotated[str, typer.Argument(help="whose key it is, for people")],
+    file: KeysFile,
+    requests_per_minute: Annotated[int, typer.Option(help="0: no limit")] = 0,
+    tokens_per_minute: Annotated[int, typer.Option(help="of prompts and answers together; 0: no limit")] = 0,
+    concurrency: Annotated[int, typer.Option(help="requests at once; 0: no limit")] = 0,
+    model: Annotated[list[str] | None, typer.Option(help="a model it may use, repeated; none: all")] = None,
+    priority: Annotated[int, typer.Option(help="0 to 9; higher ones leave the line first")] = 0,
+    weight: Annotated[int, typer.Option(help="1 to 100; its share of the line")] = 1,
+) -> None:
+    """Make a key and print it; it cannot be shown again."""
+    from sluice.cli import keys
+
+    limits = {
+        "requests_per_minute": requests_per_minute,
+        "tokens_per_minute": tokens_per_minute,
+        "concurrency": concurrency,
+        "models": model or [],
+        "priority": priority,
+        "weight": weight,
+    }
+    typer.echo(keys.create(file, name, **limits))
+
+
+def keys_list(file: KeysFile) -> None:
+    """List the keys and their limits."""
+    from sluice.cli import keys
+
+    keys.show(file, Console(highlight=False))
+
+
+def keys_revoke(key: Annotated[str, typer.Argument(help="its id")], file: KeysFile) -> None:
+    """Make a key invalid; gateways notice within a second."""
+    from sluice.cli import keys
+
+    revoked = keys.revoke(file, key)
+    typer.echo(f"{revoked.id} ({revoked.name}) is revoked")
