@@ -71,7 +71,20 @@ class Suite:
     def up(self, scale: Mapping[str, int] | None = None) -> None:
         """Starts or scales and waits until all containers are healthy."""
         flags = [f"--scale={service}={count}" for service, count in {**(scale or {}), **self._hidden}.items()]
-        self.compose("up", "--detach", "--wait", "--wait-timeout", "240", *flags, timeout_s=300)
+        try:
+            self.compose("up", "--detach", "--wait", "--wait-timeout", "240", *flags, timeout_s=300)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self._ailing()}") from None
+
+    def _ailing(self) -> str:
+        """What the health checks of containers that are not healthy said last."""
+        said = []
+        for container in self.compose("ps", "--all", "--quiet").split():
+            state = json.loads(self._run("docker", "inspect", "--format", "{{json .State}}", container, s=60))
+            if state.get("Health", {}).get("Status", "healthy") != "healthy":
+                name = self._run("docker", "inspect", "--format", "{{.Name}}", container, s=60).strip()
+                said += [name, *(f"  {one['ExitCode']} {one['Output']}" for one in state["Health"]["Log"])]
+        return "\n".join(said)
 
     def roll(self, *services: str) -> None:
         """Replaces the containers of services as users are told to."""

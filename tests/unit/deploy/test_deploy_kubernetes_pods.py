@@ -1,0 +1,206 @@
+"""The pods of the overlays: probes, settings, secrets, rights, images."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import kubernetes_validate
+import pytest
+
+from services.common.health import LIVE
+from services.common.settings import SECRETS_DIR
+from tests.support.kustomized import (
+    OVERLAYS,
+    ROOT,
+    SETTINGS,
+    Object,
+    container_of,
+    environment,
+    name_of,
+    of_kind,
+    ports_of,
+    with_components,
+    workloads,
+)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_probes_hit_real_endpoints(overlay: str) -> None:
+    for workload in workloads(overlay):
+        container = container_of(workload)
+        name = name_of(workload)
+        if name == "redis":
+            continue
+        assert {"startupProbe", "readinessProbe", "livenessProbe"} <= container.keys()
+        for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
+            probe = container[kind]
+            if name == "gateway":
+                # What is behind the gateway comes and goes: a restart of the gateway would not help.
+                assert probe["httpGet"]["path"] == ("/ready" if kind == "readinessProbe" else "/health")
+                assert probe["httpGet"]["port"] in ports_of(workload)
+            elif "grpc" in probe:
+                assert probe["grpc"]["port"] == ports_of(workload)["grpc"]
+                assert probe["grpc"].get("service", "") == (LIVE if kind == "livenessProbe" else "")
+            else:
+                command = probe["exec"]["command"]
+                assert command[:3] == ["python3" if name == "worker" else "python", "-m", "services.common.probe"]
+                assert command[3:6] == [f"127.0.0.1:{ports_of(workload)['grpc']}", "--service", name]
+                assert ("--live" in command) is (kind == "livenessProbe")
+                assert probe["timeoutSeconds"] > 3  # the probe's own limit, and a Python to start
+        uses_tls = bool(environment(overlay, workload).get(f"SLUICE_{name.upper()}_TLS_CERT"))
+        assert name == "gateway" or uses_tls is ("exec" in container["readinessProbe"])
+
+
+def test_the_gateway_serves_what_its_probes_ask() -> None:
+    source = (ROOT / "services" / "gateway" / "app.py").read_text()
+    assert all(f'"{path}"' in source for path in ("/ready", "/health"))
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_every_variable_is_a_setting_and_its_value_is_accepted(overlay: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for workload in workloads(overlay):
+        name = name_of(workload)
+        if name == "redis":
+            continue
+        settings = SETTINGS[name]
+        prefix = f"SLUICE_{name.upper()}_"
+        given = environment(overlay, workload)
+        ours = {key: value for key, value in given.items() if key.startswith("SLUICE_")}
+        known = {f"{prefix}{field.upper()}" for field in settings.model_fields}
+        assert ours.keys() <= known, f"{name}: {sorted(ours.keys() - known)}"
+        with monkeypatch.context() as patched:
+            for key, value in ours.items():
+                if value and "$(" not in value:
+                    # Files of Redis' TLS must be there when a service starts.
+                    patched.setenv(key, __file__ if "_REDIS_" in key and key.endswith("_FILE") else value)
+            loaded = settings.load([])
+        grace_s = workload["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+        assert grace_s > before_stop_s(workload) + loaded.drain_s + getattr(loaded, "grace_s", 0) + 5
+
+
+def before_stop_s(workload: Object) -> float:
+    """How long a pod that is told to stop goes on as before."""
+    hook = container_of(workload).get("lifecycle", {}).get("preStop")
+    if hook is None:
+        return 0
+    command, seconds = hook["exec"]["command"]
+    assert command == "sleep"
+    return float(seconds)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_a_gateway_goes_on_until_nobody_sends_it_new_connections(overlay: str) -> None:
+    (gateway,) = [one for one in workloads(overlay) if name_of(one) == "gateway"]
+    assert before_stop_s(gateway) >= 5
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_no_secret_stands_in_a_config_map_and_every_secret_is_named(overlay: str) -> None:
+    for item in of_kind(overlay, "ConfigMap"):
+        for key, value in item["data"].items():
+            names_a_file = key.endswith("_FILE")
+            assert names_a_file or not re.search("PASSWORD|TOKEN|SECRET|API_KEY", key), key
+            assert not re.search(r"://[^/]*:[^/]*@", value), key
+    assert not of_kind(overlay, "Secret")
+    for workload in workloads(overlay):
+        for volume in workload["spec"]["template"]["spec"].get("volumes", ()):
+            if "secret" in volume:
+                assert volume["secret"]["secretName"].startswith("sluice-")
+                assert volume["secret"]["defaultMode"] == 0o440
+            if "projected" in volume:
+                assert volume["projected"]["defaultMode"] == 0o440
+                assert all(source["secret"]["name"].startswith("sluice-") for source in volume["projected"]["sources"])
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_secret_files_lie_where_settings_look_for_them(overlay: str) -> None:
+    for workload in of_kind(overlay, "Deployment"):
+        mounts = {mount["name"]: mount["mountPath"] for mount in container_of(workload)["volumeMounts"]}
+        assert mounts["secrets"] == str(SECRETS_DIR)
+        volumes = {volume["name"]: volume for volume in workload["spec"]["template"]["spec"]["volumes"]}
+        sources = [source["secret"] for source in volumes["secrets"]["projected"]["sources"]]
+        own, *others = sources
+        assert own == {"name": f"sluice-{name_of(workload)}", "optional": True}
+        assert others == of_redis(name_of(workload), overlay)
+
+
+def of_redis(name: str, overlay: str) -> list[Object]:
+    """The Secret with the password of Redis, for those who call it."""
+    if name == "router":
+        return [{"name": "sluice-redis"}]
+    if name == "gateway" and overlay != "mock":
+        as_own = {"key": "sluice_router_redis_password", "path": "sluice_gateway_redis_password"}
+        return [{"name": "sluice-redis", "items": [as_own]}]
+    return []
+
+
+def test_who_reaches_workers_by_address_knows_the_name_in_their_certificates() -> None:
+    (certificate,) = [one for one in of_kind("production", "Certificate") if one["metadata"]["name"] == "sluice-worker"]
+    for workload in of_kind("production", "Deployment"):
+        name = name_of(workload)
+        calls_workers = name in ("gateway", "preprocess", "postprocess")
+        told = environment("production", workload).get(f"SLUICE_{name.upper()}_TLS_WORKER_NAME")
+        assert told == ("worker" if calls_workers else None)
+    assert "worker" in certificate["spec"]["dnsNames"]
+
+
+def test_models_may_come_from_a_volume(tmp_path: Path) -> None:
+    objects = with_components(tmp_path, "model-volume")
+    (worker,) = [one for one in objects if one["kind"] == "Deployment" and name_of(one) == "worker"]
+    kubernetes_validate.validate(worker, kubernetes_validate.latest_version(), strict=True)
+    volumes = {volume["name"]: volume for volume in worker["spec"]["template"]["spec"]["volumes"]}
+    claim = {"claimName": "sluice-models", "readOnly": True}
+    assert volumes["models"] == {"name": "models", "persistentVolumeClaim": claim}
+
+
+def test_tokens_are_files_of_every_service(tmp_path: Path) -> None:
+    objects = with_components(tmp_path, "tokens")
+    for workload in (one for one in objects if one["kind"] == "Deployment"):
+        name = name_of(workload)
+        kubernetes_validate.validate(workload, kubernetes_validate.latest_version(), strict=True)
+        given = {one["name"]: one.get("value", "") for one in container_of(workload)["env"]}
+        settings = {key.removeprefix(f"SLUICE_{name.upper()}_").lower(): value for key, value in given.items()}
+        assert settings["peer_token_file"] == str(SECRETS_DIR / "token")
+        assert settings.get("tokens_file") == (None if name == "gateway" else str(SECRETS_DIR / "tokens"))
+        assert {"peer_token_file", "tokens_file"} & settings.keys() <= SETTINGS[name].model_fields.keys()
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_pods_have_no_rights_they_do_not_need(overlay: str) -> None:
+    for workload in workloads(overlay):
+        pod, container = workload["spec"]["template"]["spec"], container_of(workload)
+        assert pod["automountServiceAccountToken"] is False
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["runAsUser"] > 0
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        assert {"cpu", "memory"} <= container["resources"]["requests"].keys()
+        assert "memory" in container["resources"]["limits"]
+        mounted = {volume["name"] for volume in pod.get("volumes", ())} | {
+            claim["metadata"]["name"] for claim in workload["spec"].get("volumeClaimTemplates", ())
+        }
+        assert {mount["name"] for mount in container["volumeMounts"]} <= mounted
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_images_are_those_that_are_built(overlay: str) -> None:
+    targets = set(re.findall(r"^FROM \S+ AS (\S+)", (ROOT / "deploy/docker/Dockerfile").read_text(), re.MULTILINE))
+    for workload in workloads(overlay):
+        if name_of(workload) == "redis":
+            continue
+        image, _, tag = container_of(workload)["image"].partition(":")
+        assert tag not in ("", "latest")
+        assert image.rpartition("/")[2].removeprefix("sluice-") in targets
+
+
+def test_workers_on_accelerators_request_them() -> None:
+    workers = [one for one in of_kind("production", "Deployment") if name_of(one) == "worker"]
+    asked = {one["metadata"]["name"]: container_of(one)["resources"] for one in workers}
+    for resources in asked.values():
+        assert resources["requests"]["nvidia.com/gpu"] == resources["limits"]["nvidia.com/gpu"] >= 1
+    assert asked["worker-qwen"]["limits"]["nvidia.com/gpu"] == 2  # tensor_parallel_size
