@@ -46,6 +46,23 @@ STORIES: dict[str, GenerationRequest] = {
     "penalties": asking(
         "penalties", "Tell me of mills.", sampling=Sampling(seed=3, frequency_penalty=0.5, presence_penalty=0.1)
     ),
+    "logprobs": asking(
+        "logprobs",
+        "Tell me of locks.",
+        stop=StopRules(max_tokens=60, ignore_eos=True),
+        logprobs=2,
+        prompt_logprobs=1,
+        token_texts=True,
+    ),
+    "sampling": asking(
+        "sampling",
+        "Tell me of wells.",
+        stop=StopRules(max_tokens=60, min_tokens=30, token_ids=(40, 41)),
+        sampling=Sampling(
+            seed=11, temperature=0.8, top_p=0.9, top_k=50, repetition_penalty=1.1, logit_bias={50: 4.0, 60: -9.0}
+        ),
+    ),
+    "tools with logprobs": asking("both", f"Please <<<script: {CALLS}>>>", parsing=TOOLS, logprobs=0, token_texts=True),
 }
 
 
@@ -80,6 +97,8 @@ async def test_a_worker_cut_at_every_token_is_never_noticed(folder: Path) -> Non
                 assert heard.comparable == told, f"{name}, cut after {after} tokens"
                 cases += 1
             assert stage.knives[0].cuts
+            if request.logprobs is not None:
+                assert len(told.logprobs) == len(told.pieces) == told.usage[1]
         await stage.quiet()
     assert cases >= 500
     assert {call[1] for call in (await _tools(folder)).calls.values()} == {"get_weather", "add"}

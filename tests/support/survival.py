@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -30,6 +31,7 @@ from services.gateway.fleet import Fleet
 from services.gateway.generation import (
     Finish,
     GenerationRequest,
+    PositionLogprobs,
     Role,
     Route,
     Sampling,
@@ -103,19 +105,36 @@ class _CutContext:
         for count in counts:
             kept.append(min(count, left))
             left -= kept[-1]
-        begun = [worker_pb2.TokenExtra(slot=e.slot, cached_tokens=e.cached_tokens) for e in batch.extras]
         await self._context.write(
             worker_pb2.TokenBatch(
                 slots=pack_u32(slots),
                 counts=pack_u32(kept),
                 token_ids=pack_u32(_first(ids, counts, kept)),
-                extras=[new for new, old in zip(begun, batch.extras, strict=True) if old.HasField("cached_tokens")],
+                extras=_cut_extras(batch.extras, slots, kept),
             )
         )
         self._knife.after = None
         self._knife.cuts += 1
         self._broken = True
         await self._context.abort(grpc.StatusCode.UNAVAILABLE, "cut")
+
+
+def _cut_extras(
+    extras: Sequence[worker_pb2.TokenExtra], slots: Sequence[int], kept: Sequence[int]
+) -> list[worker_pb2.TokenExtra]:
+    """What is said of the tokens that are kept; never an end."""
+    tokens: Counter[int] = Counter()
+    for slot, count in zip(slots, kept, strict=True):
+        tokens[slot] += count
+    left = []
+    for extra in extras:
+        positions = extra.logprobs[: tokens[extra.slot]]
+        tokens[extra.slot] -= len(positions)
+        one = worker_pb2.TokenExtra(slot=extra.slot, logprobs=positions, prompt_logprobs=extra.prompt_logprobs)
+        if extra.HasField("cached_tokens"):
+            one.cached_tokens = extra.cached_tokens
+        left.append(one)
+    return left
 
 
 def _first(ids: array[int], counts: Sequence[int], kept: Sequence[int]) -> array[int]:
@@ -237,6 +256,9 @@ class Heard:
     text: str = ""
     reasoning: str = ""
     calls: dict[int, list[str]] = field(default_factory=dict)
+    logprobs: list[PositionLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[PositionLogprobs] = field(default_factory=list)
+    pieces: list[tuple[bytes, int]] = field(default_factory=list)
     finish: Finish | None = None
     error: SluiceError | None = None
     usage: tuple[int, int, int, int] = (0, 0, 0, 0)
@@ -268,6 +290,16 @@ class Client:
             assert call not in self.heard.calls, "a call began twice"
             self.heard.calls[call] = [call_id, name, ""]
         self.heard.calls[call][2] += arguments
+
+    def logprobs(self, positions: Sequence[PositionLogprobs]) -> None:
+        self.heard.logprobs += positions
+
+    def prompt_logprobs(self, positions: Sequence[PositionLogprobs]) -> None:
+        assert not self.heard.prompt_logprobs, "the prompt's came twice"
+        self.heard.prompt_logprobs += positions
+
+    def tokens(self, pieces: Sequence[bytes], offsets: Sequence[int]) -> None:
+        self.heard.pieces += zip(pieces, offsets, strict=True)
 
     def finish(self, finish: Finish) -> None:
         assert not self.over.is_set()
