@@ -34,7 +34,6 @@ def transformers(model: Path) -> suite.EngineUnderTest:
         flags=SIZES,
         env=QUIET,
         offline=("-P", str(HERE / "offline_transformers.py")),
-        start_s=400,
     )
 
 
@@ -47,7 +46,6 @@ def sglang(model: Path) -> suite.EngineUnderTest:
         flags=SIZES,
         env=QUIET,
         offline=("-P", str(HERE / "offline_sglang.py")),
-        start_s=400,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -76,28 +76,34 @@ class Served:
 
 @asynccontextmanager
 async def served(
-    engine: suite.EngineUnderTest, *flags: str, names: Sequence[str] = ("a", "b")
+    engine: suite.EngineUnderTest, workers: Mapping[str, Sequence[str]], *gateway_flags: str
 ) -> AsyncIterator[Served]:
-    """The suite with so many workers of an engine; everything has ended when it is left."""
+    """The suite with workers of an engine; everything has ended when it is left.
+
+    Args:
+        workers: flags of each, by worker id.
+    """
     async with AsyncExitStack() as stack:
-        loose = stack.enter_context(_others(engine))
-        join = ("--routers", loose.address("router"), *flags)
+        loose = stack.enter_context(_others(engine, gateway_flags))
+        join = ("--routers", loose.address("router"))
         async with asyncio.TaskGroup() as group:
-            starting = [
-                group.create_task(stack.enter_async_context(suite.running(engine, "--worker-id", name, *join)))
-                for name in names
-            ]
-        await asyncio.to_thread(loose.wait_ready, len(names))
+            starting = {
+                name: group.create_task(
+                    stack.enter_async_context(suite.running(engine, "--worker-id", name, *join, *flags))
+                )
+                for name, flags in workers.items()
+            }
+        await asyncio.to_thread(loose.wait_ready, len(workers))
         client = await stack.enter_async_context(httpx.AsyncClient(base_url=loose.url, timeout=suite.CALL_S))
         channel = await stack.enter_async_context(open_channel(loose.address("router")))
-        workers = {name: task.result() for name, task in zip(names, starting, strict=True)}
-        yield Served(engine, client, router_pb2_grpc.RouterStub(channel), workers)
+        started = {name: task.result() for name, task in starting.items()}
+        yield Served(engine, client, router_pb2_grpc.RouterStub(channel), started)
 
 
 @contextmanager
-def _others(engine: suite.EngineUnderTest) -> Iterator[LooseSuite]:
+def _others(engine: suite.EngineUnderTest, gateway_flags: tuple[str, ...]) -> Iterator[LooseSuite]:
     """Everything but the workers."""
-    loose = LooseSuite(engine.model, workers=0, postprocess=1)
+    loose = LooseSuite(engine.model, workers=0, postprocess=1, gateway_flags=gateway_flags)
     try:
         for name in loose.ports:
             loose.start(name)

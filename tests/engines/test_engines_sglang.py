@@ -40,7 +40,6 @@ def engine(folders: ServableFolders) -> suite.EngineUnderTest:
         flags=(*FLAGS, "--adapters", f"first={folders.adapter}"),
         env={"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "SLUICE_WORKER_METRICS_LISTEN": ""},
         offline=("-P", str(Path(__file__).with_name("offline_sglang.py"))),
-        start_s=300,
     )
 
 
@@ -234,13 +233,8 @@ async def test_a_killed_scheduler_is_noticed(engine: suite.EngineUnderTest) -> N
     def is_scheduler(process: psutil.Process) -> bool:
         return "sglang" in process.name()
 
-    await suite.killed_helper_is_noticed(engine, is_scheduler, within_s=10)
+    await suite.killed_helper_is_noticed(engine, is_scheduler)
 
 
 async def test_sigterm_under_load(engine: suite.EngineUnderTest) -> None:
     await suite.sigterm_lets_running_requests_finish(engine)
-
-
-async def test_what_cannot_start_says_so(engine: suite.EngineUnderTest, tmp_path: Path) -> None:
-    assert "config.json" in await suite.refused_start(engine, model=tmp_path)
-    assert "tensor_parallel_sise" in await suite.refused_start(engine, "--engine-args", "tensor_parallel_sise=2")

@@ -51,7 +51,6 @@ def describe(model: Path) -> suite.EngineUnderTest:
         model=model,
         flags=FLAGS,
         env=ENVIRONMENT,
-        start_s=400,
         offline=("-P", str(Path(__file__).with_name("offline_vllm.py"))),
     )
 
@@ -102,7 +101,7 @@ async def test_events_reach_the_router(engine: suite.EngineUnderTest, tmp_path: 
 
 
 async def test_death_of_the_engine(engine: suite.EngineUnderTest) -> None:
-    await vllm_cases.death_of_the_engine_is_noticed(engine)
+    await suite.killed_helper_is_noticed(engine, lambda child: "EngineCore" in " ".join(child.cmdline()))
 
 
 async def test_adapters(engine: suite.EngineUnderTest, folders: ServableFolders) -> None:

@@ -57,4 +57,4 @@ async def test_events_reach_the_router(engine: suite.EngineUnderTest, tmp_path: 
 
 
 async def test_death_of_the_engine(engine: suite.EngineUnderTest) -> None:
-    await vllm_cases.death_of_the_engine_is_noticed(engine)
+    await suite.killed_helper_is_noticed(engine, lambda child: "EngineCore" in " ".join(child.cmdline()))

@@ -32,11 +32,11 @@ MESSAGES = [{"role": "user", "content": "What is the weather in Köln? <|im_end|
 
 
 def sglang(model: Path) -> suite.EngineUnderTest:
-    return suite.EngineUnderTest("sglang", suite.interpreter("sglang"), model, SIZES, QUIET, start_s=600)
+    return suite.EngineUnderTest("sglang", suite.interpreter("sglang"), model, SIZES, QUIET)
 
 
 def transformers(model: Path) -> suite.EngineUnderTest:
-    return suite.EngineUnderTest("transformers", suite.interpreter("transformers"), model, SIZES, QUIET, start_s=600)
+    return suite.EngineUnderTest("transformers", suite.interpreter("transformers"), model, SIZES, QUIET)
 
 
 @pytest_asyncio.fixture(

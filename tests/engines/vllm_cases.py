@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import time
 from pathlib import Path
 
-import psutil
-
-from services.common.errors import ErrorKind, SluiceError
 from services.common.hashing import block_hashes
 from services.common.packing import pack_u32, unpack_u64
-from sluice.v1 import common_pb2, router_pb2, worker_pb2
+from sluice.v1 import router_pb2, worker_pb2
 from tests.engines import engine_suite as suite
 from tests.support.router_child import RouterChild, router_children
 
-NOTICED_S = 2.0
 BLOCK = 32
 WAIT_S = 60
 
@@ -50,42 +44,6 @@ async def _a_tenants_blocks_are_not_anybodys(
     salted = await suite.generate(worker, suite.request("salted", prompt, 1, cache_salt="tenant-a"))
     assert salted.cached_tokens == 0
     await _until_index_has(router, set(block_hashes(prompt, BLOCK, cache_salt="tenant-a")))
-
-
-async def death_of_the_engine_is_noticed(engine: suite.EngineUnderTest) -> None:
-    """kill -9 of vLLM's engine process: who waits hears a typed error to retry, and the worker ends by itself."""
-    async with suite.running(engine) as worker:
-        async with asyncio.TaskGroup() as group:
-            running = [
-                group.create_task(_error_of(worker, suite.request(f"doomed-{index}", prompt, 1500)))
-                for index, prompt in enumerate(suite.prompts(6, seed=13))
-            ]
-            while (await worker.info()).load.running_requests < 6:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-            os.kill(_engine_core(worker).pid, signal.SIGKILL)
-            killed = time.monotonic()
-        for task in running:
-            kind, retryable, heard = task.result()
-            assert (kind, retryable) == (ErrorKind.ENGINE_SHUTDOWN, True)
-            assert heard - killed < NOTICED_S
-        async with asyncio.timeout(WAIT_S):
-            assert await worker.process.wait() != 0
-
-
-async def _error_of(worker: suite.RunningWorker, message: worker_pb2.GenerateRequest) -> tuple[ErrorKind, bool, float]:
-    try:
-        answer = await suite.generate(worker, message)
-    except SluiceError as error:
-        return error.kind, error.retryable, time.monotonic()
-    assert answer.terminal is not None
-    assert answer.terminal.finish_reason == common_pb2.FINISH_REASON_ERROR
-    error = answer.terminal.error
-    return ErrorKind(error.kind), error.retryable, time.monotonic()
-
-
-def _engine_core(worker: suite.RunningWorker) -> psutil.Process:
-    children = psutil.Process(worker.process.pid).children(recursive=True)
-    return next(child for child in children if "EngineCore" in " ".join(child.cmdline()))
 
 
 async def _overlap(router: RouterChild, prompt: list[int]) -> router_pb2.RouteQueryResponse:

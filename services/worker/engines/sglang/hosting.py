@@ -22,6 +22,7 @@ from services.common import models
 from services.common.errors import ErrorKind, SluiceError, invalid
 from services.common.tasks import TaskOwner
 from services.worker.engine import EngineConfig, Load
+from services.worker.engines import last_words
 from services.worker.engines.sglang import card
 from services.worker.engines.sglang.children import ChildWatch
 from services.worker.engines.sglang.events import EventFeeds
@@ -148,10 +149,8 @@ class Hosted:
         settings = self._settings
         source = settings.spec.source
         folder = Path(source)
-        if folder.is_dir() and not (folder / "config.json").is_file():
-            raise invalid(
-                f"The model folder {source} has no config.json; name a folder that holds a model.", param="model"
-            )
+        if missing := last_words.missing_from(source):
+            raise invalid(missing, param="model")
         self._path = models.resolve(source)
         model_path = str(folder) if folder.is_dir() else source
         argv = command_line(settings, model_path, self.sglang.known_flags(), self.sglang.has_gpu())
@@ -176,9 +175,7 @@ class Hosted:
             on_failure("sglang", SluiceError(ErrorKind.ENGINE_SHUTDOWN, "A process of SGLang has ended."))
 
     def _last_words(self) -> str:
-        with contextlib.suppress(OSError):
-            return Path(self._rendezvous, str(self.sglang.LAST_WORDS)).read_text("utf-8")[:500]
-        return ""
+        return last_words.read(Path(self._rendezvous, str(self.sglang.LAST_WORDS)))
 
     async def _in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from services.worker.engines.last_words import LastWords
 from services.worker.engines.sglang import stand_ins
 
 RENDEZVOUS = "SLUICE_SGLANG_RENDEZVOUS"
@@ -34,26 +35,11 @@ def run_scheduler(server_args: Any, port_args: Any, *args: Any, **kwargs: Any) -
     if server_args.enable_lora or server_args.lora_paths:
         stand_ins.forgo_pinned_memory()
     if server_args.log_level != "debug":
-        logging.getLogger("sglang.srt.managers.scheduler").addFilter(LastWords(folder / LAST_WORDS))
+        logging.getLogger("sglang.srt.managers.scheduler").addFilter(
+            LastWords(folder / LAST_WORDS, "Scheduler hit an exception")
+        )
     port_args.detokenizer_ipc_name = port_args.tokenizer_ipc_name
     run_scheduler_process(server_args, port_args, *args, **kwargs)
-
-
-class LastWords(logging.Filter):
-    """Of the traceback with which a scheduler ends, its last line, in the log and where the worker reads it."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self._path = path
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """See logging.Filter."""
-        text = record.getMessage()
-        if text.startswith("Scheduler hit an exception"):
-            reason = text.strip().splitlines()[-1].strip()
-            self._path.write_text(reason, "utf-8")
-            record.msg, record.args = f"The scheduler ends: {reason}", ()
-        return True
 
 
 def _meet_in_a_file(folder: Path) -> None:

@@ -70,6 +70,10 @@ class TransformersEngine(LLMEngine):
             raise invalid(
                 f"The transformers engine cannot play the role {settings.role}; use aggregated.", param="role"
             )
+        if settings.engine_flags:
+            raise invalid(
+                "The transformers engine has no options after --; give them in --engine-args.", param="engine_args"
+            )
         return cls(settings)
 
     async def start(self, worker_id: str) -> EngineConfig:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from services.common.errors import ErrorKind, SluiceError, invalid
+from services.worker.engines import last_words
+from services.worker.engines.vllm import core
 from services.worker.engines.vllm.options import flags
 from services.worker.generation import PromptEmbeds
 
@@ -72,7 +74,7 @@ def launch(arguments: Any, on_stats: OnStats) -> Any:
     """An AsyncLLM with its engine process running; blocks until the weights are loaded.
 
     Raises:
-        SluiceError: INVALID_ARGUMENT when the options do not fit the model or the machine, INTERNAL otherwise.
+        SluiceError: INVALID_ARGUMENT when the options do not fit the model, FAILED_PRECONDITION when its process fails.
     """
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.metrics.loggers import StatLoggerBase
@@ -88,14 +90,17 @@ def launch(arguments: Any, on_stats: OnStats) -> Any:
         def log_engine_initialized(self) -> None:
             """Says nothing."""
 
-    try:
-        return AsyncLLM.from_engine_args(arguments, stat_loggers=[Stats])
-    except (ValueError, TypeError, NotImplementedError) as error:
-        raise invalid(f"vLLM cannot serve this model so: {_first_line(error)}", param="engine_args") from error
-    except RuntimeError as error:
-        raise SluiceError(
-            ErrorKind.INTERNAL, f"vLLM's engine did not start: {_first_line(error)} Its log says why."
-        ) from error
+    with core.speaking() as words:
+        try:
+            return AsyncLLM.from_engine_args(arguments, stat_loggers=[Stats])
+        except (ValueError, TypeError, NotImplementedError) as error:
+            if missing := last_words.missing_from(arguments.model):
+                raise invalid(missing, param="model") from error
+            raise invalid(f"vLLM cannot serve this model so: {_first_line(error)}", param="engine_args") from error
+        except RuntimeError as error:
+            said = last_words.read(words)
+            why = _of_worker(said) or said or f"{_first_line(error)} Its log says why."
+            raise SluiceError(ErrorKind.FAILED_PRECONDITION, f"vLLM's engine did not start: {why}") from error
 
 
 def prompt_of(token_ids: array[int] | Sequence[int], cache_salt: str) -> Any:
@@ -193,9 +198,15 @@ def _refused(message: str) -> SluiceError:
     return invalid(f"vLLM refuses its options: {message}", param="engine_args")
 
 
+def _of_worker(words: str) -> str:
+    """What went wrong in a process below the engine's; empty: nothing did."""
+    return words.partition("Worker failed with error '")[2].rpartition("', please check")[0]
+
+
 def _first_line(error: BaseException) -> str:
     """Enough of a message to act on; validation libraries write pages."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if len(lines) > 2 and "validation error" in lines[0]:
-        return lines[2].partition(" [type=")[0]
+        said = lines[1] if " error, " in lines[1] else lines[2]
+        return said.partition(" error, ")[2].partition(" [type=")[0] or said.partition(" [type=")[0]
     return (lines[0] if lines else type(error).__name__)[:500]

@@ -19,6 +19,7 @@ from services.common.errors import ErrorKind, SluiceError, invalid
 from services.worker.cache_events import KvEventSource
 from services.worker.capabilities import Capability
 from services.worker.engine import Embedded, EngineConfig, GenerateContext, LLMEngine, Load
+from services.worker.engines import last_words
 from services.worker.engines.vllm.handoff import read_handoff
 from services.worker.engines.vllm.options import kv_events_config
 from services.worker.engines.vllm.sampling import Facts
@@ -102,9 +103,10 @@ class VllmGrpcEngine(LLMEngine):
                     if error.kind is ErrorKind.FAILED_PRECONDITION:
                         raise
                 if ended is not None and ended.done():
+                    missing = last_words.missing_from(self._settings.spec.source)
                     raise invalid(
-                        f"vLLM's server ended with {ended.result()} before it was ready; its log says why.",
-                        param="engine_args",
+                        missing or f"vLLM's server ended with {ended.result()} before it was ready; its log says why.",
+                        param="model" if missing else "engine_args",
                     )
                 if time.monotonic() > deadline:
                     raise SluiceError(ErrorKind.CANNOT_CONNECT, "vLLM's server does not answer.", param="engine_args")

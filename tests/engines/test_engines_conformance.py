@@ -1,0 +1,44 @@
+"""`sluice conformance` finds nothing wrong with any engine: its command, all rules, the worker's events and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.engines import engine_suite as suite
+from tests.engines.engine_list import ENGINES
+from tests.support.loose_suite import free_port
+from tests.support.tiny_models import build_servable
+
+pytestmark = pytest.mark.engines
+
+KIT_S = 900
+
+
+@pytest.mark.parametrize("name", ENGINES)
+async def test_the_kit_finds_nothing(name: str, tmp_path: Path) -> None:
+    folders = build_servable(tmp_path)
+    adapters = () if name == "vllm-grpc" else ("--adapters", f"one={folders.adapter}")
+    watcher = f"127.0.0.1:{free_port()}"
+    async with suite.running(ENGINES[name](folders.model), *adapters, "--routers", watcher) as worker:
+        kit = await asyncio.create_subprocess_exec(
+            *(str(Path(sys.executable).with_name("sluice")), "conformance", worker.address, "--patience", "5"),
+            *("--router-listen", watcher, "--stop-command", f"kill {worker.process.pid}"),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env={**os.environ, "COLUMNS": "200", "PYTHONPATH": str(suite.ROOT)},
+        )
+        async with asyncio.timeout(KIT_S):
+            said = (await kit.communicate())[0].decode()
+        assert kit.returncode == 0, said
+        (passed, not_checked), *_ = re.findall(r"(\d+) pass, 0 fail.* (\d+) not checked", said)
+        print(f"{name}: {passed} rules pass")
+        assert int(passed) > 50
+        assert int(not_checked) == 0, said
+        async with asyncio.timeout(suite.CALL_S):
+            assert await worker.process.wait() == 0
