@@ -60,4 +60,4 @@ def test_it_is_ready_by_its_own_probe_and_refuses_everybody_else(redis: tuple[st
         assert time.monotonic() < deadline, _docker("logs", name).stdout[-2000:]
         time.sleep(0.5)
     assert "PONG" not in _docker("exec", name, "redis-cli", "ping").stdout
-    assert "PONG" not in _docker("exec", name, "redis-cli", "--tls", "--insecure", "ping").stdout
+    assert "PONG" not in _docker("exec", name, "timeout", "9", "redis-cli", "--tls", "--insecure", "ping").stdout
