@@ -201,3 +201,17 @@ def test_a_server_of_its_own_gets_vllms_flags() -> None:
 def test_options_that_cannot_be_honoured_are_refused(argv: tuple[str, ...]) -> None:
     with pytest.raises(SluiceError):
         read_server_options(settings(*argv), "/models/tiny")
+
+
+@pytest.mark.parametrize(
+    ("argv", "profiles"),
+    [
+        ((), False),
+        (("--", "--profiler-config.profiler=torch"), True),
+        (("--", "--profiler-config", '{"profiler": "torch"}'), True),
+        (("--engine-args", '{"profiler_config": {"profiler": "torch"}}'), True),
+        (("--engine-args", "address=127.0.0.1:1"), False),
+    ],
+)
+def test_a_profiler_is_claimed_where_the_server_gets_one(argv: tuple[str, ...], profiles: bool) -> None:
+    assert read_server_options(settings(*argv), "/models/tiny").profiles is profiles

@@ -39,8 +39,15 @@ CAPABILITIES = frozenset(
 )
 
 
-def capabilities(model: Any, server: Any, *, has_events: bool) -> frozenset[Capability]:
-    """Those of a running server; `model` and `server` are its GetModelInfo and GetServerInfo."""
+def capabilities(model: Any, server: Any, *, has_events: bool, profiles: bool) -> frozenset[Capability]:
+    """Those of a running server.
+
+    Args:
+        model: its GetModelInfo.
+        server: its GetServerInfo.
+        has_events: it tells of its cache.
+        profiles: it was started with a profiler, which it does not tell itself.
+    """
     if not model.is_generation:
         return frozenset({Capability.TOKEN_IDS, Capability.EMBEDDINGS})
     missing = {Capability.EMBEDDINGS}
@@ -48,6 +55,8 @@ def capabilities(model: Any, server: Any, *, has_events: bool) -> frozenset[Capa
         missing.add(Capability.DATA_PARALLEL_RANK)
     if not has_events:
         missing.add(Capability.KV_EVENTS)
+    if not profiles:
+        missing.add(Capability.PROFILE)
     if not server.kv_connector:
         missing |= {Capability.PREFILL, Capability.DECODE}
     return CAPABILITIES - missing
@@ -69,13 +78,14 @@ def total_blocks(loads: Any, block_size: int) -> int:
 
 
 def engine_config(
-    settings: WorkerSettings, path: Path, source: str, model: Any, server: Any, loads: Any, *, has_events: bool
+    settings: WorkerSettings, path: Path, source: str, model: Any, server: Any, loads: Any, **found: bool
 ) -> EngineConfig:
     """The card.
 
     Args:
         path: the model's tokenizer files.
         source: what stands for them on the card.
+        found: as `capabilities` takes it.
     """
     return EngineConfig(
         model=settings.spec.name,
@@ -89,7 +99,7 @@ def engine_config(
         max_sequences=int(server.max_num_seqs),
         max_batched_tokens=0,
         eos_token_ids=tuple(sorted(model.eos_token_ids)),
-        capabilities=frozenset(capabilities(model, server, has_events=has_events)),
+        capabilities=capabilities(model, server, **found),
         data_parallel_size=max(int(server.data_parallel_size), 1),
         role=Role[settings.role.upper()],
         engine="vllm-grpc",

@@ -73,9 +73,12 @@ class VllmGrpcEngine(LLMEngine):
         self._facts = card.request_facts(model)
         self.on_phase("reading the model's files", None)
         path, source = await self._files(client)
-        has_events = bool(model.is_generation) and await self._follow_events(client, server)
+        found = {
+            "has_events": bool(model.is_generation) and await self._follow_events(client, server),
+            "profiles": self._options.profiles,
+        }
         self._config = await asyncio.to_thread(
-            card.engine_config, self._settings, path, source, model, server, loads, has_events=has_events
+            card.engine_config, self._settings, path, source, model, server, loads, **found
         )
         self._loads = [Load() for _ in range(self._config.data_parallel_size)]
         self.tasks.spawn(self._watch(client), "vllm-grpc-watch")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,11 @@ class ServerOptions:
     start_s: float
     flags: tuple[str, ...]
 
+    @property
+    def profiles(self) -> bool:
+        """The server gets a profiler."""
+        return _names(self.flags, "--profiler-config")
+
 
 def read_server_options(settings: WorkerSettings, model: str) -> ServerOptions:
     """SluiceError(INVALID_ARGUMENT) when the options contradict each other."""
@@ -53,6 +59,10 @@ def serve_command(program: str, flags: tuple[str, ...], port: int, events: dict[
     """`vllm serve` for one model on loopback; with KV events unless the flags have their own."""
     model, rest = flags[1], list(flags[2:])
     command = [program, "serve", model, "--grpc", "--host", LOOPBACK, "--port", str(port), *rest]
-    if not any(flag.partition("=")[0].partition(".")[0] == "--kv-events-config" for flag in rest):
+    if not _names(rest, "--kv-events-config"):
         command += ["--kv-events-config", json.dumps(events)]
     return command
+
+
+def _names(flags: Iterable[str], option: str) -> bool:
+    return any(flag.partition("=")[0].partition(".")[0] == option for flag in flags)
