@@ -12,7 +12,7 @@ from services.common.label_bounds import Label
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
 MODULES = {
-    "gateway": ("services.gateway.metrics",),
+    "gateway": ("services.gateway.metrics", "services.gateway.admission.metrics"),
     "preprocess": (
         "services.preprocess.metrics",
         "services.preprocess.instruments",

@@ -139,7 +139,7 @@ def _add_openai(
     post("/tokenize", tokens.tokenize, TokenizeRequest, Tokens)
     post("/detokenize", tokens.detokenize, DetokenizeRequest, Detokenized)
 
-    @app.get("/v1/models", tags=["OpenAI"], response_model=None, responses=responses(EitherModelList, (400, 500)))
+    @app.get("/v1/models", tags=["OpenAI"], response_model=None, responses=responses(EitherModelList, (400, 401, 500)))
     async def models(request: Request) -> dict[str, Any]:
         """List the models that workers serve now; in Anthropic's form for its clients."""
         listed = await openai.models()
@@ -153,7 +153,7 @@ def _add_openai(
         "/v1/models/{model:path}",
         tags=["OpenAI"],
         response_model=None,
-        responses=responses(EitherModel, (404, 500, 503)),
+        responses=responses(EitherModel, (401, 403, 404, 500, 503)),
         openapi_extra={"parameters": [parameter]},
     )
     async def model(request: Request) -> dict[str, Any]:

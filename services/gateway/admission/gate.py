@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Coroutine
+from time import monotonic
 from typing import Any
 
 from services.common.errors import ErrorKind, SluiceError
@@ -13,7 +14,9 @@ from services.gateway.admission import refusals
 from services.gateway.admission.keys import ANONYMOUS, ApiKey, KeyFile
 from services.gateway.admission.limits import Limiter
 from services.gateway.admission.line import Line
+from services.gateway.admission.metrics import AdmissionMetrics
 from services.gateway.admission.permit import Permit
+from services.gateway.admission.refusals import Refused
 
 
 class Gate:
@@ -29,6 +32,7 @@ class Gate:
         self._keys = keys
         self._limiter = limiter
         self._tasks = tasks
+        self._metrics = AdmissionMetrics(lambda: line.waiting, lambda: line.running)
         self.line = line
 
     @property
@@ -42,8 +46,12 @@ class Gate:
             return ANONYMOUS
         key = self._keys.ring.find(shown) if shown else None
         if key is None:
-            raise refusals.no_key(bool(shown))
+            raise self._told(refusals.no_key(bool(shown)))
         return key
+
+    def look_in(self, key: ApiKey) -> Permit:
+        """For a request that asks for no work: it is not counted and does not wait."""
+        return Permit(key, "", None, None, self._metrics.refused)
 
     async def enter(
         self, key: ApiKey, cost: float, patience_s: float, gone: Callable[[], Coroutine[Any, Any, None]]
@@ -71,7 +79,7 @@ class Gate:
     async def _wait(
         self, key: ApiKey, cost: float, patience_s: float, gone: Callable[[], Coroutine[Any, Any, None]]
     ) -> None:
-        loop = asyncio.get_running_loop()
+        loop, began = asyncio.get_running_loop(), monotonic()
         waiting = loop.create_task(self.line.enter(key, cost, patience_s))
         leaving = loop.create_task(gone())
         try:
@@ -79,11 +87,17 @@ class Gate:
         except asyncio.CancelledError:
             if not waiting.cancel() and waiting.exception() is None:  # its turn had come
                 self.line.leave()
+            self._metrics.waited(monotonic() - began, "left")
             raise
         finally:
             leaving.cancel()
-        if waiting.cancel():
+        left = waiting.cancel()
+        refused = None if left else waiting.exception()
+        self._metrics.waited(monotonic() - began, "left" if left else "refused" if refused else "turn")
+        if left:
             raise SluiceError(ErrorKind.CANCELLED, "The client went away while it waited in line.")
+        if isinstance(refused, Refused):
+            raise self._told(refused)
         waiting.result()
 
     def leave(self, permit: Permit) -> None:
@@ -93,17 +107,21 @@ class Gate:
 
     async def _counted(self, key: ApiKey) -> Permit:
         if not key.limited:
-            return Permit(key, "", None, None)
+            return self.look_in(key)
         request_id = secrets.token_hex(8)
         decision = await self._limiter.enter(key, request_id)
-        permit = Permit(key, request_id, self._limiter, decision)
+        permit = Permit(key, request_id, self._limiter, decision, self._metrics.refused)
         if decision.refused_by is not None:
-            raise refusals.over(key, decision)
+            raise self._told(refusals.over(key, decision))
         return permit
 
     async def close(self) -> None:
         """Lets go of connections."""
         await self._limiter.close()
+
+    def _told(self, refused: Refused) -> Refused:
+        self._metrics.refused(refused.reason)
+        return refused
 
     def _settle(self, permit: Permit) -> None:
         if permit.request_id:

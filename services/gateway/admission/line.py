@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Callable
 from time import monotonic
 
-from services.common.errors import SluiceError, unavailable
 from services.gateway.admission.keys import ApiKey
+from services.gateway.admission.refusals import Refused, no_room
 
 QUANTUM = 1.0
 MOST_COST = 64.0
@@ -125,7 +125,7 @@ class Line:
         if self.try_enter():
             return
         if self.waiting >= self._most_waiting and not self._make_room(key):
-            raise self._overloaded("the line is full")
+            raise self._full()
         rank = self._ranks.setdefault(key.priority, _Rank())
         waiter = _Waiter(key.id, min(cost, MOST_COST))
         rank.add(waiter, key.weight)
@@ -141,7 +141,9 @@ class Line:
             elif not waiter.turn.cancelled() and waiter.turn.exception() is None:
                 self.leave()  # its turn came in the moment it gave up
             if isinstance(error, TimeoutError):
-                raise self._overloaded(f"no place became free within {longest:g} s") from None
+                raise no_room(
+                    "line_timeout", f"no place became free within {longest:g} s", self.retry_after_s
+                ) from None
             raise
 
     def leave(self) -> None:
@@ -178,12 +180,8 @@ class Line:
         dropped = longest[-1]
         rank.remove(dropped)
         self.waiting -= 1
-        dropped.turn.set_exception(self._overloaded("the line is full"))
+        dropped.turn.set_exception(self._full())
         return True
 
-    def _overloaded(self, why: str) -> SluiceError:
-        return unavailable(
-            f"The gateway is overloaded: {why}; try again later.",
-            code="overloaded",
-            retry_after_ms=int(self.retry_after_s * 1000),
-        )
+    def _full(self) -> Refused:
+        return no_room("line_full", "the line is full", self.retry_after_s)

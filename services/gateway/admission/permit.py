@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Protocol
 
@@ -29,11 +30,19 @@ class Permit:
         decision: what the limits said last; None when nothing is counted.
     """
 
-    def __init__(self, key: ApiKey, request_id: str, limiter: Limiter | None, decision: Decision | None) -> None:
+    def __init__(
+        self,
+        key: ApiKey,
+        request_id: str,
+        limiter: Limiter | None,
+        decision: Decision | None,
+        on_refused: Callable[[str], None] = lambda reason: None,
+    ) -> None:
         self.key = key
         self.request_id = request_id
         self.decision = decision
         self._limiter = limiter
+        self._on_refused = on_refused
         self._charged = 0
         self._used: list[Used] = []
         self._also = 0
@@ -45,7 +54,7 @@ class Permit:
     def check_model(self, model: str) -> None:
         """SluiceError(403) when it may not."""
         if not self.key.may_use(model):
-            raise refusals.not_for(model)
+            raise self._told(refusals.not_for(model))
 
     async def charge(self, tokens: int) -> None:
         """Takes what a prompt and its answer may need, before anything runs; what was not needed comes back at the end.
@@ -56,10 +65,10 @@ class Permit:
         if self._limiter is None or not self.key.tokens_per_minute:
             return
         if tokens > self.key.tokens_per_minute:
-            raise refusals.never(self.key, tokens, self.decision or Decision())
+            raise self._told(refusals.never(self.key, tokens, self.decision or Decision()))
         decision = self.decision = await self._limiter.charge(self.key, self.request_id, tokens)
         if decision.refused_by is not None:
-            raise refusals.over(self.key, decision)
+            raise self._told(refusals.over(self.key, decision))
         self._charged += tokens
 
     def watch(self, generation: Used) -> None:
@@ -70,6 +79,10 @@ class Permit:
     def spent(self, tokens: int) -> None:
         """Tokens used beside generations, such as those of embedded texts."""
         self._also += tokens
+
+    def _told(self, refused: refusals.Refused) -> refusals.Refused:
+        self._on_refused(refused.reason)
+        return refused
 
     async def settle(self) -> None:
         """The request is over: gives back what it did not use."""

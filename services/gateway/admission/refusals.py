@@ -9,35 +9,48 @@ from services.gateway.admission.limits import Decision, Limit
 LONGEST_RETRY_S = 3600.0
 
 
-class OverLimit(SluiceError):
+class Refused(SluiceError):
+    """A request is not admitted; `reason` is one of those that metrics have."""
+
+    def __init__(
+        self, reason: str, kind: ErrorKind, message: str, code: str, wait_s: float = 0, param: str = ""
+    ) -> None:
+        super().__init__(kind, message, param=param, code=code, retry_after_ms=int(wait_s * 1000))
+        self.reason = reason
+
+
+class OverLimit(Refused):
     """A limit of a key refuses; `decision` is what the limiter said."""
 
-    def __init__(self, decision: Decision, message: str, code: str, wait_s: float) -> None:
-        super().__init__(ErrorKind.OVERLOADED, message, code=code, retry_after_ms=int(wait_s * 1000))
+    def __init__(self, reason: str, decision: Decision, message: str, code: str, wait_s: float) -> None:
+        super().__init__(reason, ErrorKind.OVERLOADED, message, code, wait_s)
         self.decision = decision
 
 
-def no_key(shown: bool) -> SluiceError:
+def no_key(shown: bool) -> Refused:
     """Nobody, or somebody unknown."""
     said = (
         "The API key is not valid."
         if shown
         else "You did not show an API key: send it as authorization: Bearer KEY, or as x-api-key: KEY."
     )
-    return SluiceError(ErrorKind.UNAUTHENTICATED, said, code="invalid_api_key")
+    return Refused("wrong_key" if shown else "no_key", ErrorKind.UNAUTHENTICATED, said, "invalid_api_key")
 
 
-def not_for(model: str) -> SluiceError:
+def not_for(model: str) -> Refused:
     """The key may use other models."""
-    return SluiceError(
-        ErrorKind.PERMISSION_DENIED,
-        f"This API key may not use the model {model!r}.",
-        param="model",
-        code="model_not_allowed",
+    said = f"This API key may not use the model {model!r}."
+    return Refused("model", ErrorKind.PERMISSION_DENIED, said, "model_not_allowed", param="model")
+
+
+def no_room(reason: str, why: str, wait_s: float) -> Refused:
+    """The gateway has too much to do."""
+    return Refused(
+        reason, ErrorKind.UNAVAILABLE, f"The gateway is overloaded: {why}; try again later.", "overloaded", wait_s
     )
 
 
-def over(key: ApiKey, decision: Decision) -> SluiceError:
+def over(key: ApiKey, decision: Decision) -> Refused:
     """A limit of the key does not allow it now."""
     limits = {
         Limit.REQUESTS: f"{key.requests_per_minute} requests a minute",
@@ -47,13 +60,13 @@ def over(key: ApiKey, decision: Decision) -> SluiceError:
     }
     wait_s = min(decision.retry_after_s, LONGEST_RETRY_S)
     said = f"This API key may use {limits[decision.refused_by]}; try again in {max(wait_s, 0.001):.3g} s."
-    return OverLimit(decision, said, "rate_limit_exceeded", wait_s)
+    return OverLimit(decision.refused_by or "tokens", decision, said, "rate_limit_exceeded", wait_s)
 
 
-def never(key: ApiKey, tokens: int, decision: Decision) -> SluiceError:
+def never(key: ApiKey, tokens: int, decision: Decision) -> Refused:
     """More tokens than the key ever has at once."""
     said = (
         f"This request may take {tokens} tokens, prompt and answer together, but this API key has "
         f"{key.tokens_per_minute} a minute: shorten the prompt or lower max_tokens."
     )
-    return OverLimit(decision, said, "request_over_token_limit", LONGEST_RETRY_S)
+    return OverLimit("request_too_large", decision, said, "request_over_token_limit", LONGEST_RETRY_S)

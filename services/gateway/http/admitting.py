@@ -50,7 +50,7 @@ class Admission:
             key = self._gate.authenticate(_shown(scope))
             auditing.known(key.id)
             if scope["method"] != "POST":
-                permits.begin(Permit(key, "", None, None))
+                permits.begin(self._gate.look_in(key))
                 await self._app(scope, receive, send)
                 return
             patience_s = deadlines.current().share(WAIT_SHARE, inf)

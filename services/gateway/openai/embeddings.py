@@ -16,6 +16,7 @@ from services.common import logs, telemetry
 from services.common.errors import SluiceError, invalid
 from services.common.packing import pack_u32
 from services.gateway import auditing
+from services.gateway.admission import permit as permits
 from services.gateway.capabilities import able
 from services.gateway.clients.catalogue import WorkerEntry
 from services.gateway.clients.embed import NEEDS, EmbedClient, all_or_none
@@ -55,7 +56,10 @@ class EmbeddingEndpoints:
         label = fields.request_id or fields.rid
         with telemetry.stage("gateway.embed", dict(request.headers), model=fields.model, client_request_id=label):
             ids = await self._tokenized(inputs, fields, entry)
+            permit = permits.current()
+            await permit.charge(sum(map(len, ids)) // 4)
             found = await self._client.embed(request_id, entry.model, ids, fields.dimensions or 0, adapter)
+        permit.spent(found.prompt_tokens)
         auditing.embedded(fields.model, found.prompt_tokens)
         data = [
             {"object": "embedding", "index": index, "embedding": _written(vector, fields)}

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from services.common import logs, telemetry
 from services.common.tasks import TaskOwner
 from services.gateway import directions
+from services.gateway.admission import permit as permits
 from services.gateway.clients.catalogue import WorkerEntry
 from services.gateway.clients.pieces import TokenPieces
 from services.gateway.generation import GenerationRequest
@@ -88,15 +89,24 @@ class OpenAIEndpoints:
     async def models(self) -> dict[str, Any]:
         """The models that workers serve now."""
         await self._parity.freshen()
-        entries = self._pipeline.catalogue.models.items()
-        return {"object": "list", "data": [self._shown(name, entry) for name, entry in entries]}
+        permit = permits.current()
+        return {
+            "object": "list",
+            "data": [self._shown(name, entry) for name, entry in self._served() if permit.may_use(name)],
+        }
 
     async def model(self, name: str) -> dict[str, Any]:
-        """One of them; SluiceError(NOT_FOUND or UNAVAILABLE) when nobody serves it."""
-        catalogue = self._pipeline.catalogue
-        entry = catalogue.models.get(name) or catalogue.model(name)
+        """One of them; SluiceError(PERMISSION_DENIED, NOT_FOUND or UNAVAILABLE) when the key may not use it, or nobody
+        serves it."""
+        permits.current().check_model(name)
+        entry = self._pipeline.catalogue.model(name)
         await self._parity.freshen()
         return self._shown(name, entry)
+
+    def _served(self) -> list[tuple[str, WorkerEntry]]:
+        """Models, then the LoRA adapters that can be named in their place."""
+        catalogue = self._pipeline.catalogue
+        return [*catalogue.models.items(), *catalogue.adapters.items()]
 
     def _shown(self, name: str, entry: WorkerEntry) -> dict[str, Any]:
         return {
@@ -105,7 +115,8 @@ class OpenAIEndpoints:
             "created": entry.created_unix_s,
             "owned_by": "sluice",
             "max_model_len": entry.context_length,
-            "tokenizer": self._parity.of_model(name),
+            "tokenizer": self._parity.of_model(entry.model),
+            **({} if name == entry.model else {"parent": entry.model, "root": entry.model}),
         }
 
     async def _body(self, request: Request) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from services.common import telemetry
 from services.common.errors import SluiceError, invalid
 from services.common.packing import pack_u32, unpack_u32
+from services.gateway.admission import permit as permits
 from services.gateway.clients.catalogue import WorkerEntry
 from services.gateway.generation import ChatPrompt, GenerationRequest, Prompt, TextPrompt, Tokenized
 from services.gateway.http.body import read_json
@@ -56,6 +57,7 @@ class TokenEndpoints:
         fields = check(DetokenizeRequest, await self._body(request))
         entry = self._entry(fields.model)
         with telemetry.stage("gateway.detokenize", parent=dict(request.headers), model=entry.model):
+            await _pay(len(fields.tokens))
             try:
                 text = await self._pipeline.preprocess.detokenize(
                     entry.model, pack_u32(fields.tokens), skip_special_tokens=False
@@ -99,10 +101,19 @@ class TokenEndpoints:
         entries = list(self._pipeline.catalogue.models.values())
         if len(entries) != 1:
             raise invalid("Missing required parameter: model.", param="model", code="missing_required_parameter")
+        permits.current().check_model(entries[0].model)
         return entries[0]
 
     async def _tokens(self, entry: WorkerEntry, prompt: Prompt) -> Tokenized:
-        return await self._pipeline.preprocess.tokenize(entry.model, prompt, 0, "", "")
+        made = await self._pipeline.preprocess.tokenize(entry.model, prompt, 0, "", "")
+        await _pay(made.length)
+        return made
+
+
+async def _pay(tokens: int) -> None:
+    permit = permits.current()
+    await permit.charge(tokens)
+    permit.spent(tokens)
 
 
 def _prompt(body: dict[str, Any], fields: TokenizeRequest) -> Prompt:

@@ -33,6 +33,7 @@ _PAGE = [
     _query("order", {"enum": ["asc", "desc"], "default": "desc"}),
     _query("after", {"type": "string"}),
 ]
+_FAILURES = (400, 401, 404, 500, 503)
 _STREAM = [_query("stream", {"type": "boolean", "default": False})]
 
 
@@ -40,10 +41,10 @@ def add_responses(app: FastAPI, endpoints: ResponsesEndpoints) -> list[type[Base
     """Adds the routes; answers the models of their bodies."""
     _post(app, "/v1/responses", endpoints.create, ResponsesRequest, ResponseAnswer, streams=True)
     _post(app, "/v1/responses/input_tokens", endpoints.input_tokens, InputTokensRequest, InputTokens)
-    _kept(app, "GET", KEPT, endpoints.retrieve, responses(ResponseAnswer, (400, 404, 500)), _STREAM)
-    _kept(app, "DELETE", KEPT, endpoints.delete, responses(ResponseDeleted, (404, 500)), [])
-    _kept(app, "GET", f"{KEPT}/input_items", endpoints.input_items, responses(ResponseItemList, (400, 404, 500)), _PAGE)
-    _kept(app, "POST", f"{KEPT}/cancel", endpoints.cancel, responses(ResponseAnswer, (400, 404, 500)), [])
+    _kept(app, "GET", KEPT, endpoints.retrieve, responses(ResponseAnswer, _FAILURES), _STREAM)
+    _kept(app, "DELETE", KEPT, endpoints.delete, responses(ResponseDeleted, _FAILURES), [])
+    _kept(app, "GET", f"{KEPT}/input_items", endpoints.input_items, responses(ResponseItemList, _FAILURES), _PAGE)
+    _kept(app, "POST", f"{KEPT}/cancel", endpoints.cancel, responses(ResponseAnswer, (*_FAILURES, 429)), [])
     return [ResponsesRequest, InputTokensRequest]
 
 
