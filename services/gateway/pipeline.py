@@ -258,7 +258,14 @@ class Pipeline:
 def _fit(request: GenerationRequest, prompt: Tokenized, entry: WorkerEntry) -> int:
     """How many tokens may be generated; SluiceError(INVALID_ARGUMENT) when the prompt leaves no room."""
     field = "messages" if isinstance(request.prompt, ChatPrompt) else "prompt"
-    if prompt.raw is not None:  # the worker checks it
+    if prompt.raw is not None:  # the worker checks the rest
+        if entry.context_length and (request.stop.max_tokens or 0) >= entry.context_length:
+            raise invalid(
+                f"max_tokens is {request.stop.max_tokens}, but the context of {request.model} holds "
+                f"{entry.context_length}, prompt and answer together.",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
         return request.stop.max_tokens or entry.context_length or UNBOUNDED
     if prompt.length == 0:
         raise invalid("The prompt is empty.", param=field, code="empty_prompt")

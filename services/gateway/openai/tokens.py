@@ -130,11 +130,11 @@ def _prompt(body: dict[str, Any], fields: TokenizeRequest) -> Prompt:
 
 
 def _sampling(generation: GenerationRequest, prompt: Tokenized) -> dict[str, Any]:
-    """What the client set, and the ids that end the answer."""
+    """What its worker gets: what the client set, else the model's own defaults, and the ids that end the answer."""
     stop = generation.stop
     given = {
-        **asdict(generation.sampling),
-        "max_tokens": stop.max_tokens,
+        **asdict(generation.sampling.or_else(prompt.defaults)),
+        "max_tokens": stop.max_tokens or prompt.default_max_tokens,
         "min_tokens": stop.min_tokens or None,
         "stop": list(stop.strings),
         "ignore_eos": stop.ignore_eos or None,

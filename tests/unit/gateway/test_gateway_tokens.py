@@ -13,7 +13,7 @@ from services.common.errors import invalid
 from services.common.packing import pack_u32, unpack_u32
 from services.gateway.app import create_app
 from services.gateway.clients.catalogue import Catalogue, WorkerEntry
-from services.gateway.generation import ChatPrompt, Prompt, TextPrompt, Tokenized
+from services.gateway.generation import ChatPrompt, Prompt, Sampling, TextPrompt, Tokenized
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.openai.embeddings import EmbeddingEndpoints
 from services.gateway.openai.endpoints import OpenAIEndpoints
@@ -39,7 +39,8 @@ class Preprocess:
         else:
             assert isinstance(prompt, ChatPrompt)
             ids = list(prompt.messages_json)
-        return Tokenized(pack_u32(ids), b"", "", pack_u32([7]), pack_u32([2]), 100, b"")
+        defaults = Sampling(temperature=0.3, top_p=0.9)
+        return Tokenized(pack_u32(ids), b"", "", pack_u32([7]), pack_u32([2]), 100, b"", defaults=defaults)
 
     async def detokenize(self, model: str, token_ids: bytes, skip_special_tokens: bool = True) -> str:
         assert not skip_special_tokens
@@ -128,7 +129,14 @@ async def test_a_chat_completion_is_shown_as_its_worker_would_get_it(gateway: Ga
         "model": "m",
         "token_ids": list(b'[{"role":"user","content":"hi"}]'),
         "prompt": "rendered",
-        "sampling_params": {"temperature": 0.5, "max_tokens": 9, "stop": ["x"], "n": 1, "stop_token_ids": [5, 2, 7]},
+        "sampling_params": {
+            "temperature": 0.5,
+            "top_p": 0.9,
+            "max_tokens": 9,
+            "stop": ["x"],
+            "n": 1,
+            "stop_token_ids": [5, 2, 7],
+        },
         "max_model_len": 64,
         "stream": False,
     }
