@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.common.catalogue import Catalogue
-from services.common.instruments import Counter, Level
+from services.common.instruments import Counter, Histogram, Level
 from services.common.label_bounds import Label
 from services.postprocess.stream import Finish, FinishReason
 
@@ -11,6 +11,11 @@ METRICS = Catalogue("postprocess")
 
 TOKENS = METRICS.counter("tokens", "tokens taken")
 STREAMS = METRICS.gauge("streams", "streams alive")
+BATCHES = METRICS.histogram(
+    "batch",
+    "time to make text of what came in one message",
+    buckets=(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1),
+)
 FINISHED = METRICS.counter(
     "finished_streams",
     "streams ended, by reason and by what was found",
@@ -30,6 +35,7 @@ class Metrics:
     def __init__(self) -> None:
         self._tokens = Counter(TOKENS)
         self._streams = Level(STREAMS)
+        self._batches = Histogram(BATCHES)
         self._finished = Counter(FINISHED)
         self._degraded = Counter(DEGRADED)
 
@@ -40,6 +46,10 @@ class Metrics:
     def took(self, tokens: int) -> None:
         """A message with tokens."""
         self._tokens.add(tokens)
+
+    def worked(self, seconds: float) -> None:
+        """On one message."""
+        self._batches.record(seconds)
 
     def lives(self, change: int) -> None:
         """Streams came or went."""

@@ -14,11 +14,15 @@ from services.postprocess.parsers.events import Content, Degraded, Event, merge
 from services.postprocess.parsers.host import ParserHost
 from services.postprocess.parsers.registry import ParserNames, Registry, build, markers_of
 from services.postprocess.parsers.remote import RemoteStream
+from services.postprocess.parsers.watch import WATCH
 from services.postprocess.plan import Plan, plan_of
-from services.postprocess.stream import Finish, FinishReason, Limits, Stream, StreamOptions, parse
+from services.postprocess.stream import Finish, FinishReason, Limits, Stream, StreamOptions
 from services.postprocess.vocabulary import Vocabulary
 
 NO_PARSERS = ParserNames()
+
+INLINE_TOKENS = 4_096
+"""Tokens that one stream is given at once; more of them would keep the others waiting."""
 
 AnyParsed = ParsedStream | RemoteStream
 AnyStream = Stream | AnyParsed
@@ -58,6 +62,7 @@ class Opener:
     ) -> None:
         own = own or OwnParsers()
         self._limits = limits
+        self._time_s = own.time_s
         self._registry = Registry(own.names, own.engines)
         self._engines = {
             engine: EngineHost(engine, python, own.time_s, own.memory_mb, on_death)
@@ -67,10 +72,12 @@ class Opener:
 
     async def start(self) -> None:
         """Starts the processes; SluiceError when one of the user's parsers cannot be imported."""
+        WATCH.start(self._time_s)
         await asyncio.gather(*(host.start() for host in (*self._hosts.values(), *self._engines.values())))
 
     async def close(self) -> None:
         """Ends the processes."""
+        WATCH.stop()
         await asyncio.gather(*(host.close() for host in (*self._hosts.values(), *self._engines.values())))
 
     def plan(self, options: StreamOptions, vocabulary: Vocabulary, identity: str) -> Plan:
@@ -115,7 +122,7 @@ class Opener:
         host = self._host(plan.names)
         if host is None:
             stream = Stream(options, vocabulary, self._limits, markers_of(plan.names))
-            return ParsedStream(stream, build(plan.names, plan.context))
+            return ParsedStream(stream, build(plan.names, plan.context), plan.context.identity)
         built_in = ParserNames(
             "" if plan.names.tool in self._hosts else plan.names.tool,
             "" if plan.names.reasoning in self._hosts else plan.names.reasoning,
@@ -137,47 +144,46 @@ class Opener:
         vocabulary: Vocabulary,
         reason: FinishReason,
         identity: str,
-        inline: bool = True,
     ) -> tuple[list[Event], Finish]:
-        """A whole token sequence at once: what is in it and how it ended.
-
-        Args:
-            inline: on the event loop; a long sequence belongs into a thread.
-        """
+        """A whole token sequence at once: what is in it and how it ended."""
         plan = self.plan(options, vocabulary, identity)
         await self.prepare(plan)
         degraded: list[Event] = [Degraded(plan.degraded)] if plan.degraded else []
-        if plan.names == NO_PARSERS:
-            arguments = (tokens, options, vocabulary, self._limits, reason)
-            text, finish = parse(*arguments) if inline else await asyncio.to_thread(parse, *arguments)
-            return [*degraded, Content(text)], finish
-        stream = self.parsed(options, vocabulary, plan)
-        if isinstance(stream, RemoteStream):
-            finish = await _told(stream, tokens, reason)
-        else:
-            finish = _fed(stream, tokens, reason) if inline else await asyncio.to_thread(_fed, stream, tokens, reason)
-        return merge([*degraded, *stream.take_events()]), finish
+        stream = self.begin(options, vocabulary, plan)
+        try:
+            text = await fed(stream, tokens)
+            if isinstance(stream, Stream):
+                events: list[Event] = [Content(text + stream.end(reason))]
+            else:
+                events = await _ended(stream, reason)
+        finally:
+            stream.close()
+        assert stream.finish is not None
+        return merge([*degraded, *events]), stream.finish
 
 
-def _fed(stream: ParsedStream, tokens: Sequence[int], reason: FinishReason) -> Finish:
-    stream.feed(tokens)
-    stream.end(reason)
-    assert stream.finish is not None
-    return stream.finish
+async def fed(stream: AnyStream, tokens: Sequence[int]) -> str:
+    """Gives a stream its tokens, a part at a time, so that others do not wait; a plain one's text."""
+    parts = []
+    for start in range(0, len(tokens), INLINE_TOKENS):
+        if start:
+            await asyncio.sleep(0)
+        parts.append(stream.feed(tokens[start : start + INLINE_TOKENS]) or "")
+    return "".join(parts)
 
 
-async def _told(stream: RemoteStream, tokens: Sequence[int], reason: FinishReason) -> Finish:
-    news = asyncio.Event()
-    stream.changed = news.set
-    try:
-        stream.feed(tokens)
+async def _ended(stream: AnyParsed, reason: FinishReason) -> list[Event]:
+    """Ends a stream; all it said, once it has said everything."""
+    if isinstance(stream, RemoteStream):
+        news = asyncio.Event()
+        stream.changed = news.set
         stream.end(reason)
         while stream.finish is None:
             await news.wait()
             news.clear()
-        return stream.finish
-    finally:
-        stream.close()
+    else:
+        stream.end(reason)
+    return stream.take_events()
 
 
 def waiting(streams: Iterable[AnyParsed]) -> bool:

@@ -3,33 +3,36 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from services.postprocess.parsers.contract import Parser
 from services.postprocess.parsers.events import CallStart, Content, Degraded, Event
+from services.postprocess.parsers.watch import HELD_AT_MOST, WATCH, Expired
 from services.postprocess.stream import Finish, FinishReason, Stream
 from services.postprocess.token_texts import TokenRecorder
 
 log = logging.getLogger(__name__)
 
-PARSER_FAILED = "parser_failed"
+PARSER_FAILED, PARSER_TOO_SLOW, PARSER_TOO_LARGE = "parser_failed", "parser_too_slow", "parser_too_large"
 
 
 class ParsedStream:
     """A stream whose text goes through a parser in this process.
 
     Stop strings are looked for in the whole text, markup and reasoning included, as the engines do. Every token's
-    text is parsed by itself, so how tokens come in batches makes no difference. A parser that raises ends: its stream
-    goes on as plain text with a `degraded` mark, and what the parser held comes first.
+    text is parsed by itself, so how tokens come in batches makes no difference. A parser that raises, loops (see
+    `watch`) or holds too much ends: its stream goes on as plain text with a `degraded` mark, and what the parser held
+    comes first.
 
     Attributes:
         events: what became certain and was not taken yet.
         finish: how the stream ended, once all its events are there.
     """
 
-    __slots__ = ("_calls", "_parser", "_reasoning_tokens", "_stream", "events", "finish")
+    __slots__ = ("_calls", "_identity", "_parser", "_reasoning_tokens", "_stream", "events", "finish")
 
-    def __init__(self, stream: Stream, parser: Parser) -> None:
+    def __init__(self, stream: Stream, parser: Parser, identity: str = "") -> None:
+        self._identity = identity
         self._stream = stream
         self._parser: Parser | None = parser
         self._reasoning_tokens = 0
@@ -81,12 +84,25 @@ class ParsedStream:
             self.events.append(Content(text))
             return
         held = parser.held
-        try:
-            found = parser.feed(text)
-        except Exception:
-            self._fail(held + text)
+        if len(held) > HELD_AT_MOST:
+            self._fail(held + text, PARSER_TOO_LARGE)
             return
-        self._tell(found)
+        self._guarded(parser.feed, held, text)
+
+    def _guarded(self, ask: Callable[..., list[Event]], held: str, *text: str) -> None:
+        """What the parser says; if it fails, what it held and the text become content."""
+        try:
+            WATCH.begun += 1
+            WATCH.parsing = True
+            found = ask(*text)
+            WATCH.parsing = False
+        except Expired:
+            self._fail("".join((held, *text)), PARSER_TOO_SLOW)
+        except Exception:
+            WATCH.parsing = False
+            self._fail("".join((held, *text)), PARSER_FAILED)
+        else:
+            self._tell(found)
 
     def _tell(self, found: list[Event]) -> None:
         for event in found:
@@ -94,10 +110,11 @@ class ParsedStream:
             if type(event) is CallStart:
                 self._calls = True
 
-    def _fail(self, text: str) -> None:
-        log.exception("a parser failed; its stream goes on as plain text")
+    def _fail(self, text: str, reason: str) -> None:
+        said = "a parser ends; its stream goes on as plain text"
+        log.error(said, exc_info=reason == PARSER_FAILED, extra={"request": self._identity, "reason": reason})
         self._parser = None
-        self.events.append(Degraded(PARSER_FAILED))
+        self.events.append(Degraded(reason))
         if text:
             self.events.append(Content(text))
 
@@ -105,10 +122,6 @@ class ParsedStream:
         if self.finish is not None:
             return
         if self._parser is not None:
-            held = self._parser.held
-            try:
-                self._tell(self._parser.finish())
-            except Exception:
-                self._fail(held)
+            self._guarded(self._parser.finish, self._parser.held)
             self._parser = None
         self.finish = finish.parsed(self._calls, self._reasoning_tokens)

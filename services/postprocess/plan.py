@@ -94,10 +94,21 @@ def _tools(tools_json: bytes, limits: Limits) -> tuple[dict[str, Any], ...]:
     if not isinstance(tools, list):
         raise invalid("tools must be an array.", param="tools")
     for place, tool in enumerate(tools):
-        function = tool.get("function") if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
-            raise invalid("A tool must have a function with a name.", param=f"tools[{place}]")
+        if wrong := _wrong_in(tool):
+            raise invalid(wrong, param=f"tools[{place}]")
     return tuple(tools)
+
+
+def _wrong_in(tool: Any) -> str:
+    """Why this is no tool of the OpenAI form; empty when it is one."""
+    function = tool.get("function") if isinstance(tool, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+        return "A tool must have a function with a name."
+    if tool.get("type", "function") != "function":
+        return f"A tool's type must be function, not {tool['type']!r}."
+    if not isinstance(function.get("parameters") or {}, dict):
+        return f"The parameters of {function['name']} must be a JSON schema, which is an object."
+    return ""
 
 
 _NAMED = "function:"

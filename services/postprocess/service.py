@@ -6,6 +6,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Coroutine
+from time import perf_counter
 from typing import Any
 
 import grpc
@@ -33,9 +34,6 @@ log = logging.getLogger(__name__)
 
 NEWS_SPREADS_S = 1.0
 """How long a gateway may take to hear that this replica leaves."""
-
-INLINE_TOKENS = 4_096
-"""Tokens that are parsed on the event loop; more of them would keep the sessions waiting."""
 
 SessionContext = grpc.aio.ServicerContext[postprocess_pb2.PostSessionRequest, postprocess_pb2.TextBatch]
 PiecesContext = grpc.aio.ServicerContext[postprocess_pb2.TokenPiecesRequest, postprocess_pb2.TokenPiecesResponse]
@@ -91,7 +89,9 @@ class PostprocessService(postprocess_pb2_grpc.PostprocessServicer):
         session = PostSession(self._library, self._limits, self._metrics, writer.wake, self._on_death, self._opener)
 
         def on_message(message: postprocess_pb2.PostSessionRequest) -> None:
+            began_s = perf_counter()
             apply(session, message)
+            self._metrics.worked(perf_counter() - began_s)
             writer.wake()
 
         self._sessions.add(session)
@@ -144,14 +144,8 @@ class PostprocessService(postprocess_pb2_grpc.PostprocessServicer):
         if len(tokens) > self._limits.max_message_tokens:
             raise SluiceError(ErrorKind.TOO_LARGE, f"{len(tokens)} tokens are too many.", param="token_ids")
         vocabulary = await self._library.get(options.model)
-        events, finish = await self._opener.parse(
-            tokens,
-            options,
-            vocabulary,
-            to_reason(request.finish_reason),
-            secrets.token_hex(12),
-            inline=len(tokens) <= INLINE_TOKENS,
-        )
+        reason, identity = to_reason(request.finish_reason), secrets.token_hex(12)
+        events, finish = await self._opener.parse(tokens, options, vocabulary, reason, identity)
         if finish.error is not None:
             raise finish.error
         self._metrics.took(len(tokens))

@@ -9,11 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from opentelemetry.trace import Span
-
-from services.common import telemetry
 from services.common.errors import ErrorKind, SluiceError, invalid, overloaded, unavailable
-from services.common.tasks import TaskOwner
 from services.postprocess.answers import Answers, Batch
 from services.postprocess.library import VocabularyLibrary
 from services.postprocess.metrics import Metrics
@@ -22,10 +18,9 @@ from services.postprocess.parsers.events import Degraded
 from services.postprocess.parsers.remote import RemoteStream
 from services.postprocess.plan import Plan
 from services.postprocess.resuming import Remainder, Resume, mismatch
+from services.postprocess.slots import Slots
 from services.postprocess.stream import Finish, FinishReason, Limits, Stream, StreamOptions
-
-INLINE_TOKENS = 4_096
-"""Tokens that one stream is given at once; more of them would keep the others waiting."""
+from services.postprocess.waiting import WaitingStream, WaitingStreams
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,22 +33,6 @@ class SessionLimits:
     max_row_tokens: int = 1 << 16
     max_waiting_tokens: int = 1 << 16
     max_backlog: int = 1 << 20
-
-
-class _Waiting:
-    """A stream that cannot begin yet, with what came for it meanwhile.
-
-    Attributes:
-        long: so many tokens of it came elsewhere that giving it those takes a while.
-    """
-
-    def __init__(self, options: StreamOptions, identity: str, resume: Resume | None) -> None:
-        self.options = options
-        self.identity = identity
-        self.resume = resume
-        self.tokens: array[int] = array("I")
-        self.long = resume is not None and len(resume.token_ids) > INLINE_TOKENS
-        self.end: tuple[FinishReason, int | None] | None = None
 
 
 class PostSession:
@@ -83,16 +62,15 @@ class PostSession:
         self._limits = limits
         self._metrics = metrics
         self._wake = wake
-        self._tasks = TaskOwner(on_death)
-        self._settling: set[asyncio.Task[None]] = set()
         self._streams: dict[int, Stream] = {}
         self._parsed: dict[int, AnyParsed] = {}
         self._opener = opener or Opener(limits.stream)
         self._parsed_news = asyncio.Event()
-        self._waiting: dict[int, _Waiting] = {}
-        self._spans: dict[int, Span] = {}
+        self._waiting = WaitingStreams(
+            library, self._opener, limits.max_waiting_tokens, self._begun, self._not_begun, on_death
+        )
+        self._slots = Slots(metrics)
         self._remainders: dict[int, Remainder] = {}  # of resumed streams with a parser
-        self._live: set[int] = set()
         self._answers = Answers()
         self._backlog = 0
         self._draining = False
@@ -118,17 +96,14 @@ class PostSession:
         try:
             self._admit(slot)
             vocabulary = self._library.ready(options.model)
-            waiting = _Waiting(options, request_id or secrets.token_hex(12), resume)
+            waiting = WaitingStream(options, request_id or secrets.token_hex(12), resume)
             plan = None if vocabulary is None else self._opener.plan(options, vocabulary, waiting.identity)
             if vocabulary is None or plan is None or not self._opener.ready(plan) or waiting.long:
-                self._waiting[slot] = waiting
-                self._opened(slot, request_id, options, parent)
-                settling = self._tasks.spawn(self._settle(slot, waiting), f"postprocess stream {slot}")
-                self._settling.add(settling)
-                settling.add_done_callback(self._settling.discard)
+                self._waiting.add(slot, waiting)
+                self._slots.take(slot, request_id, options.model, parent)
             else:
                 stream = self._opener.begin(options, vocabulary, plan)
-                self._opened(slot, request_id, options, parent)
+                self._slots.take(slot, request_id, options.model, parent)
                 text = stream.feed(resume.token_ids) if resume is not None else None
                 self._join(slot, stream, plan, resume, text or "")
         except SluiceError as error:
@@ -141,13 +116,6 @@ class PostSession:
             raise unavailable("This replica is shutting down.", code="draining")
         if len(self) >= self._limits.max_streams:
             raise overloaded(f"The session has {len(self)} streams, which is its limit.")
-
-    def _opened(self, slot: int, request_id: str, options: StreamOptions, parent: Mapping[str, str]) -> None:
-        self._metrics.lives(+1)
-        self._live.add(slot)
-        span = telemetry.start_span("postprocess.stream", parent, request_id=request_id, model=options.model)
-        if span is not None:
-            self._spans[slot] = span
 
     def _join(self, slot: int, stream: AnyStream, plan: Plan, resume: Resume | None, text: str) -> None:
         """A stream takes part; what a resumed one said so far goes out as far as its caller has not got it.
@@ -182,35 +150,20 @@ class PostSession:
         stream = self._streams.get(slot) or self._parsed.get(slot)
         self._finished(slot, Finish(FinishReason.ERROR, stream.tokens_seen if stream else 0, error=error))
 
-    async def _settle(self, slot: int, waiting: _Waiting) -> None:
-        """Begins a stream when its model and its parser are there, with what came meanwhile."""
+    def _begun(self, slot: int, waiting: WaitingStream, stream: AnyStream, plan: Plan, text: str) -> None:
+        """A stream that waited takes part, and gets what came meanwhile."""
         try:
-            vocabulary = await self._library.get(waiting.options.model)
-            plan = self._opener.plan(waiting.options, vocabulary, waiting.identity)
-            await self._opener.prepare(plan)
-            stream = self._opener.begin(waiting.options, vocabulary, plan)
-            text = await self._replayed(stream, waiting.resume)
-            if self._waiting.get(slot) is not waiting:
-                stream.close()
-                return
-            del self._waiting[slot]
             self._join(slot, stream, plan, waiting.resume, text)
             self._feed_any(slot, waiting.tokens)
             if waiting.end is not None:
                 self.end(slot, *waiting.end)
         except SluiceError as error:
-            if self._waiting.get(slot) is waiting or slot in self._streams:
-                self.refuse(slot, error)
+            self.refuse(slot, error)
         self._wake()
 
-    async def _replayed(self, stream: AnyStream, resume: Resume | None) -> str:
-        """Gives a stream its tokens again, a part at a time, so that the others do not wait."""
-        parts = []
-        tokens = () if resume is None else resume.token_ids
-        for start in range(0, len(tokens), INLINE_TOKENS):
-            parts.append(stream.feed(tokens[start : start + INLINE_TOKENS]) or "")
-            await asyncio.sleep(0)
-        return "".join(parts)
+    def _not_begun(self, slot: int, error: SluiceError) -> None:
+        self.refuse(slot, error)
+        self._wake()
 
     def feed(self, slots: array[int], counts: array[int], tokens: array[int]) -> None:
         """Applies token columns: row i is the next `counts[i]` tokens of `slots[i]`.
@@ -232,7 +185,7 @@ class PostSession:
         for slot, count in zip(slots, counts, strict=True):
             start, end = end, end + count
             stream = streams.get(slot)
-            if count > most and slot in self._live:
+            if count > most and slot in self._slots.live:
                 self.refuse(slot, _too_many(count, most))
                 continue
             if stream is None:
@@ -252,8 +205,14 @@ class PostSession:
             self._answers.say(slot, stream.feed(tokens))
             if stream.finish is not None:
                 self._finished(slot, stream.finish)
-        elif self._waiting:
-            self._hold(slot, tokens)
+        else:
+            try:
+                if slot in self._waiting:
+                    self._waiting.hold(slot, tokens)
+                elif tokens:
+                    self._slots.check_late(slot)
+            except SluiceError as error:
+                self.refuse(slot, error)
 
     def _remote_changed(self, slot: int, stream: RemoteStream) -> None:
         self._parsed_changed(slot, stream)
@@ -277,19 +236,10 @@ class PostSession:
         self._metrics.degraded(reason)
         self._answers.tell(slot, [Degraded(reason)])
 
-    def _hold(self, slot: int, tokens: array[int]) -> None:
-        waiting = self._waiting.get(slot)
-        if waiting is None:
-            return
-        if len(waiting.tokens) + len(tokens) > self._limits.max_waiting_tokens:
-            self.refuse(slot, overloaded(f"Model {waiting.options.model} is still loading; too many tokens wait."))
-        else:
-            waiting.tokens.extend(tokens)
-
     def end(self, slot: int, reason: FinishReason, stop_token_id: int | None) -> None:
         """The engine has ended a stream; an unknown slot is ignored, its stream ended before."""
-        if waiting := self._waiting.get(slot):
-            waiting.end = (reason, stop_token_id)
+        if slot in self._waiting:
+            self._waiting.end(slot, reason, stop_token_id)
         if (parsed := self._parsed.get(slot)) is not None:
             parsed.end(reason, stop_token_id)
             self._parsed_changed(slot, parsed)
@@ -309,8 +259,8 @@ class PostSession:
             self._answers.forget(gone)
 
     def _finished(self, slot: int, finish: Finish) -> None:
-        if finish.error is not None and slot in self._spans:
-            telemetry.fail_span(self._spans[slot], finish.error.message)
+        if finish.error is not None:
+            self._slots.fail(slot, finish.error.message)
         self._answers.release(slot)
         self._forget(slot)
         self._answers.finish(slot, finish)
@@ -321,12 +271,8 @@ class PostSession:
             parsed.close()
             self._remainders.pop(slot, None)
         self._streams.pop(slot, None)
-        self._waiting.pop(slot, None)
-        if slot in self._live:
-            self._live.discard(slot)
-            self._metrics.lives(-1)
-        if span := self._spans.pop(slot, None):
-            span.end()
+        self._waiting.forget(slot)
+        self._slots.free(slot)
 
     def _took(self, amount: int) -> None:
         self._backlog += amount
@@ -353,16 +299,15 @@ class PostSession:
 
     async def settle(self) -> None:
         """Waits until no stream waits for its model, and none that has ended for its parser."""
-        while self._settling:
-            await asyncio.wait(self._settling)
+        await self._waiting.settled()
         while waiting(self._parsed.values()):
             await self._parsed_news.wait()
             self._parsed_news.clear()
 
     async def aclose(self) -> None:
         """The caller is gone: forgets everything."""
-        await self._tasks.close()
-        self.close(self._live)
+        await self._waiting.aclose()
+        self.close(self._slots.live)
 
 
 def _too_many(count: int, most: int) -> SluiceError:

@@ -191,14 +191,3 @@ class Stream:
                 text += self._scanner.flush()
         self.finish = self.finish or finish
         return text
-
-
-def parse(
-    tokens: Sequence[int], options: StreamOptions, vocabulary: Vocabulary, limits: Limits, reason: FinishReason
-) -> tuple[str, Finish]:
-    """A whole token sequence at once: its text and how it ended."""
-    stream = Stream(options, vocabulary, limits)
-    text = stream.feed(tokens)
-    text += stream.end(reason)
-    assert stream.finish is not None
-    return text, stream.finish

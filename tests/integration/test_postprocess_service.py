@@ -20,6 +20,7 @@ from services.common.grpc_errors import from_rpc_error
 from services.common.packing import pack_u32, unpack_u32
 from services.common.runner import Stop
 from services.postprocess import service as postprocess
+from services.postprocess.opening import INLINE_TOKENS
 from services.postprocess.settings import PostprocessSettings
 from sluice.v1 import common_pb2, postprocess_pb2, postprocess_pb2_grpc
 from tests.support.tiny_models import build_tiny_model
@@ -45,7 +46,9 @@ class Service:
     async def ready(self) -> None:
         """Waits until the health says so."""
         async with asyncio.timeout(WAIT_S):
-            async for answer in health_pb2_grpc.HealthStub(self.channel).Watch(health_pb2.HealthCheckRequest()):
+            async for answer in health_pb2_grpc.HealthStub(self.channel).Watch(
+                health_pb2.HealthCheckRequest(), wait_for_ready=True
+            ):
                 if answer.status == health_pb2.HealthCheckResponse.SERVING:
                     return
 
@@ -225,7 +228,7 @@ async def test_a_caller_that_is_done_sending_still_gets_its_answers(service: Ser
 
 async def test_parse_is_the_same_at_once(service: Service) -> None:
     ids = byte_level().encode(TEXT * 320)
-    assert len(ids) > postprocess.INLINE_TOKENS, "long enough for a thread"
+    assert len(ids) > INLINE_TOKENS, "long enough to be taken in parts"
     for length in (10, len(ids)):
         request = postprocess_pb2.ParseRequest(options=opening(0).options, token_ids=pack_u32(ids[:length]))
         answer = await service.stub.Parse(request, timeout=WAIT_S)

@@ -52,6 +52,21 @@ async def outcome(options: StreamOptions, tokens: list[int]) -> Finish | None:
             ErrorKind.INVALID_ARGUMENT,
             "tools[0]",
         ),
+        (
+            {
+                "tool_parser": "hermes",
+                "tools_json": json.dumps([TOOL, {"type": "web", "function": {"name": "f"}}]).encode(),
+            },
+            [],
+            ErrorKind.INVALID_ARGUMENT,
+            "tools[1]",
+        ),
+        (
+            {"tool_parser": "hermes", "tools_json": b'[{"function": {"name": "f", "parameters": [1]}}]'},
+            [],
+            ErrorKind.INVALID_ARGUMENT,
+            "tools[0]",
+        ),
         ({"tool_parser": "hermes", "tools_json": b"[" * 100_000}, [], ErrorKind.INVALID_ARGUMENT, "tools"),
         ({"tool_parser": "hermes", "tools_json": b" " * (2 << 20)}, [], ErrorKind.INVALID_ARGUMENT, "tools"),
         ({"model": "unknown"}, [], ErrorKind.NOT_FOUND, "model"),
@@ -87,11 +102,27 @@ async def test_tools_whose_schemas_are_no_schemas_are_still_parsed() -> None:
     await session.aclose()
 
 
-async def test_tokens_after_a_close_and_of_unknown_streams_are_ignored() -> None:
+async def test_a_stream_that_was_never_opened_is_answered_once() -> None:
+    session = await session_of(tekken().vocabulary)
+    session.open(2, "neighbour", OPTIONS, {})
+    for _ in range(2):
+        session.feed(array("I", [1, 2]), array("I", [1, 1]), array("I", [1100, 1100]))
+    batch = session.drain()
+    assert batch is not None
+    ((slot, finish),) = batch.finishes
+    assert (slot, finish.reason, finish.error and finish.error.code) == (1, FinishReason.ERROR, "stream_unknown")
+    assert list(batch.slots) == [2]
+    session.open(1, "r", OPTIONS, {})
+    session.feed(array("I", [1]), array("I", [1]), array("I", [1100]))
+    assert session.drain() is not None, "the slot can be used"
+    await session.aclose()
+
+
+async def test_tokens_that_were_under_way_when_their_stream_ended_are_ignored() -> None:
     session = await session_of(tekken().vocabulary, SessionLimits())
     session.open(1, "r", OPTIONS, {})
     session.close([1])
-    session.feed(array("I", [1, 7]), array("I", [1, 1]), array("I", [1100, 1 << 31]))
+    session.feed(array("I", [1]), array("I", [2]), array("I", [1100, 1 << 31]))
     session.end(1, FinishReason.STOP, None)
     session.end(9, FinishReason.STOP, None)
     session.close([3])

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.errors import SluiceError
-from services.postprocess.stream import Finish, FinishReason, Limits, Stream, StreamOptions, parse
+from services.postprocess.stream import Finish, FinishReason, Limits, Stream, StreamOptions
 from services.postprocess.vocabulary import Vocabulary
 from tests.support.vocabularies import ALL, byte_level, tekken
 
@@ -58,7 +58,7 @@ def test_any_split_gives_the_same(name: str, data: st.DataObject) -> None:
         prompt_tail=tuple(data.draw(st.lists(low, max_size=3))),
     )
     reason = data.draw(st.sampled_from([FinishReason.STOP, FinishReason.LENGTH]))
-    at_once = parse(tokens, options, known.vocabulary, Limits(), reason)
+    at_once = fed_in(start(options, known.vocabulary), tokens, [], reason)
     cuts = data.draw(st.lists(st.integers(0, 50), max_size=10))
     assert fed_in(start(options, known.vocabulary), tokens, cuts, reason) == at_once
     one_by_one = list(range(len(tokens)))
@@ -67,7 +67,7 @@ def test_any_split_gives_the_same(name: str, data: st.DataObject) -> None:
 
 def test_text_is_what_was_encoded() -> None:
     tokens = ids(TEXT)
-    text, finish = parse(tokens, OPTIONS, tekken().vocabulary, Limits(), FinishReason.UNSPECIFIED)
+    text, finish = fed_in(start(), tokens, [], FinishReason.UNSPECIFIED)
     assert text == TEXT
     assert finish == Finish(FinishReason.LENGTH, len(tokens))
 

@@ -2800,7 +2800,9 @@ default_message_pool.register_message("sluice.v1", "TokenBatch", TokenBatch)
 class TokenColumns(betterproto2.Message):
     """
     The token columns of a worker's TokenBatch, passed on untouched. Rows are applied in order; a slot may appear more
-    than once. Rows of unknown slots are ignored: they are tokens that were under way when the stream ended.
+    than once. Rows of slots whose stream has ended or was closed are ignored: they are tokens that were under way, and
+    the slot may have a next stream before an answer could arrive. A slot that was never opened on this session is
+    answered once with FINISH_REASON_ERROR, code stream_unknown.
     """
 
     slots: "bytes" = betterproto2.field(1, betterproto2.TYPE_BYTES)
