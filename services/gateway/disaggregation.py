@@ -173,7 +173,7 @@ class DisaggOrchestrator:
             for one in others
         )
 
-    def _alone(self, stream: LiveStream, worker: WorkerLink, rank: int, name: str, reason: str) -> None:
+    def _alone(self, stream: LiveStream, worker: WorkerLink, rank: int | None, name: str, reason: str) -> None:
         board = self._switchboard
         board.on_degraded(stream.slot, reason)
         entry = self._catalogue.workers[worker.worker_id]

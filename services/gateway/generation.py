@@ -229,6 +229,7 @@ class Route:
 
     Attributes:
         worker_id: who answers; of a pair, the decode worker.
+        rank: of its data-parallel ranks; None: it chooses. The same of `prefill_rank`.
         reservation_id: of all that is booked; empty when nothing is.
         prefill_worker_id: who computes the prompt for it; empty: the worker does all.
         prefill_skipped: why there is no prefill worker although there are some, in the router's word.
@@ -238,11 +239,11 @@ class Route:
     """
 
     worker_id: str
-    rank: int = 0
+    rank: int | None = None
     reservation_id: str = ""
     degraded: str = ""
     prefill_worker_id: str = ""
-    prefill_rank: int = 0
+    prefill_rank: int | None = None
     prefill_skipped: str = ""
     split_skipped: str = ""
     tokens_to_compute: int = 0

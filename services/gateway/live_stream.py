@@ -40,7 +40,7 @@ class Pair(NamedTuple):
     """
 
     worker: WorkerLink
-    rank: int
+    rank: int | None
     name: str
     resumed: int
 

@@ -48,9 +48,9 @@ class DirectPlacement:
         self._check(entry, prefill)
         route = Route(
             entry.worker_id,
-            said.rank or 0,
+            said.rank,
             prefill_worker_id=prefill.worker_id if prefill else "",
-            prefill_rank=said.prefill_rank or 0,
+            prefill_rank=said.prefill_rank,
         )
         return Placed(route, link, prefill_link)
 

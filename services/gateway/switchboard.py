@@ -150,14 +150,14 @@ class Switchboard:
         self._start(stream, prefill, route.prefill_rank, name, stream.resumed, Part(Role.PREFILL))
 
     def go_on(
-        self, stream: LiveStream, worker: WorkerLink, rank: int, name: str, resumed: int, part: Part | None
+        self, stream: LiveStream, worker: WorkerLink, rank: int | None, name: str, resumed: int, part: Part | None
     ) -> None:
         """Starts another worker of the same booking, with the first `resumed` tokens."""
         stream.shift(worker)
         self._start(stream, worker, rank, name, resumed, part)
 
     def _start(
-        self, stream: LiveStream, worker: WorkerLink, rank: int, name: str, resumed: int, part: Part | None
+        self, stream: LiveStream, worker: WorkerLink, rank: int | None, name: str, resumed: int, part: Part | None
     ) -> None:
         request = stream.request
         if stream.computed and request.prompt_logprobs is not None:  # the sink has them

@@ -83,6 +83,9 @@ class WorkerSettings(RouterTokenSettings, GrpcServiceSettings):
         100.0, gt=0, description="mock engine, decode role: gigabits a second at which a prompt's cache arrives"
     )
     kv_token_bytes: int = Field(131_072, ge=1, description="mock engine: bytes of KV cache of one token")
+    data_parallel_size: int = Field(
+        1, ge=1, le=64, description="mock engine: data-parallel ranks, each with blocks and a batch of its own"
+    )
     embedding_width: int = Field(256, ge=1, le=65_536, description="mock engine: dimensions of an embedding")
 
     engine_flags: tuple[str, ...] = ()

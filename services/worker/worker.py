@@ -146,7 +146,7 @@ class Worker:
                     param="request_id",
                     code="duplicate_request_id",
                 )
-            request = with_adapter(request, self.config)
+            request = resolved(request, self.config)
             if self.processing.makes_prompt_of(request):
                 self._prepare(request, delivery, trace or {})
             else:
@@ -347,7 +347,10 @@ def _shutting_down() -> SluiceError:
     return SluiceError(ErrorKind.ENGINE_SHUTDOWN, "The worker is shutting down; another one can serve the request.")
 
 
-def with_adapter(request: GenerateRequest, config: EngineConfig) -> GenerateRequest:
-    """A model name that is an adapter's stands for the base model with that adapter."""
-    named = request.model in config.adapters and not request.lora
-    return replace(request, lora=request.model) if named else request
+def resolved(request: GenerateRequest, config: EngineConfig) -> GenerateRequest:
+    """A model name that is an adapter's stands for the base model with that adapter; the only rank needs no name."""
+    lora = request.model if request.model in config.adapters and not request.lora else request.lora
+    rank = request.data_parallel_rank if config.data_parallel_size > 1 else None
+    if (lora, rank) == (request.lora, request.data_parallel_rank):
+        return request
+    return replace(request, lora=lora, data_parallel_rank=rank)

@@ -18,6 +18,7 @@ CAPABILITIES = _HONOURED_SAMPLING | {
     Capability.RESUME_GUIDED,
     Capability.PRIORITY,
     Capability.CACHE_SALT,
+    Capability.DATA_PARALLEL_RANK,
     Capability.LORA,
     Capability.LORA_LOADING,
     Capability.EMBEDDINGS,
@@ -41,6 +42,7 @@ _BY_ROLE = {
 }
 
 
-def capabilities_of(role: Role) -> frozenset[Capability]:
-    """What the engine honours when it plays a role."""
-    return CAPABILITIES - _BY_ROLE[role]
+def capabilities_of(role: Role, ranks: int = 1) -> frozenset[Capability]:
+    """What the engine honours when it plays a role with so many data-parallel ranks."""
+    of_one = {Capability.DATA_PARALLEL_RANK} if ranks == 1 else set()
+    return CAPABILITIES - _BY_ROLE[role] - of_one

@@ -29,7 +29,7 @@ class Loaded:
 
 def load(settings: WorkerSettings) -> Loaded:
     """Reads the tokenizer; SluiceError when there is none, or no memory for the block table."""
-    check_memory(settings.total_blocks)
+    check_memory(settings.total_blocks * settings.data_parallel_size)
     path = models.resolve(settings.spec.source)
     processor = settings.spec.processor or models.detect_processor(path)
     # Whoever makes the ids, what an id means is in the files.

@@ -1,0 +1,85 @@
+"""Data-parallel ranks of the mock engine: each has a cache, a batch and events of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from services.worker.cache_events import KvEvent
+from services.worker.delivery import StreamDelivery
+from services.worker.engines.mock import MockEngine
+from services.worker.generation import FinishReason
+from services.worker.settings import WorkerSettings
+from services.worker.worker import Worker
+from tests.support.engines import replay, request
+from tests.support.tiny_models import build_tiny_model
+
+RANKS = 3
+PROMPT = [7 + number % 50 for number in range(64)]
+
+
+@pytest.fixture
+async def worker(tmp_path: Path) -> AsyncIterator[Worker]:
+    folder = build_tiny_model(tmp_path / "tiny")
+    settings = WorkerSettings(model=f"tiny={folder}", speedup=1e6, data_parallel_size=RANKS, processing="none")
+    started = Worker(MockEngine.from_args(settings), "w")
+    await started.start()
+    yield started
+    await started.cleanup()
+
+
+async def ended(worker: Worker, name: str, rank: int | None, max_tokens: int = 2) -> tuple[FinishReason | None, int]:
+    """How it ended, and how much of its prompt was cached."""
+    delivery = StreamDelivery()
+    worker.submit(request(name, PROMPT, data_parallel_rank=rank, max_tokens=max_tokens, ignore_eos=True), delivery)
+    async with asyncio.timeout(30):
+        deltas = [delta async for delta in delivery.deltas()]
+    return deltas[-1].finish_reason, next(delta.cached_tokens or 0 for delta in deltas)
+
+
+async def test_every_rank_has_a_cache_of_its_own_and_tells_of_it(worker: Worker) -> None:
+    heard: list[list[KvEvent]] = [[] for _ in range(RANKS)]
+    for source, events in zip(worker.engine.kv_event_sources(), heard, strict=True):
+        source.subscribe(events.extend)
+    assert [source.rank for source in worker.engine.kv_event_sources()] == [0, 1, 2]
+    assert [await ended(worker, f"cold-{rank}", rank) for rank in range(2)] == [(FinishReason.LENGTH, 0)] * 2
+    assert not heard[2]
+    present: list[set[int]] = [set(), set()]
+    for blocks, events in zip(present, heard, strict=False):
+        replay(events, blocks)
+    assert present[0] == present[1] != set()
+    assert (await ended(worker, "warm", 1))[1] >= 48
+    await worker.engine.clear_cache()
+    assert (await ended(worker, "cleared", 1))[1] == 0
+
+
+async def test_without_a_rank_the_emptiest_is_taken(worker: Worker) -> None:
+    deliveries = [StreamDelivery() for _ in range(RANKS)]
+    for number, delivery in enumerate(deliveries):
+        worker.submit(request(f"r{number}", PROMPT, max_tokens=1_000, ignore_eos=True), delivery)
+    assert [load.running_requests + load.waiting_requests for load in worker.load()] == [1] * RANKS
+    for delivery in deliveries:
+        worker.cancel(delivery)
+    async with asyncio.timeout(30):
+        for delivery in deliveries:
+            assert [delta async for delta in delivery.deltas()][-1].finish_reason is FinishReason.CANCELLED
+    assert [load.used_blocks for load in worker.load()] == [0] * RANKS
+
+
+async def test_a_drain_waits_for_every_rank(worker: Worker) -> None:
+    delivery = StreamDelivery()
+    worker.submit(request("last", PROMPT, data_parallel_rank=2, max_tokens=40, ignore_eos=True), delivery)
+    await worker.drain(30)
+    assert [delta async for delta in delivery.deltas()][-1].finish_reason is FinishReason.LENGTH
+
+
+async def test_an_engine_of_one_rank_is_not_told_which(tmp_path: Path) -> None:
+    folder = build_tiny_model(tmp_path / "tiny")
+    alone = Worker(MockEngine.from_args(WorkerSettings(model=f"tiny={folder}", speedup=1e6, processing="none")), "w")
+    config = await alone.start()
+    assert "data_parallel_rank" not in config.capabilities
+    assert (await ended(alone, "named", 0))[0] is FinishReason.LENGTH
+    await alone.cleanup()
