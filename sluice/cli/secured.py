@@ -41,9 +41,11 @@ def probe_credentials(folder: Path) -> PeerCredentials | None:
 
 
 def probe_context(folder: Path) -> ssl.SSLContext:
-    """For a probe of the gateway: it must have a certificate of the authority, whatever address it listens on."""
-    context = ssl.create_default_context(cafile=str(folder / f"{AUTHORITY}.pem"))
+    """For a probe of the gateway: it must have a certificate of the authority, whatever address it listens on; it is
+    shown its own, because it may want one of its clients."""
+    context = ssl.create_default_context(cafile=str(authority_of(folder)))
     context.check_hostname = False
+    context.load_cert_chain(folder / "gateway.pem", folder / "gateway.key")
     return context
 
 
@@ -60,7 +62,6 @@ def _identity(folder: Path, service: str) -> TlsSettings:
 
 def _flags(service: str, folder: Path) -> tuple[str, ...]:
     certificate, key = str(folder / f"{service}.pem"), str(folder / f"{service}.key")
-    shown = ("--tls-cert", certificate, "--tls-key", key, "--tls-ca", str(authority_of(folder)))
-    if service == "gateway":
-        return (*shown, "--https-cert", certificate, "--https-key", key)
-    return (*shown, "--tls-require-client-cert")
+    trust = ("--tls-cert", certificate, "--tls-key", key, "--tls-ca", str(authority_of(folder)))
+    https = ("--https-cert", certificate, "--https-key", key) if service == "gateway" else ()
+    return (*trust, "--tls-require-client-cert", *https)

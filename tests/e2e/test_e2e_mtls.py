@@ -18,8 +18,8 @@ from typing import Any
 
 import grpc
 import httpx
+import psutil
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.common.channels import open_channel
 from services.common.errors import ErrorKind, SluiceError
@@ -76,6 +76,7 @@ class Guarded:
     @asynccontextmanager
     async def http(self) -> AsyncIterator[httpx.AsyncClient]:
         context = ssl.create_default_context(cafile=str(self.certificates / "ca.pem"))
+        context.load_cert_chain(self.certificates / "client.pem", self.certificates / "client.key")
         key = {"authorization": f"Bearer {self.key}"}
         async with httpx.AsyncClient(
             base_url=self.suite.url, verify=context, timeout=60, trust_env=False, headers=key
@@ -96,6 +97,9 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     env |= {f"SLUICE_{name.upper()}_TOKENS_FILE": str(folder / "tokens" / "accepted") for name in GRPC_SERVICES}
     env |= {"SLUICE_GATEWAY_AUDIT_LOG": str(folder / "audit.jsonl"), "SLUICE_GATEWAY_REQUEST_TIMEOUT_S": "60"}
     env["SLUICE_GATEWAY_API_KEYS_FILE"] = str(folder / "keys.json")
+    env["SLUICE_GATEWAY_HTTPS_CLIENT_CA"] = str(folder / "certificates" / "ca.pem")
+    for name in CALLERS:
+        env |= {f"SLUICE_{name.upper()}_METRICS_LISTEN": "127.0.0.1:0", f"SLUICE_{name.upper()}_METRICS_TLS": "true"}
     shown, record = keys.create("tests")
     keys.write(folder / "keys.json", [record])
     held = Guarded(
@@ -138,16 +142,38 @@ def ports(guarded: Guarded) -> list[tuple[str, str]]:
     return [(service, address) for service in GRPC_SERVICES for address in guarded.suite.addresses(service)]
 
 
-async def serves(address: str, credentials: grpc.ChannelCredentials | None) -> bool:
-    """Whether a port answers the health question of somebody who shows this."""
-    async with open_channel(address, credentials) as channel:
+def open_ports(guarded: Guarded) -> list[tuple[str, str]]:
+    """(command, host:port) of every TCP port that any process of the suite listens on, as the kernel has it."""
+    root = psutil.Process(guarded.suite.pid)
+    return [
+        (" ".join(process.cmdline()[-6:]), f"{one.laddr.ip}:{one.laddr.port}")
+        for process in [root, *root.children(recursive=True)]
+        for one in process.net_connections("tcp")
+        if one.status == psutil.CONN_LISTEN
+    ]
+
+
+HELLOS = (
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)),
+    b"GET /metrics HTTP/1.1\r\nhost: localhost\r\n\r\n",
+)
+
+
+async def talks(address: str, trust: ssl.SSLContext | None) -> bool:
+    """Whether a port says a word to somebody who shows this: a gRPC or an HTTP server, in plain text or TLS."""
+    host, _, port = address.rpartition(":")
+    name = {"ssl": trust, "server_hostname": "localhost"} if trust else {}
+    for hello in HELLOS:
         try:
-            answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=20)
-        except grpc.aio.AioRpcError as error:
-            if error.code() is not grpc.StatusCode.UNAVAILABLE:
-                raise
-            return False
-    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+            reader, writer = await asyncio.wait_for(asyncio.open_connection(host, int(port), **name), 20)
+            writer.write(hello)
+            said = await asyncio.wait_for(reader.read(9), 20)
+            writer.close()
+        except (OSError, TimeoutError):
+            continue
+        if said:
+            return True
+    return False
 
 
 async def test_a_chat_goes_through_all_of_it(guarded: Guarded) -> None:
@@ -160,25 +186,36 @@ async def test_a_chat_goes_through_all_of_it(guarded: Guarded) -> None:
             await plain.get(guarded.suite.url.replace("https", "http"))
 
 
+def shows(certificates: Path, name: str = "", authority: Path | None = None) -> ssl.SSLContext:
+    """Somebody who shows a certificate of this folder, or none."""
+    context = ssl.create_default_context(cafile=str(authority or certificates / "ca.pem"))
+    context.set_alpn_protocols(["h2", "http/1.1"])
+    if name:
+        context.load_cert_chain(certificates / f"{name}.pem", certificates / f"{name}.key")
+    return context
+
+
 @pytest.mark.parametrize("shown", ["plain", "none", "expired", "foreign"])
 async def test_strangers_are_refused_on_every_port(guarded: Guarded, shown: str, tmp_path: Path) -> None:
-    credentials = None
+    """gRPC, HTTPS and metrics alike: whatever a process of the suite listens on."""
+    stranger = None
     if shown == "none":
-        credentials = channel_credentials(TlsSettings(tls_ca=guarded.certificates / "ca.pem"))
+        stranger = shows(guarded.certificates)
     elif shown == "expired":
         late = tmp_path / "late"
         shutil.copytree(guarded.certificates, late)
         make(late, Options(names=("client",), days=0, renew=True))
-        credentials = channel_credentials(
-            TlsSettings(tls_cert=late / "client.pem", tls_key=late / "client.key", tls_ca=late / "ca.pem")
-        )
+        stranger = shows(late, "client")
     elif shown == "foreign":
-        foreign = Authority(tmp_path).issue("gateway").model_copy(update={"tls_ca": guarded.certificates / "ca.pem"})
-        credentials = channel_credentials(foreign)
-    ours = channel_credentials(guarded.trust("client"))
-    for service, address in ports(guarded):
-        assert not await serves(address, credentials), service
-        assert await serves(address, ours), service
+        foreign = Authority(tmp_path)
+        foreign.issue("gateway")
+        stranger = shows(tmp_path, "gateway", guarded.certificates / "ca.pem")
+    ours = shows(guarded.certificates, "client")
+    found = open_ports(guarded)
+    assert len(found) == 2 * len(guarded.suite.processes())  # requests and metrics
+    for process, address in found:
+        assert not await talks(address, stranger), (process, address)
+        assert await talks(address, ours), (process, address)
 
 
 async def test_a_service_may_call_what_it_needs_and_nothing_else(guarded: Guarded) -> None:
@@ -255,8 +292,9 @@ async def test_files_that_vanish_or_break_under_load_cost_nothing(guarded: Guard
         try:
             await asyncio.sleep(1.5)
             await asyncio.gather(*(chat(http, f"{MARK}-prompt {number}") for number in range(16)))
-            context = ssl.create_default_context(cafile=str(kept / "ca.pem"))
-            async with httpx.AsyncClient(base_url=guarded.suite.url, verify=context, trust_env=False) as fresh:
+            async with httpx.AsyncClient(
+                base_url=guarded.suite.url, verify=shows(kept, "client"), trust_env=False
+            ) as fresh:
                 assert (await fresh.get("/ready")).status_code == 200
         finally:
             shutil.copytree(kept, guarded.certificates, dirs_exist_ok=True)
