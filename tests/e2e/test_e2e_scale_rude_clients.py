@@ -102,7 +102,7 @@ async def crowded(suite: Suite, rude: int) -> list[str]:
 
 async def nothing_is_left(suite: Suite) -> None:
     async with asyncio.timeout(WAIT_S):
-        while any((found := await left(suite)).values()):  # noqa: ASYNC110
+        while any((found := await left(suite)).values()):
             print(found)
             await asyncio.sleep(0.2)
 
