@@ -125,7 +125,13 @@ class MessagesEndpoints:
             raise error
         generation = attempt.translated.generation
         entry = self._conductor.pipeline.catalogue.model(fields.model)
-        prompt = await self._conductor.pipeline.preprocess.tokenize(entry.model, generation.prompt, 0, "", "")
+        try:
+            prompt = await self._conductor.pipeline.preprocess.tokenize(entry.model, generation.prompt, 0, "", "")
+        except SluiceError as failure:  # where the engine makes prompts, preprocess sees this one first here
+            said = attempt.translated.respell(failure)
+            if self._forget_switch(fields.model, said):
+                return replace(attempt, translated=self._translated(fields, attempt.message_id))
+            raise said from None
         room = min(limit for limit in (entry.context_length, prompt.context_length) if limit) - prompt.length
         if room < max(1, generation.stop.min_tokens):
             raise error
