@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import time
 from collections.abc import Iterator
 
 import pytest
 
-from tests.support.compose_suite import ROOT, TAG, standin
+from tests.support.compose_suite import ROOT, TAG, Suite, standin
 
 pytestmark = pytest.mark.compose
 HARDENED = ["--read-only", "--tmpfs", "/tmp:exec", "--cap-drop", "ALL", "--security-opt", "no-new-privileges:true"]
@@ -27,10 +28,22 @@ def engine(request: pytest.FixtureRequest, built: None) -> str:
 def image(engine: str) -> str:
     name = f"sluice-worker-{engine}:{TAG}"
     base = f"{engine.upper()}_IMAGE={standin('engine')}"
-    command = ["build", "--quiet", "--file", str(ROOT / "deploy/docker/Dockerfile"), "--target", f"worker-{engine}"]
-    done = _docker(*command, "--build-arg", base, "--tag", name, str(ROOT), timeout_s=900)
+    command = ["build", "--quiet", "--file", str(ROOT / "deploy/docker/Dockerfile"), "--target", "worker-gpu"]
+    done = _docker(
+        *command, "--build-arg", f"ENGINE={engine}", "--build-arg", base, "--tag", name, str(ROOT), timeout_s=900
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return name
+
+
+def test_the_profile_renders_with_its_worker_and_without_mock_workers(engine: str) -> None:
+    profile = Suite(("gpu" if engine == "vllm" else f"gpu-{engine}", "observability"))
+    services = json.loads(profile.compose("config", "--format", "json"))["services"]
+    worker = services[f"worker-{engine}"]
+    assert worker["build"]["args"]["ENGINE"] == engine
+    assert worker["deploy"]["resources"]["reservations"]["devices"][0]["capabilities"] == ["gpu"]
+    assert services["worker"]["scale"] == 0
+    assert "prometheus" in services
 
 
 def _python(image: str, code: str) -> str:

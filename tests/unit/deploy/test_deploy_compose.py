@@ -107,7 +107,9 @@ def test_images_are_ours_or_public_ones_with_a_version() -> None:
         image = defaulted(service["image"])
         if "build" in service:
             assert service["build"]["target"] in targets
-            assert image == f"sluice-{service['build']['target']}:local"
+            engine = service["build"].get("args", {}).get("ENGINE")
+            assert engine is None or f"engine-{engine}" in targets
+            assert image == f"sluice-{f'worker-{engine}' if engine else service['build']['target']}:local"
         else:
             assert re.fullmatch(r"[a-z/]+:v?\d[\d.]*", image), name
             assert re.match(r"\$\{SLUICE_[A-Z]+_IMAGE:-", service["image"]), name
