@@ -17,12 +17,13 @@ log = logging.getLogger(__name__)
 
 
 class _Open:
-    """A stream of the stage, and the tokens it has seen."""
+    """A stream of the stage, whose it is, and the tokens it has seen."""
 
-    __slots__ = ("seen", "stream")
+    __slots__ = ("request_id", "seen", "stream")
 
-    def __init__(self, stream: OwnStream) -> None:
+    def __init__(self, stream: OwnStream, request_id: str) -> None:
         self.stream = stream
+        self.request_id = request_id
         self.seen = 0
 
 
@@ -51,10 +52,10 @@ class OwnTextLink:
         sent: Sent | None = None,
     ) -> None:
         """Opens a stream; tokens that are there already are said at once."""
-        opened = self._guarded(slot, lambda: self._stage.open(request, prompt))
+        opened = self._guarded(slot, request_id, lambda: self._stage.open(request, prompt))
         if opened is None:
             return
-        self._streams[slot] = _Open(opened)
+        self._streams[slot] = _Open(opened, request_id)
         if tokens:
             self._feed(slot, tokens)
 
@@ -70,7 +71,7 @@ class OwnTextLink:
         opened = self._streams.get(slot)
         if opened is None:
             return
-        said = self._guarded(slot, lambda: opened.stream.end(reason, stop_token_id))
+        said = self._guarded(slot, opened.request_id, lambda: opened.stream.end(reason, stop_token_id))
         if said is not None:
             self._say(slot, said)
             self._finish(slot, Finish(reason, stop_token_id=stop_token_id, completion_tokens=opened.seen))
@@ -88,7 +89,7 @@ class OwnTextLink:
         if opened is None:
             return
         opened.seen += len(token_ids)
-        said = self._guarded(slot, lambda: opened.stream.feed(token_ids))
+        said = self._guarded(slot, opened.request_id, lambda: opened.stream.feed(token_ids))
         if said is None:
             return
         self._say(slot, said)
@@ -105,14 +106,14 @@ class OwnTextLink:
         self._streams.pop(slot, None)
         self._events.on_finished(slot, finish)
 
-    def _guarded(self, slot: int, call: Callable[[], Any]) -> Any:
+    def _guarded(self, slot: int, request_id: str, call: Callable[[], Any]) -> Any:
         """What the stage answers; None, and the stream has failed, when it raises."""
         try:
             return call()
         except SluiceError as error:
             self._fail(slot, error)
         except Exception:
-            log.exception("the postprocess stage failed")
+            log.exception("the postprocess stage failed", extra={"request": request_id})
             self._fail(slot, internal("The postprocess stage of this gateway failed; its log has the details."))
         return None
 

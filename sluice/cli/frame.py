@@ -50,7 +50,9 @@ def _head(state: dict[str, Any], problem: str, width: int) -> RenderableType:
     for name, node in state["nodes"].items():
         serving = len(node["serving"])
         nodes.append(f"{name} ", "" if serving else "bold red")
-        nodes.append(f"{serving}  ", "green" if serving else "bold red")
+        known = serving + len(node["away"])
+        told = f"{serving}  " if known == serving else f"{serving} of {known}  "
+        nodes.append(told, "bold red" if not serving else "yellow" if known > serving else "green")
     for reason, times in state["degraded"].items():
         nodes.append(f"{reason} ×{times}  ", "yellow")
     history = state.get("history", {}).get("output_tokens", [])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import ssl
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -126,6 +126,7 @@ class Running:
         self.place = place
         self.credentials = credentials
         self._http = http
+        self._problem = ""  # why the gateway does not say where the router is
         self._routers: ReplicaSet[router_pb2_grpc.RouterAsyncStub] | None = None
 
     async def get(self, path: str) -> Any:
@@ -137,7 +138,7 @@ class Running:
         state: dict[str, Any] = await self._ask("GET", "/ui/data/state")
         return {**state, "answered_unix_ms": int(time.time() * 1000)}
 
-    async def deltas(self) -> AsyncIterator[tuple[str, dict[str, Any]]]:
+    async def deltas(self) -> AsyncGenerator[tuple[str, dict[str, Any]], None]:
         """The live view's stream: ("whole", state), then ("message", delta) a second; NotReached when it breaks off."""
         try:
             async with self._http.stream("GET", "/ui/data/stream", timeout=httpx.Timeout(ANSWER_S)) as answer:
@@ -188,8 +189,8 @@ class Running:
             self._routers = routers
             if not await routers.wait_ready(REACH_S):
                 raise NotReached(
-                    f"No router answers at {', '.join(targets)}. Is it running? --router says where it is, --tls what "
-                    "it trusts."
+                    f"{self._problem}No router answers at {', '.join(targets)}. Is it running? --router says where it "
+                    "is, --tls what it trusts."
                 )
         return self._routers
 
@@ -199,7 +200,8 @@ class Running:
             return [self.place.router]
         try:
             return (await self.state())["nodes"]["router"]["serving"] or [USUAL_ROUTER]
-        except NotReached:
+        except NotReached as error:
+            self._problem = f"{error} "
             return [USUAL_ROUTER]
 
     async def look(self, address: str) -> Seen:

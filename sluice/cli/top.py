@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import suppress
+import os
+import sys
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager, suppress
 from typing import Any
 
 from rich.console import Console
@@ -41,20 +43,29 @@ class Picture:
 
 
 def run(place: Place, once: bool, as_json: bool, console: Console) -> int:
-    """Shows until Ctrl-C; the exit code is 0.
+    """Shows until Ctrl-C, or until nobody reads any more; the exit code is 0.
 
     Args:
         once: one look, then it ends; NotReached when that fails.
         as_json: a line of JSON a second instead of a picture.
     """
-    with suppress(KeyboardInterrupt):
+    with suppress(KeyboardInterrupt), _read_no_more():
         if once:
             asyncio.run(_once(place, as_json, console))
         elif as_json or not console.is_terminal:
-            asyncio.run(_lines(place, as_json, console))
+            asyncio.run(_lines(place, as_json))
         else:
             asyncio.run(_screen(place, console))
     return 0
+
+
+@contextmanager
+def _read_no_more() -> Iterator[None]:
+    """The end of a pipe such as `| head`: no error, and nothing that Python could complain of when it ends."""
+    try:
+        yield
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 async def _once(place: Place, as_json: bool, console: Console) -> None:
@@ -66,31 +77,33 @@ async def _once(place: Place, as_json: bool, console: Console) -> None:
         console.print(frame(state, "", console.size.width, max(console.size.height, 60)))
 
 
-async def _lines(place: Place, as_json: bool, console: Console) -> None:
-    async with reached(place) as running:
-        async for picture in _follow(running):
+async def _lines(place: Place, as_json: bool) -> None:
+    async with reached(place) as running, aclosing(_follow(running)) as pictures:
+        async for picture in pictures:
             if as_json:
-                print(json.dumps({"problem": picture.problem} if picture.problem else picture.state), flush=True)
+                line = json.dumps({"problem": picture.problem} if picture.problem else picture.state)
             else:
-                console.print(picture.problem or summary(picture.state))
+                line = picture.problem or summary(picture.state)
+            print(line, flush=True)
 
 
 async def _screen(place: Place, console: Console) -> None:
-    async with reached(place) as running:
+    async with reached(place) as running, aclosing(_follow(running)) as pictures:
         with Live(console=console, screen=True, auto_refresh=False) as live:
-            async for picture in _follow(running):
+            async for picture in pictures:
                 width, height = console.size
                 live.update(frame(picture.state, picture.problem, width, height), refresh=True)
 
 
-async def _follow(running: Running) -> AsyncIterator[Picture]:
+async def _follow(running: Running) -> AsyncGenerator[Picture, None]:
     """What is known, after every event; goes on after the gateway was away."""
     picture = Picture()
     while True:
         try:
-            async for kind, news in running.deltas():
-                picture.take(kind, news)
-                yield picture
+            async with aclosing(running.deltas()) as deltas:
+                async for kind, news in deltas:
+                    picture.take(kind, news)
+                    yield picture
             picture.problem = "The gateway ended the stream."
         except NotReached as error:
             picture.problem = str(error)

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import signal
 import subprocess
+import termios
 import time
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -57,7 +62,7 @@ def events(suite: Suite, number: int) -> list[tuple[str, dict[str, Any]]]:
 def test_the_stream_begins_with_everything_and_goes_on_with_what_changes(suite: Suite) -> None:
     (first, whole), *deltas = events(suite, 5)
     assert first == "whole"
-    assert [row["health"] for row in whole["workers"]] in ([], ["ok", "ok"])  # nobody may have looked before
+    assert {row["health"] for row in whole["workers"]} <= {"ok"}  # who was there when somebody looked last
     assert whole["models"] == ["tekken"]
     assert {name: len(node["serving"]) for name, node in whole["nodes"].items()} == {
         "preprocess": 1,
@@ -130,6 +135,47 @@ def test_top_goes_on_line_by_line_where_there_is_no_terminal(suite: Suite) -> No
         finally:
             top.terminate()
     assert all("requests/s" in line for line in lines)
+
+
+def test_top_ends_without_a_word_when_nobody_reads_any_more(suite: Suite) -> None:
+    for more in ((), ("--json",)):
+        command = [str(SLUICE), "top", "--gateway", suite.url, *more]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as top:
+            assert top.stdout is not None
+            assert top.stderr is not None
+            assert top.stdout.readline()
+            top.stdout.close()
+            assert top.stderr.read() == ""
+        assert top.returncode == 0
+
+
+@pytest.mark.parametrize(("columns", "rows", "said"), [(40, 6, "The terminal has 40×6"), (100, 24, "worker-1")])
+def test_top_in_a_terminal_ends_with_control_c(suite: Suite, columns: int, rows: int, said: str) -> None:
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (rows, columns))
+    env = {**os.environ, "TERM": "xterm", "NO_COLOR": "1"}
+    command = [str(SLUICE), "top", "--gateway", suite.url]
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=env) as top:
+        os.close(theirs)
+        try:
+            text, deadline = b"", time.monotonic() + WITHIN_S
+            while said.encode() not in text and time.monotonic() < deadline:
+                text += os.read(ours, 4096)
+            assert said in text.decode()
+            assert b"\x1b[3" not in text, "colours, though NO_COLOR is set"
+            top.send_signal(signal.SIGINT)
+            drain(ours)
+            assert top.wait(WITHIN_S) == 0
+        finally:
+            top.kill()
+            os.close(ours)
+
+
+def drain(terminal: int) -> None:
+    """Reads until the other side is closed, so that it is never kept from writing."""
+    with suppress(OSError):
+        while os.read(terminal, 4096):
+            pass
 
 
 def test_the_doctor_finds_nothing_wrong_and_looked_everywhere(suite: Suite) -> None:

@@ -42,7 +42,10 @@ def state(workers: int = 3, requests: int = 40) -> dict[str, Any]:
     return {
         "rates": RATES,
         "history": {"output_tokens": [0.0, 350.0, 700.0]},
-        "nodes": {"router": {"serving": ["127.0.0.1:50052"]}, "preprocess": {"serving": []}},
+        "nodes": {
+            "router": {"serving": ["127.0.0.1:50052"], "away": ["127.0.0.1:50053"]},
+            "preprocess": {"serving": [], "away": []},
+        },
         "degraded": {"store_unavailable": 3},
         "workers": [row(f"worker-{number}") for number in range(workers - 1)] + [row("lost", "gone")],
         "hidden_workers": 0,
@@ -78,7 +81,7 @@ def test_a_terminal_that_is_too_small_says_so_and_still_shows_the_summary() -> N
 def test_what_is_wrong_is_shown_beside_what_is_known() -> None:
     assert any("cannot be reached" in line for line in shown(80, 24, "The gateway cannot be reached."))
     assert any("store_unavailable ×3" in line for line in shown(80, 24))
-    assert any("preprocess 0" in line for line in shown(80, 24))
+    assert any("router 1 of 2  preprocess 0" in line for line in shown(80, 24))
 
 
 def test_the_summary_counts_workers_that_are_well() -> None:

@@ -102,6 +102,7 @@ class Answer {
   text = "";
   id = "";
   #body = document.createTextNode("");
+  #thoughts = 0;
   #thought = el("span", { class: "thought" });
   #facts = el("p", { class: "facts", text: "…" });
   #asked = performance.now();
@@ -130,7 +131,10 @@ class Answer {
       this.#first ||= performance.now();
       this.#last = performance.now();
     }
-    if (delta.reasoning_content) this.#thought.append(delta.reasoning_content);
+    if (delta.reasoning_content && this.#thoughts < MOST_CHARACTERS) {
+      this.#thoughts += delta.reasoning_content.length;
+      this.#thought.append(delta.reasoning_content);
+    }
     if (delta.content && this.text.length < MOST_CHARACTERS) {
       this.text += delta.content;
       this.#body.appendData(delta.content);
