@@ -151,7 +151,9 @@ class VocabularyLibrary:
         except Exception as error:
             log.exception("loading the tokenizer failed", extra={"model": model})
             raise internal(f"The tokenizer of {model} cannot be loaded.") from error
-        vocabulary.parsers = chosen(self._given(spec), vocabulary, self._native)
+        given = self._given(spec)
+        vocabulary.built_in = vocabulary.parsers if given == ParserNames() else None
+        vocabulary.parsers = chosen(given, vocabulary, self._native)
         log.info(
             "tokenizer is loaded",
             extra={

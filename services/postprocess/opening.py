@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from services.common.errors import ErrorKind, SluiceError
 from services.postprocess.parsed import ParsedStream
 from services.postprocess.parsers.contract import ParserContext
 from services.postprocess.parsers.engine_host import EngineHost, pair_of
@@ -18,6 +20,8 @@ from services.postprocess.parsers.watch import WATCH
 from services.postprocess.plan import Plan, plan_of
 from services.postprocess.stream import Finish, FinishReason, Limits, Stream, StreamOptions
 from services.postprocess.vocabulary import Vocabulary
+
+log = logging.getLogger(__name__)
 
 NO_PARSERS = ParserNames()
 
@@ -96,10 +100,19 @@ class Opener:
             await engine.prepare(pair_of(plan.context.source, plan.names))
 
     async def prepare_for(self, vocabulary: Vocabulary) -> None:
-        """Loads what `auto` means for a model, with tools and without."""
+        """Loads what `auto` means for a model, with tools and without.
+
+        An engine's parsers that are only preferred and cannot work with the model give way to the built-in ones.
+        """
         names = vocabulary.parsers
-        for pair in {names, replace(names, tool="")} - {NO_PARSERS}:
-            await self.prepare(Plan(pair, ParserContext(source=vocabulary.source)))
+        try:
+            for pair in {names, replace(names, tool="")} - {NO_PARSERS}:
+                await self.prepare(Plan(pair, ParserContext(source=vocabulary.source)))
+        except SluiceError as error:
+            if error.kind is not ErrorKind.FAILED_PRECONDITION or vocabulary.built_in is None:
+                raise
+            vocabulary.parsers = vocabulary.built_in
+            log.warning("the built-in parsers are used: %s", error.message, extra={"source": vocabulary.source})
 
     def _engine(self, names: ParserNames) -> EngineHost | None:
         return self._engines.get(engine_of(names.tool) or engine_of(names.reasoning))

@@ -28,6 +28,8 @@ class Vocabulary(ABC):
         size: ids are below this.
         exact: detokenizing is a table look-up, proven equal to the library's decoding.
         parsers: what the parser name `auto` means for this model.
+        built_in: what it means if an engine's own, which nobody asked for by name, cannot work with this model; None
+            where somebody did.
         source: where its files are.
         template: its chat template; empty for none.
     """
@@ -35,6 +37,7 @@ class Vocabulary(ABC):
     size: int
     exact: bool
     parsers: ParserNames = ParserNames()
+    built_in: ParserNames | None = None
     source: str = ""
     template: str = ""
 

@@ -16,8 +16,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from services.common.errors import SluiceError
-from services.common.models import ModelSpec
-from services.postprocess.library import load
+from services.common.models import DEFAULT_SOURCE, ModelSpec
+from services.postprocess.library import VocabularyLibrary, load
 from services.postprocess.opening import Opener, OwnParsers
 from services.postprocess.parsers.engine_host import EngineHost
 from services.postprocess.parsers.engines import ENGINES
@@ -204,6 +204,14 @@ async def test_only_the_stream_that_makes_it_loop_or_raise_loses_its_parser(both
     await until(lambda: good.finish is not None and bad.finish is not None, WAIT_S)
     assert (said(good.events).content, said(good.events).degraded) == ("some text", frozenset())
     assert (said(bad.events).content, said(bad.events).degraded) == ("some text", {"parser_failed"})
+
+
+async def test_mistrals_own_files_are_read_or_give_way(both: Both) -> None:
+    """vLLM reads Tekken's file; SGLang does not, and a parser that was only preferred gives way to the built-in one."""
+    library = VocabularyLibrary([ModelSpec("tekken", DEFAULT_SOURCE)], WAIT_S, native=[both.engine])
+    vocabulary = await library.get("tekken")
+    await both.opener.prepare_for(vocabulary)
+    assert vocabulary.parsers.tool == {"vllm": "vllm:mistral", "sglang": "mistral"}[both.engine]
 
 
 async def test_what_does_not_go_together_is_said(both: Both) -> None:

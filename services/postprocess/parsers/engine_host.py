@@ -171,7 +171,11 @@ class EngineHost(ParserHost):
                 socket.send_fds(self._control, [request.encode()], [theirs.fileno()])
             self._reader, self._writer = await asyncio.open_connection(sock=ours)
             hello = await asyncio.wait_for(self._read(), START_TIMEOUT_S)
-        except (TimeoutError, EOFError, ValueError, OSError):
+        except TimeoutError:
+            await self._kill()
+            said = f"The parsers of {self.name} did not start within {START_TIMEOUT_S:.0f} s."
+            raise unavailable(said) from None
+        except (EOFError, ValueError, OSError):
             await self._kill()
             raise unavailable(f"The parsers of {self.name} do not start; the log above says why.") from None
         if error := hello.get("error"):

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any
 
-from services.common.errors import SluiceError, invalid
+from services.common.errors import SluiceError, invalid, unavailable
 from services.common.tasks import TaskOwner
 from services.postprocess.parsers.contract import ParserContext
 from services.postprocess.parsers.registry import ParserNames
@@ -31,7 +31,9 @@ from services.postprocess.stream import Stream
 
 log = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 300.0
+"""An engine's package takes 15 s of CPU to import, and a busy machine gives it little."""
+
 DEATHS_AT_MOST = 5
 """Deaths in a row that no stream explains before all streams go on as plain text."""
 
@@ -128,7 +130,10 @@ class ParserHost:
         self._reader, self._writer = self._process.stdout, self._process.stdin
         try:
             hello = await asyncio.wait_for(self._read(), START_TIMEOUT_S)
-        except (TimeoutError, EOFError, ValueError):
+        except TimeoutError:
+            await self._kill()
+            raise unavailable(f"The parser {self.name} did not start within {START_TIMEOUT_S:.0f} s.") from None
+        except (EOFError, ValueError):
             await self._kill()
             raise invalid(f"The parser {self.name} does not start; the log above says why.") from None
         self.markers = frozenset(hello[self.name])

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import ErrorKind, SluiceError
-from services.postprocess.library import chosen
+from services.common.models import DEFAULT_SOURCE, ModelSpec
+from services.postprocess.library import VocabularyLibrary, chosen, load
 from services.postprocess.opening import Opener, OwnParsers
 from services.postprocess.parsers.contract import ParserContext
 from services.postprocess.parsers.engine_host import EngineHost, Pair
@@ -152,6 +153,24 @@ async def test_what_is_not_usable_is_said_of_the_pair() -> None:
     with pytest.raises(SluiceError, match="nearest: hermes"):
         await host.prepare(Pair("/m", "hermez", ""))
     await host.close()
+
+
+@pytest.mark.parametrize("asked", [False, True])
+async def test_what_is_only_preferred_gives_way_where_it_cannot_work(asked: bool) -> None:
+    opener, loaded = Opener(Limits(), OwnParsers(engines={"vllm": ""})), load(ModelSpec("m", DEFAULT_SOURCE))
+    given = ParserNames("vllm:mistral") if asked else ParserNames()
+    library = VocabularyLibrary([ModelSpec("m", "x")], 30, lambda spec: loaded, {"m": given}, ["vllm"])
+    vocabulary = await library.get("m")
+    host = opener.host("vllm:mistral")
+    assert isinstance(host, EngineHost)
+    host._learn(Pair(vocabulary.source, "mistral", ""), {"error": "the tokenizer lacks a token."})
+    if asked:
+        with pytest.raises(SluiceError, match="lacks a token"):
+            await opener.prepare_for(vocabulary)
+    else:
+        await opener.prepare_for(vocabulary)
+        assert vocabulary.parsers == ParserNames("mistral")
+    await opener.close()
 
 
 async def test_an_interpreter_that_is_none_is_a_sentence(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -135,7 +136,9 @@ def _tokenizer(path: Path) -> Any:
     if path.is_dir() and not (path / "tokenizer.json").is_file():
         return get_tokenizer(str(path), tokenizer_mode="mistral")
     if path.name != "tokenizer.json" and not path.is_dir():
-        return get_tokenizer(str(path), tokenizer_mode="mistral")
+        with TemporaryDirectory() as folder:  # vllm reads Mistral's files from folders only, and Tekken's by this name
+            (Path(folder) / ("tekken.json" if path.suffix == ".json" else path.name)).symlink_to(path)
+            return get_tokenizer(folder, tokenizer_mode="mistral")
     from transformers import PreTrainedTokenizerFast
     from vllm.tokenizers.hf import get_cached_tokenizer
 

@@ -1,0 +1,71 @@
+"""An engine's own parsers that raise, loop, grow or die, in the processes they run in; the engine is a stand-in."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from services.postprocess.opening import Opener, OwnParsers
+from services.postprocess.parsers.remote import RemoteStream
+from services.postprocess.stream import FinishReason, Limits, StreamOptions
+from tests.support.parsing import TOOLS, Said, said
+from tests.support.vocabularies import tekken
+
+PACKAGE = Path(__file__).parents[1] / "support" / "fake_vllm_package"
+OPTIONS = StreamOptions("m", tool_parser="vllm:hermes", tools_json=json.dumps(TOOLS).encode())
+WAIT_S = 120
+
+
+@pytest.fixture
+async def opener(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Opener]:
+    monkeypatch.setenv("PYTHONPATH", str(PACKAGE))
+    opener = Opener(Limits(), OwnParsers(time_s=1.5, memory_mb=64, engines={"vllm": ""}))
+    await opener.start()
+    await opener.prepare(opener.plan(OPTIONS, tekken().vocabulary, ""))
+    yield opener
+    await opener.close()
+
+
+def opened(opener: Opener) -> RemoteStream:
+    vocabulary = tekken().vocabulary
+    stream = opener.begin(OPTIONS, vocabulary, opener.plan(OPTIONS, vocabulary, "request"))
+    assert isinstance(stream, RemoteStream)
+    return stream
+
+
+async def heard(stream: RemoteStream) -> Said:
+    news = asyncio.Event()
+    stream.changed = news.set
+    async with asyncio.timeout(WAIT_S):
+        while stream.finish is None:
+            await news.wait()
+            news.clear()
+    return said(stream.events)
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [("RAISE", "parser_failed"), ("LOOP", "parser_too_slow"), ("GROW", "parser_failed"), ("DIE", "parser_died")],
+)
+async def test_a_bad_stream_becomes_plain_text_and_its_neighbours_notice_nothing(
+    opener: Opener, bad: str, reason: str
+) -> None:
+    culprit, *neighbours = [opened(opener) for _ in range(4)]
+    for stream in (*neighbours, culprit):
+        stream.feed(tekken().encode("before "))
+    for stream in neighbours:
+        stream.feed(tekken().encode("and after"))
+        stream.end(FinishReason.STOP)
+    culprit.feed(tekken().encode(f"{bad} and so on"))
+    culprit.end(FinishReason.STOP)
+    found = await heard(culprit)
+    assert found.content.lower() == f"before {bad} and so on".lower(), "nothing is lost, nothing comes twice"
+    assert found.content.endswith(" and so on"), "plain, not in capitals"
+    assert found.degraded == {reason}
+    for stream in neighbours:
+        found = await heard(stream)
+        assert (found.content, found.degraded) == ("BEFORE AND AFTER", frozenset())
