@@ -1,0 +1,165 @@
+"""Smuggled, oversized, unreadable, compressed and slow requests, with each of the two HTTP servers: bounded and closed,
+and the next client is served."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
+
+from services.common.errors import SluiceError
+from services.gateway.http.body import read_json
+from services.gateway.http.errors import error_response, plain_error_response
+from services.gateway.http.granian_server import GranianServer
+from services.gateway.http.guarded import Bounds
+from services.gateway.http.server import HttpServer
+from tests.support.raw_http import MALFORMED, WAIT_S, answer, post
+
+HEADER_BYTES = 16 << 10
+BOUNDS = Bounds(header_bytes=HEADER_BYTES, header_timeout_s=1.0)
+SECOND = b"POST /smuggled HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}"
+
+
+class Echo:
+    """Reads JSON and says it again."""
+
+    def __init__(self) -> None:
+        self.served: list[str] = []
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        self.served.append(scope["path"])
+        try:
+            body = await read_json(Request(scope, receive), 1 << 16, 1.0)
+            response = plain_error_response(json.dumps(body), 200)
+        except SluiceError as error:
+            response = error_response(error)
+        except HTTPException as error:
+            response = plain_error_response(str(error.detail), error.status_code)
+        await response(scope, receive, send)
+
+
+class Serving:
+    """A server and its application."""
+
+    def __init__(self, server: HttpServer | GranianServer, app: Echo, kind: str) -> None:
+        self.host, _, port = server.address.rpartition(":")
+        self.port = int(port)
+        self.app = app
+        self.kind = kind
+
+    async def ask(self, sent: bytes) -> bytes:
+        return await answer(self.host, self.port, sent)
+
+    async def until_it_serves(self) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                try:
+                    if (await self.ask(post(b"{}", "content-length: 2")))[9:12] == b"200":
+                        break
+                except OSError:
+                    await asyncio.sleep(0.05)
+        self.app.served.clear()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])
+
+
+@pytest.fixture(params=["uvicorn", "granian"])
+async def serving(request: pytest.FixtureRequest) -> AsyncIterator[Serving]:
+    app, server = Echo(), None
+    if request.param == "uvicorn":
+        server = HttpServer(app, "127.0.0.1:0", 5, 1, bounds=BOUNDS)
+    else:
+        server = GranianServer(app, "127.0.0.1", free_port(), 1, BOUNDS)
+    running = asyncio.create_task(server.serve())
+    made = Serving(server, app, request.param)
+    try:
+        await made.until_it_serves()
+        yield made
+        await made.until_it_serves()  # whatever was sent to it
+    finally:
+        server.stop()
+        await running
+
+
+async def test_no_request_is_smuggled(serving: Serving) -> None:
+    for name, request in MALFORMED.items():
+        said = await serving.ask(request + SECOND)
+        assert said[9:12] in (b"400", b"408", b"499", b"501", b"505") or said.strip() == b"", (name, said)
+        assert b"Traceback" not in said
+        assert "/smuggled" not in serving.app.served, name
+
+
+async def test_headers_are_bounded(serving: Serving) -> None:
+    for head in (
+        b"POST /echo HTTP/1.1\r\nx-long: " + b"a" * 100_000,
+        b"POST /" + b"a" * 100_000,
+        b"POST /echo HTTP/1.1\r\n" + b"".join(b"x-%d: y\r\n" % number for number in range(10_000)),
+    ):
+        try:
+            said = await serving.ask(head + b"\r\n\r\n")
+        except (ConnectionResetError, BrokenPipeError):
+            said = b""
+        assert said[9:12] in (b"431", b"414", b"400") or not said.strip(), said[:200]
+    assert serving.app.served == []
+
+
+async def test_bodies_that_are_no_text_or_compressed(serving: Serving) -> None:
+    for body in (b'{"a":"\xff\xfe"}', b"\xff", b'{"a":"\xed\xa0\x80"}', b'{"a":"\\ud800"}', b"{", b"[]", b""):
+        said = await serving.ask(post(body, f"content-length: {len(body)}"))
+        assert said[9:12] == b"400", (body, said)
+    bomb = gzip.compress(b"[" * (64 << 20))
+    assert len(bomb) > 1 << 15
+    for coding in ("gzip", "deflate", "br", "zstd", "identity, gzip"):
+        said = await serving.ask(post(bomb[: 1 << 15], f"content-length: {1 << 15}", f"content-encoding: {coding}"))
+        assert said[9:12] == b"415", said[:200]
+
+
+async def test_large_bodies_are_refused(serving: Serving) -> None:
+    said = await serving.ask(post(b" " * 70_000, "content-length: 70000"))
+    assert said[9:12] == b"413"
+    chunks = b"".join(b"%x\r\n%b\r\n" % (10_000, b" " * 10_000) for _ in range(10)) + b"0\r\n\r\n"
+    said = await serving.ask(post(chunks, "transfer-encoding: chunked"))
+    assert said[9:12] == b"413"
+
+
+async def slowly(serving: Serving, first: bytes, drip: bytes) -> bytes:
+    """What comes back to a client that always sends a little more, until it is closed."""
+    reader, writer = await asyncio.open_connection(serving.host, serving.port)
+    said: Any = b""
+    async with asyncio.timeout(WAIT_S):
+        writer.write(first)
+        try:
+            while not reader.at_eof():
+                writer.write(drip)
+                try:
+                    said += await asyncio.wait_for(reader.read(1000), 0.1)
+                except TimeoutError:
+                    continue
+        except OSError:
+            pass  # closed while it was sending
+    writer.close()
+    return bytes(said)
+
+
+async def test_headers_that_never_end_are_closed_in_time(serving: Serving) -> None:
+    said = await slowly(serving, b"POST /echo HTTP/1.1\r\n", b"x: y\r\n")
+    assert said[9:12] in (b"408", b"400") or not said
+    assert serving.app.served == []
+
+
+async def test_bodies_that_never_end_are_closed_in_time(serving: Serving) -> None:
+    said = await serving.ask(post(b'{"a', "content-length: 100"))
+    assert said[9:12] == b"408"
