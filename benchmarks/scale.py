@@ -11,6 +11,7 @@ import asyncio
 import json
 import os
 import random
+import socket
 import statistics
 import sys
 import time
@@ -49,6 +50,13 @@ async def run(load: Load, rude: float, lasts_s: float) -> Heard:
     return heard
 
 
+def free_address() -> str:
+    """host:port on which nobody listens now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
 def environment(step_ms: float, streams: int, metrics: str) -> dict[str, str]:
     """Makes the workers run every stream at the same time."""
     return {
@@ -69,12 +77,11 @@ def scale(
     step_ms: Annotated[float, typer.Option(min=1, help="of the mock engine: every stream gets a token")] = 200.0,
     server: Annotated[str, typer.Option(help="uvicorn or granian; by SLUICE_GATEWAY_HTTP_SERVER")] = "",
     rounds: Annotated[int, typer.Option(min=1, help="pairs of a round without and one with rude clients")] = 3,
-    metrics_port: Annotated[int, typer.Option(help="of postprocess")] = 19464,
 ) -> None:
     """Measure what rude clients do to the others, and what stays behind."""
     if server:
         os.environ["SLUICE_GATEWAY_HTTP_SERVER"] = server
-    metrics = f"127.0.0.1:{metrics_port}"
+    metrics = free_address()
     os.environ |= environment(step_ms, streams, metrics)
     rows: list[dict[str, Any]] = []
     with own_suite(2, 1.0) as url:
