@@ -20,6 +20,7 @@ import grpc
 import httpx
 import psutil
 import pytest
+from redis import Redis
 
 from services.common.channels import open_channel
 from services.common.errors import ErrorKind, SluiceError
@@ -30,6 +31,7 @@ from services.gateway.admission import keys
 from sluice.cli.certs import Options, make
 from sluice.v1 import router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tests.support.authority import Authority
+from tests.support.redis_server import RedisServer, free_port
 from tests.support.suite import Suite
 from tests.support.tiny_models import build_tiny_model
 
@@ -50,6 +52,8 @@ class Guarded:
     certificates: Path
     tokens: Path
     audit: Path
+    redis: RedisServer
+    redis_port: int
     secrets: dict[str, str]
     key: str
     key_id: str
@@ -88,6 +92,15 @@ def new_tokens() -> dict[str, str]:
     return {caller: f"{MARK}-token-{secrets.token_hex(8)}" for caller in (*CALLERS, "operator")}
 
 
+def redis_behind_tls(folder: Path) -> tuple[RedisServer, int]:
+    """A Redis with a password that wants certificates, and its port."""
+    port, made = free_port(), folder / "certificates"
+    files = [("cert", "redis.pem"), ("key", "redis.key"), ("ca-cert", "ca.pem")]
+    flags = [word for name, file in files for word in (f"--tls-{name}-file", str(made / file))]
+    secured = ("--tls-port", str(port), "--tls-auth-clients", "yes", *flags)
+    return RedisServer(folder, *secured, "--requirepass", f"{MARK}-password"), port
+
+
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     folder = tmp_path_factory.mktemp("guarded")
@@ -102,11 +115,19 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
         env |= {f"SLUICE_{name.upper()}_METRICS_LISTEN": "127.0.0.1:0", f"SLUICE_{name.upper()}_METRICS_TLS": "true"}
     shown, record = keys.create("tests")
     keys.write(folder / "keys.json", [record])
+    redis, redis_port = redis_behind_tls(folder)
+    redis_url = f"rediss://:{MARK}-password@127.0.0.1:{redis_port}/0"
+    env |= {f"SLUICE_{name}_REDIS_URL": redis_url for name in ("ROUTER", "GATEWAY_LIMITS", "GATEWAY_RESPONSES")}
+    for name in ("router", "gateway"):
+        for what, file in (("CA", "ca.pem"), ("CERT", f"{name}.pem"), ("KEY", f"{name}.key")):
+            env[f"SLUICE_{name.upper()}_REDIS_{what}_FILE"] = str(folder / "certificates" / file)
     held = Guarded(
         Suite.__new__(Suite),
         folder / "certificates",
         folder / "tokens",
         folder / "audit.jsonl",
+        redis,
+        redis_port,
         new_tokens(),
         shown,
         record.id,
@@ -115,9 +136,13 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     held.show_tokens(held.secrets)
     tls = str(folder / "certificates")
     model = ("--model", str(build_tiny_model(folder / "tiny")), "--model-name", MODEL)
-    with Suite("--speedup", "2", "--log-level", "debug", "--tls", tls, *model, env=env) as suite:
-        held.suite = suite
-        yield held
+    redis.start()
+    try:
+        with Suite("--speedup", "2", "--log-level", "debug", "--tls", tls, *model, env=env) as suite:
+            held.suite = suite
+            yield held
+    finally:
+        redis.stop()
 
 
 async def chat(http: httpx.AsyncClient, text: str, tokens: int = 16) -> str:
@@ -156,11 +181,12 @@ def open_ports(guarded: Guarded) -> list[tuple[str, str]]:
 HELLOS = (
     b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)),
     b"GET /metrics HTTP/1.1\r\nhost: localhost\r\n\r\n",
+    b"PING\r\n",
 )
 
 
 async def talks(address: str, trust: ssl.SSLContext | None) -> bool:
-    """Whether a port says a word to somebody who shows this: a gRPC or an HTTP server, in plain text or TLS."""
+    """Whether a port says a word to somebody who shows this: gRPC, HTTP or Redis, in plain text or TLS."""
     host, _, port = address.rpartition(":")
     name = {"ssl": trust, "server_hostname": "localhost"} if trust else {}
     for hello in HELLOS:
@@ -181,6 +207,8 @@ async def test_a_chat_goes_through_all_of_it(guarded: Guarded) -> None:
     async with guarded.http() as http:
         assert (await http.get("/ready")).status_code == 200
         await chat(http, f"{MARK}-prompt of a stream")
+    with Redis(port=guarded.redis.port, password=f"{MARK}-password") as routers:
+        assert routers.exists("{sluice}:models")  # nobody but the router writes it, and not in plain text
     async with httpx.AsyncClient(trust_env=False) as plain:
         with pytest.raises(httpx.TransportError):
             await plain.get(guarded.suite.url.replace("https", "http"))
@@ -197,7 +225,7 @@ def shows(certificates: Path, name: str = "", authority: Path | None = None) -> 
 
 @pytest.mark.parametrize("shown", ["plain", "none", "expired", "foreign"])
 async def test_strangers_are_refused_on_every_port(guarded: Guarded, shown: str, tmp_path: Path) -> None:
-    """gRPC, HTTPS and metrics alike: whatever a process of the suite listens on."""
+    """gRPC, HTTPS and metrics alike: whatever a process of the suite listens on, and its Redis."""
     stranger = None
     if shown == "none":
         stranger = shows(guarded.certificates)
@@ -213,6 +241,7 @@ async def test_strangers_are_refused_on_every_port(guarded: Guarded, shown: str,
     ours = shows(guarded.certificates, "client")
     found = open_ports(guarded)
     assert len(found) == 2 * len(guarded.suite.processes())  # requests and metrics
+    found.append(("redis", f"127.0.0.1:{guarded.redis_port}"))
     for process, address in found:
         assert not await talks(address, stranger), (process, address)
         assert await talks(address, ours), (process, address)
@@ -317,7 +346,9 @@ async def test_every_request_is_in_the_audit_log(guarded: Guarded) -> None:
         await http.post("/v1/chat/completions", json={**body, "model": "unknown"})
         await http.post("/v1/chat/completions", json=body, headers={"authorization": f"Bearer {MARK}-key"})
         await http.post("/v1/messages", json={**anthropic, "max_tokens": 5})
-        await http.post("/v1/responses", json={"model": MODEL, "input": f"{MARK}-prompt", "max_output_tokens": 4})
+        kept = {"model": MODEL, "input": f"{MARK}-prompt", "max_output_tokens": 4}
+        response = (await http.post("/v1/responses", json=kept)).json()
+        assert (await http.get(f"/v1/responses/{response['id']}")).json()["id"] == response["id"]
         async with http.stream("POST", "/v1/completions", json=endless) as stream:
             await anext(stream.aiter_bytes())
         await http.get("/health")
