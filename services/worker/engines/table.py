@@ -9,9 +9,14 @@ from services.common.errors import SluiceError
 from services.worker.capabilities import GUIDED, SAMPLING, Capability
 from services.worker.engine import LLMEngine
 from services.worker.engines import BUILT_IN, find_engine
+from services.worker.engines.sampling_fields import fields_table
+from services.worker.engines.sglang import fields as sglang_fields
+from services.worker.engines.vllm import fields as vllm_fields
 
 BEGIN = "<!-- made by `sluice engines --write`; do not edit -->"
 END = "<!-- end of what is made -->"
+FIELDS_BEGIN = "<!-- sampling parameters, made by `sluice engines --write`; do not edit -->"
+FIELDS_END = "<!-- end of sampling parameters -->"
 
 _IN_AND_OUT = frozenset(
     {Capability.TOKEN_IDS, Capability.TEXT, Capability.MESSAGES, Capability.PROMPT_EMBEDS, Capability.TEXT_OUT}
@@ -52,11 +57,26 @@ def table(engines: Mapping[str, type[LLMEngine]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def fields_tables() -> str:
+    """Markdown: what sets each field of vLLM's and SGLang's sampling parameters."""
+    tables = {
+        "SamplingParams of vLLM": vllm_fields.FIELDS,
+        "StructuredOutputsParams of vLLM": vllm_fields.GUIDED_FIELDS,
+        "SamplingParams of SGLang": sglang_fields.FIELDS,
+    }
+    return "\n".join(fields_table(title, fields) for title, fields in tables.items())
+
+
 def with_table(text: str) -> str:
-    """A document with the table of today between its marks."""
-    head, _, rest = text.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    return f"{head}{BEGIN}\n\n{table(built_in_engines())}\n{END}{tail}"
+    """A document with the tables of today between their marks; a document without the marks of one is given none."""
+    text = _between(text, BEGIN, END, table(built_in_engines()))
+    return _between(text, FIELDS_BEGIN, FIELDS_END, fields_tables()) if FIELDS_BEGIN in text else text
+
+
+def _between(text: str, begin: str, end: str, made: str) -> str:
+    head, _, rest = text.partition(begin)
+    _, _, tail = rest.partition(end)
+    return f"{head}{begin}\n\n{made}\n{end}{tail}"
 
 
 def write(file: Path) -> bool:

@@ -7,16 +7,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.common.errors import invalid
+from services.worker.engines.sampling_fields import ENGINE_OPTIONS, set_by
+from services.worker.engines.vllm.fields import FIELDS, GUIDED_FIELDS
 from services.worker.engines.vllm.handoff import Handoff
 from services.worker.generation import GenerateRequest, Guided, Role, Sampling, Stop
 
-RESERVED = frozenset({"kv_transfer_params", "kv_cache_report_mode", "detokenize", "output_kind", "n"})
-"""Options that the worker itself has to decide."""
+RESERVED = frozenset({"kv_transfer_params", "kv_cache_report_mode"})
+"""Extra arguments that the worker itself has to decide."""
 
-FIELDS = frozenset(
-    {"logprob_token_ids", "prompt_logprob_start", "repetition_detection", "stream_interval", "watermarking"}
-)
-"""What engine_options may hold of SamplingParams' own fields; everything else becomes one of its extra_args."""
+OPTIONS = set_by(FIELDS, ENGINE_OPTIONS) - {"extra_args"}
+"""What engine_options may hold of SamplingParams' own fields; what is no field becomes one of its extra_args."""
+
+GUIDED_OPTIONS = set_by(GUIDED_FIELDS, ENGINE_OPTIONS)
+"""What they may hold for guided decoding."""
 
 _SAME_NAME = (
     "temperature",
@@ -70,7 +73,7 @@ def sampling_arguments(request: GenerateRequest, facts: Facts, handoff: Handoff 
     if request.prompt_logprobs is not None:
         arguments["prompt_logprobs"] = request.prompt_logprobs
     if request.guided is not None:
-        arguments["structured_outputs"] = _guided(request.guided)
+        arguments["structured_outputs"] = _guided(request.guided, sampling.engine_options)
     if transfer := _transfer(request, handoff):
         arguments.setdefault("extra_args", {})["kv_transfer_params"] = transfer
     if _is_prefill(request):
@@ -110,20 +113,25 @@ def _stop(stop: Stop, room: int, made_already: int) -> dict[str, Any]:
 
 
 def _engine_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    if reserved := sorted(RESERVED & options.keys()):
-        raise invalid(f"engine_options.{reserved[0]} is set by the worker itself.", param="engine_options")
-    arguments: dict[str, Any] = {name: value for name, value in options.items() if name in FIELDS}
-    if extra := {name: value for name, value in options.items() if name not in FIELDS}:
+    refused = RESERVED | FIELDS.keys() - OPTIONS | GUIDED_FIELDS.keys() - GUIDED_OPTIONS
+    if found := sorted(refused & options.keys()):
+        raise invalid(
+            f"engine_options.{found[0]} has a field of its own, or is set by the worker itself.",
+            param="engine_options",
+        )
+    arguments: dict[str, Any] = {name: value for name, value in options.items() if name in OPTIONS}
+    if extra := {name: value for name, value in options.items() if name not in OPTIONS | GUIDED_OPTIONS}:
         arguments["extra_args"] = extra
     return arguments
 
 
-def _guided(guided: Guided) -> dict[str, Any]:
+def _guided(guided: Guided, options: Mapping[str, Any]) -> dict[str, Any]:
+    chosen = {name: value for name, value in options.items() if name in GUIDED_OPTIONS}
     if guided.kind == "json_object":
-        return {"json_object": True}
+        return {"json_object": True, **chosen}
     if guided.kind == "choice":
-        return {"choice": list(guided.grammar)}
-    return {_GUIDED[guided.kind]: guided.grammar}
+        return {"choice": list(guided.grammar), **chosen}
+    return {_GUIDED[guided.kind]: guided.grammar, **chosen}
 
 
 def _is_prefill(request: GenerateRequest) -> bool:
