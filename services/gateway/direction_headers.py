@@ -8,12 +8,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.common.errors import SluiceError, invalid
 from services.gateway import directions
-from services.gateway.directions import NOWHERE, Directions
+from services.gateway.directions import MOST_RANKS, NOWHERE, Directions
 from services.gateway.http.errors import error_response
 
-MOST_RANKS = 65_536
-
-# Of each, the first header that is there counts: ours, Dynamo's, its older form, llm-d's, the Gateway API's.
+# Of each, the first header that is there counts: ours, Dynamo's, its older form, llm-d's or vLLM's, the Gateway API's.
 WORKER = ("x-sluice-worker", "x-dynamo-worker-instance-id", "x-worker-instance-id", "x-data-parallel-host-port")
 ENDPOINT = "x-gateway-destination-endpoint"
 PREFILL = (
@@ -22,7 +20,7 @@ PREFILL = (
     "x-prefill-instance-id",
     "x-prefiller-host-port",
 )
-RANK = ("x-sluice-dp-rank", "x-dynamo-dp-rank", "x-dp-rank")
+RANK = ("x-sluice-dp-rank", "x-dynamo-dp-rank", "x-dp-rank", "x-data-parallel-rank")
 PREFILL_RANK = ("x-sluice-prefill-dp-rank", "x-dynamo-prefill-dp-rank", "x-prefill-dp-rank")
 SUBSET = "x-gateway-destination-endpoint-subset"
 _HEADERS = {name.encode(): name for name in (*WORKER, ENDPOINT, *PREFILL, *RANK, *PREFILL_RANK, SUBSET)}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+MOST_RANKS = 65_536
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,13 @@ def current() -> Directions:
 def add(said: Directions) -> None:
     """The body of the request at hand says something, too; its headers come first."""
     _current.set(_current.get().over(said))
+
+
+def at_rank(rank: int) -> None:
+    """The body of the request at hand names the data-parallel rank of its worker, whoever that is."""
+    said = _current.get()
+    if said.rank is None:
+        _current.set(replace(said, rank=rank))
 
 
 def begin(said: Directions) -> None:

@@ -109,6 +109,11 @@ def test_bodies_nested_deep(http: httpx.Client, field: str) -> None:
     assert "nested" in check(response, 400, None)
 
 
+def test_ranks_are_the_routers_to_choose(http: httpx.Client) -> None:
+    message = check(post(http, messages=USER, data_parallel_rank=0), 400, "data_parallel_rank", "unsupported_parameter")
+    assert "routing direct" in message
+
+
 def test_n_over_the_limit(http: httpx.Client) -> None:
     check(post(http, messages=USER, n=1000), 400, "n")
 

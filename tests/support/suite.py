@@ -25,7 +25,7 @@ READY = re.compile(r"^ready (https?://\S+)")
 class Suite:
     """`sluice up` with the given flags, from `ready` to Ctrl-C."""
 
-    def __init__(self, *flags: str, env: dict[str, str] | None = None, ready_within_s: float = 90) -> None:
+    def __init__(self, *flags: str, env: dict[str, str] | None = None, ready_within_s: float = 240) -> None:
         self._process = subprocess.Popen(
             [str(SLUICE), "up", "--port", "0", "--base-grpc-port", "0", *flags],
             stdout=subprocess.PIPE,

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from services.common import logs, telemetry
+from services.common.errors import invalid
 from services.common.tasks import TaskOwner
 from services.gateway import directions
 from services.gateway.admission import permit as permits
@@ -136,9 +137,20 @@ class OpenAIEndpoints:
                 generations = [await resolve(one, fields, entry, self._pipeline.preprocess) for one in generations]
             if fields.nvext is not None:
                 directions.add(fields.nvext.directions())
+            if fields.data_parallel_rank is not None:
+                self._run_at(fields.data_parallel_rank)
             if self._pipeline.only_asks():
                 return await answer_query(self._pipeline, generations, form)
             return await answer(request, generations, form, fields)
+
+    def _run_at(self, rank: int) -> None:
+        if self._pipeline.config.routing != "direct":
+            raise invalid(
+                "data_parallel_rank is not supported: the router chooses it (routing direct takes it, with a worker).",
+                param="data_parallel_rank",
+                code="unsupported_parameter",
+            )
+        directions.at_rank(rank)
 
     async def _stream(
         self, request: Request, generations: list[GenerationRequest], form: Format, fields: GenerationFields

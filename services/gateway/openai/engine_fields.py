@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from services.gateway.directions import MOST_RANKS
 from services.gateway.openai.fields import (
     MAX_BAD_WORDS,
     MAX_LOGPROBS,
@@ -44,6 +45,7 @@ class EngineFields(GuidedFields):
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
     extra_key: str | None = Field(None, min_length=1, max_length=1024)
     lora_path: str | None = Field(None, min_length=1, max_length=1024)
+    data_parallel_rank: int | None = Field(None, ge=0, lt=MOST_RANKS, description="with routing direct only")
     vllm_xargs: JsonObject = None
     custom_params: JsonObject = None
     request_id: Label | None = None
@@ -64,7 +66,6 @@ class EngineFields(GuidedFields):
     bootstrap_host: Any = refused("the gateway arranges transfers itself")
     bootstrap_port: Any = refused("the gateway arranges transfers itself")
     bootstrap_room: Any = refused("the gateway arranges transfers itself")
-    data_parallel_rank: Any = refused("the router chooses it")
     session_id: Any = refused("send the whole conversation; its prefix is cached")
     session_params: Any = refused("send the whole conversation; its prefix is cached")
     custom_labels: Any = refused("metrics have no labels of clients")

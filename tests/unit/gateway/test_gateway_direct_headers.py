@@ -6,6 +6,7 @@ import pytest
 
 from services.common.errors import SluiceError
 from services.common.packing import pack_u32
+from services.gateway import directions
 from services.gateway.direction_headers import of_headers
 from services.gateway.directions import Directions
 from services.gateway.openai.checking import check
@@ -37,6 +38,14 @@ def test_ranks_and_subsets() -> None:
     for wrong in ("-1", "x", "99999999", "²"):
         with pytest.raises(SluiceError, match="x-dp-rank"):
             of_headers({"x-dp-rank": wrong})
+
+
+def test_a_rank_in_the_body_is_that_of_whichever_worker_is_named() -> None:
+    for headers, rank in (({"x-sluice-worker": "a"}, 3), ({"x-sluice-worker": "a", "x-data-parallel-rank": "1"}, 1)):
+        directions.begin(of_headers(headers))
+        directions.at_rank(3)
+        assert (directions.current().workers, directions.current().rank) == (("a",), rank)
+    directions.begin(directions.NOWHERE)
 
 
 def test_who_is_allowed() -> None:

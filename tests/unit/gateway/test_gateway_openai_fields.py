@@ -147,7 +147,6 @@ def test_every_field_of_a_chat_is_known_by_name(field: str) -> None:
         ("length_penalty", 1.0, 0.8),
         ("stream_reasoning", True, False),
         ("functions", None, []),
-        ("data_parallel_rank", None, 0),
         ("return_hidden_states", False, "last"),
         ("verbosity", "medium", "low"),
         ("kv_transfer_params", None, {}),
