@@ -342,3 +342,24 @@ async def test_a_call_that_the_server_lets_go_of_when_its_time_is_up_was_late() 
         with pytest.raises(SluiceError) as refused:
             await chosen.call(lambda stub: let_go, worker_pb2.GetInfoRequest(), 0.05)
         assert (refused.value.kind, refused.value.code) == (ErrorKind.DEADLINE_EXCEEDED, "stage_timeout")
+
+
+async def test_calls_that_are_lost_are_repeated_within_a_budget_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "RETRY_BURST", 3.0)
+    monkeypatch.setattr(replicas, "RETRIES_PER_CALL", 0.0)
+    made = 0
+
+    async def lost(request: Any, timeout: float, metadata: Any) -> worker_pb2.GetInfoResponse:
+        """What a caller sees of a call whose replica died: nobody knows what was done of it."""
+        nonlocal made
+        made += 1
+        raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata())
+
+    async with suite(2) as (_, chosen):
+        for replica in chosen.serving:
+            replica.breaker.failed = lambda: False  # type: ignore[method-assign]
+        for _ in range(10):
+            with pytest.raises(SluiceError) as refused:
+                await chosen.call(lambda stub: lost, worker_pb2.GetInfoRequest(), DEADLINE_S)
+            assert refused.value.kind is ErrorKind.UNAVAILABLE
+        assert made == 10 + 3

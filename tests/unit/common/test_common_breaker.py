@@ -85,3 +85,18 @@ def test_the_usual_time_has_a_floor() -> None:
     for _ in range(5000):
         usual.saw(0.0001)
     assert usual.seconds == 0.02
+
+
+def test_a_peer_that_hangs_is_left_alone_for_the_longest_pause_until_it_answers() -> None:
+    now = 0.0
+    breaker = Breaker(lambda: now)
+    breaker.trip()
+    assert breaker.tripped
+    assert not breaker.passable
+    now = COOL_DOWN_S[1]
+    assert breaker.passable
+    breaker.try_pass()
+    assert not breaker.passable, "one trial"
+    breaker.succeeded()
+    assert breaker.passable
+    assert not breaker.tripped
