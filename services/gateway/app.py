@@ -19,6 +19,7 @@ from services.gateway.anthropic import models as anthropic_models
 from services.gateway.anthropic.answer_schemas import EitherModel, EitherModelList
 from services.gateway.anthropic.dialect import speaks_anthropic
 from services.gateway.http.errors import error_response, plain_error_response
+from services.gateway.http.straight import Answer, Straight, posts
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.openai.answer_schemas import (
     ChatCompletion,
@@ -91,13 +92,15 @@ def create_app(
         title="Sluice",
         version=__version__,
         description="An OpenAI-compatible gateway to large language models.",
+        telemetry={"tracing": False, "metrics": False, "logs": False},  # services.common.telemetry does that
     )
     bodies = _add_openai(app, openai, tokens, embeddings)
     for add in apis:
         bodies += add(app)
     _add_operations(app, readiness)
-    _add_errors(app)
+    errors = _add_errors(app)
     document(app, bodies)
+    app.add_middleware(Straight, endpoints=posts(app.routes), errors=errors)
     app.add_middleware(CountAnswers, metrics=metrics, paths=frozenset(app.openapi()["paths"]))
     return app
 
@@ -186,7 +189,9 @@ def _add_operations(app: FastAPI, readiness: Readiness) -> None:
         return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)
 
 
-def _add_errors(app: FastAPI) -> None:
+def _add_errors(app: FastAPI) -> dict[type[Exception], Answer]:
+    """What endpoints raise, and how it is answered."""
+
     async def typed(request: Request, error: Exception) -> Response:
         assert isinstance(error, SluiceError)
         return error_response(error)
@@ -204,6 +209,8 @@ def _add_errors(app: FastAPI) -> None:
     async def unexpected(request: Request, error: Exception) -> Response:
         return error_response(internal("Unexpected failure in the gateway; its log has the details."))
 
-    app.add_exception_handler(SluiceError, typed)
-    app.add_exception_handler(HTTPException, of_http)
+    expected: dict[type[Exception], Answer] = {SluiceError: typed, HTTPException: of_http}
+    for kind, answer in expected.items():
+        app.add_exception_handler(kind, answer)
     app.add_exception_handler(Exception, unexpected)
+    return expected
