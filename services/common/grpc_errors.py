@@ -50,6 +50,11 @@ _KIND_OF_STATUS = {
 }
 
 
+def status_of(kind: ErrorKind) -> grpc.StatusCode:
+    """The gRPC status of a kind of error."""
+    return _STATUS.get(kind, grpc.StatusCode.INTERNAL)
+
+
 def to_detail(error: SluiceError) -> common_pb2.ErrorDetail:
     """The wire form of an error."""
     return common_pb2.ErrorDetail(
@@ -112,7 +117,7 @@ async def abort(context: grpc.aio.ServicerContext, error: SluiceError) -> NoRetu
     """Ends an RPC with a typed error."""
     telemetry.failed(error)
     await context.abort(
-        _STATUS.get(error.kind, grpc.StatusCode.INTERNAL),
+        status_of(error.kind),
         error.message,
         ((DETAIL_KEY, to_detail(error).SerializeToString()),),
     )

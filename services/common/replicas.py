@@ -23,6 +23,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.common import telemetry
 from services.common.breaker import Breaker, Budget, UsualTime
+from services.common.call_stream import CallStream
 from services.common.channels import open_channel
 from services.common.errors import ErrorKind, SluiceError, unavailable
 from services.common.grpc_errors import DETAIL_KEY, from_rpc_error, late_answer
@@ -47,10 +48,13 @@ A = TypeVar("A")
 class Replica(Generic[S]):
     """One process of a service: its address, its stub, and whether it takes requests."""
 
-    def __init__(self, address: str, channel: grpc.aio.Channel, stub: S) -> None:
+    def __init__(
+        self, address: str, channel: grpc.aio.Channel, stub: S, shared: CallStream[Any, Any] | None = None
+    ) -> None:
         self.address = address
         self.channel = channel
         self.stub = stub
+        self.shared = shared
         self.serving = False
         self.outstanding = 0
         self.breaker = Breaker()
@@ -65,6 +69,7 @@ class ReplicaSet(Generic[S]):
         make_stub: makes the service's stub on a channel.
         on_change: called after a replica came up or went down.
         token: gives the bearer token that every call shows; None shows none.
+        shared: the RPC of a stub whose calls share a stream, if one is a CallStream.
 
     Attributes:
         on_event: told what was done about trouble: "retry", "hedge", "hedge_won", "circuit_opened", "circuit_refused".
@@ -78,6 +83,7 @@ class ReplicaSet(Generic[S]):
         credentials: grpc.ChannelCredentials | None = None,
         on_change: Callable[[], None] | None = None,
         token: Callable[[], str] | None = None,
+        shared: Callable[[S], CallStream[Any, Any]] | None = None,
     ) -> None:
         self.on_event: Callable[[str], None] = lambda event: None
         self.peer = peer
@@ -85,10 +91,11 @@ class ReplicaSet(Generic[S]):
         self._make_stub = make_stub
         self._credentials = credentials
         self._token = token
+        self._shared = shared
         self._on_change = on_change or (lambda: None)
         self._replicas: dict[str, Replica[S]] = {}
         self._unknown: list[str] = []
-        self._watches: dict[str, asyncio.Task[None]] = {}
+        self._watches: dict[str, list[asyncio.Task[None]]] = {}
         self._tasks = TaskOwner()
         self._retries = Budget(RETRIES_PER_CALL, RETRY_BURST)
         self._hedges = Budget(HEDGES_PER_CALL, HEDGE_BURST)
@@ -276,13 +283,17 @@ class ReplicaSet(Generic[S]):
 
     def _add(self, address: str, name: str) -> None:
         channel = open_channel(address, self._credentials, name, self._token)
-        replica = Replica(address, channel, self._make_stub(channel))
+        stub = self._make_stub(channel)
+        replica = Replica(address, channel, stub, None if self._shared is None else self._shared(stub))
         self._replicas[address] = replica
-        self._watches[address] = self._tasks.spawn(self._watch(replica), f"{self.peer}-watch-{address}")
+        self._watches[address] = [self._tasks.spawn(self._watch(replica), f"{self.peer}-watch-{address}")]
+        if replica.shared is not None:
+            self._watches[address].append(self._tasks.spawn(replica.shared.run(), f"{self.peer}-calls-{address}"))
 
     async def _remove(self, address: str) -> None:
         replica = self._replicas.pop(address)
-        self._watches.pop(address).cancel()
+        for task in self._watches.pop(address):
+            task.cancel()
         self._mark(replica, False)
         await replica.channel.close()
 
@@ -290,6 +301,8 @@ class ReplicaSet(Generic[S]):
         if replica.serving == serving:
             return
         replica.serving = serving
+        if replica.shared is not None:
+            replica.shared.welcome(serving)
         log.info("replica is %s", "up" if serving else "down", extra={"peer": self.peer, "address": replica.address})
         self._on_change()
 

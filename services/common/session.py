@@ -68,9 +68,10 @@ async def serve_session(
     context: grpc.aio.ServicerContext[In, Out],
     writer: BatchWriter[Out],
     on_message: Callable[[In], None],
+    settled: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
     """The server's side: reads until the peer is done or gone, writes what the writer drains. A peer that is done but
-    not gone still gets what is ready.
+    not gone still gets what is ready, or what is ready when `settled` returns.
 
     The caller cleans up its state after this returns or raises, whichever way the session ended.
     """
@@ -81,6 +82,8 @@ async def serve_session(
     try:
         while (message := await context.read()) is not grpc.aio.EOF:
             on_message(message)
+        if settled is not None:
+            await settled()
         writer.close()
         await writing
     except asyncio.CancelledError:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 import grpc
 
 from services.common import telemetry
+from services.common.call_session import CallSession, Metadata
 from services.common.errors import SluiceError, invalid
 from services.common.grpc_errors import answer
 from services.common.hashing import HASH_SCHEME, block_hashes
@@ -57,6 +58,18 @@ class PreprocessService(preprocess_pb2_grpc.PreprocessServicer):
         """See preprocess.proto."""
         return await self._serve("tokenize", self._tokenize, request, context)
 
+    async def Session(  # type: ignore[override]  # reads and writes by context
+        self, calls: AsyncIterator[preprocess_pb2.TokenizeCalls], context: Context
+    ) -> None:
+        """See preprocess.proto."""
+
+        def handle(
+            request: preprocess_pb2.TokenizeRequest, metadata: Metadata
+        ) -> Awaitable[preprocess_pb2.TokenizeResponse]:
+            return self._staged("tokenize", self._tokenize, request, metadata)
+
+        await CallSession(handle, preprocess_pb2.TokenizeAnswer, preprocess_pb2.TokenizeAnswers).serve(context)
+
     async def Render(self, request: preprocess_pb2.RenderRequest, context: Context) -> preprocess_pb2.RenderResponse:
         """See preprocess.proto."""
         return await self._serve("render", self._render, request, context)
@@ -80,16 +93,16 @@ class PreprocessService(preprocess_pb2_grpc.PreprocessServicer):
         return await self._serve("get_fingerprint", self._get_fingerprint, request, context)
 
     async def _serve(self, verb: str, handler: Callable[[Q], Awaitable[A]], request: Q, context: Context) -> A:
-        async def measured(request: Q) -> A:
-            with self._instruments.request(verb):
-                return await handler(request)
+        metadata = context.invocation_metadata() or ()
+        return await answer(context, lambda request: self._staged(verb, handler, request, metadata), request)
 
-        with telemetry.stage(
-            f"preprocess.{verb}",
-            parent=telemetry.carrier_of_metadata(context.invocation_metadata()),
-            model=getattr(request, "model", None),
+    async def _staged(self, verb: str, handler: Callable[[Q], Awaitable[A]], request: Q, metadata: Metadata) -> A:
+        parent = telemetry.carrier_of_metadata(metadata)
+        with (
+            telemetry.stage(f"preprocess.{verb}", parent=parent, model=getattr(request, "model", None)),
+            self._instruments.request(verb),
         ):
-            return await answer(context, measured, request)
+            return await handler(request)
 
     async def _tokenize(self, request: preprocess_pb2.TokenizeRequest) -> preprocess_pb2.TokenizeResponse:
         tokenizer = await self._registry.get(request.model)

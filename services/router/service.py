@@ -12,6 +12,7 @@ import grpc
 from google.protobuf.message import Message
 
 from services.common import logs, telemetry
+from services.common.call_session import CallSession, Metadata
 from services.common.errors import ErrorKind, SluiceError, invalid, unavailable
 from services.common.grpc_errors import abort, answer
 from services.router import messages, query_messages
@@ -65,11 +66,23 @@ class RouterService(router_pb2_grpc.RouterServicer):
     async def RouteQuery(
         self, request: router_pb2.RouteQueryRequest, context: Context
     ) -> router_pb2.RouteQueryResponse:
-        async def handle(request: router_pb2.RouteQueryRequest) -> router_pb2.RouteQueryResponse:
-            logs.request_id.set(request.request_id)
-            return query_messages.answer_of(await self._router.query(query_messages.query_of(request, self._cost)))
+        return await self._unary("query", self._route, request, context)
 
-        return await self._unary("query", handle, request, context)
+    async def Session(  # type: ignore[override]  # reads and writes by context
+        self, calls: AsyncIterator[router_pb2.RouteCalls], context: Context
+    ) -> None:
+        await CallSession(self._route_of_many, router_pb2.RouteAnswer, router_pb2.RouteAnswers).serve(context)
+
+    async def _route_of_many(
+        self, request: router_pb2.RouteQueryRequest, metadata: Metadata
+    ) -> router_pb2.RouteQueryResponse:
+        parent = telemetry.carrier_of_metadata(metadata) if telemetry.tracing() else None
+        with telemetry.stage("router.query", parent=parent):
+            return await self._route(request)
+
+    async def _route(self, request: router_pb2.RouteQueryRequest) -> router_pb2.RouteQueryResponse:
+        logs.request_id.set(request.request_id)
+        return query_messages.answer_of(await self._router.query(query_messages.query_of(request, self._cost)))
 
     async def AddRequest(
         self, request: router_pb2.AddRequestRequest, context: Context

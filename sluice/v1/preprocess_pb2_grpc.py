@@ -39,6 +39,11 @@ class PreprocessStub:
                 request_serializer=sluice_dot_v1_dot_preprocess__pb2.TokenizeRequest.SerializeToString,
                 response_deserializer=sluice_dot_v1_dot_preprocess__pb2.TokenizeResponse.FromString,
                 _registered_method=True)
+        self.Session = channel.stream_stream(
+                '/sluice.v1.Preprocess/Session',
+                request_serializer=sluice_dot_v1_dot_preprocess__pb2.TokenizeCalls.SerializeToString,
+                response_deserializer=sluice_dot_v1_dot_preprocess__pb2.TokenizeAnswers.FromString,
+                _registered_method=True)
         self.Render = channel.unary_unary(
                 '/sluice.v1.Preprocess/Render',
                 request_serializer=sluice_dot_v1_dot_preprocess__pb2.RenderRequest.SerializeToString,
@@ -66,6 +71,14 @@ class PreprocessServicer:
 
     def Tokenize(self, request, context):
         """Turns one request into exactly the token ids the engine itself would have made.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Session(self, request_iterator, context):
+        """Many calls of Tokenize on one stream, for callers with many requests under way: what is ready together travels
+        together. The first message of the server has no answers; it says that the stream is open.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -106,6 +119,11 @@ def add_PreprocessServicer_to_server(servicer, server):
                     servicer.Tokenize,
                     request_deserializer=sluice_dot_v1_dot_preprocess__pb2.TokenizeRequest.FromString,
                     response_serializer=sluice_dot_v1_dot_preprocess__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Session': grpc.stream_stream_rpc_method_handler(
+                    servicer.Session,
+                    request_deserializer=sluice_dot_v1_dot_preprocess__pb2.TokenizeCalls.FromString,
+                    response_serializer=sluice_dot_v1_dot_preprocess__pb2.TokenizeAnswers.SerializeToString,
             ),
             'Render': grpc.unary_unary_rpc_method_handler(
                     servicer.Render,
@@ -155,6 +173,33 @@ class Preprocess:
             '/sluice.v1.Preprocess/Tokenize',
             sluice_dot_v1_dot_preprocess__pb2.TokenizeRequest.SerializeToString,
             sluice_dot_v1_dot_preprocess__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Session(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/sluice.v1.Preprocess/Session',
+            sluice_dot_v1_dot_preprocess__pb2.TokenizeCalls.SerializeToString,
+            sluice_dot_v1_dot_preprocess__pb2.TokenizeAnswers.FromString,
             options,
             channel_credentials,
             insecure,

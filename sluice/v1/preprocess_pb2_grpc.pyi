@@ -33,6 +33,10 @@ class PreprocessStub:
     def __new__(cls, channel: _aio.Channel) -> PreprocessAsyncStub: ...
     Tokenize: _grpc.UnaryUnaryMultiCallable[_preprocess_pb2.TokenizeRequest, _preprocess_pb2.TokenizeResponse]
     """Turns one request into exactly the token ids the engine itself would have made."""
+    Session: _grpc.StreamStreamMultiCallable[_preprocess_pb2.TokenizeCalls, _preprocess_pb2.TokenizeAnswers]
+    """Many calls of Tokenize on one stream, for callers with many requests under way: what is ready together travels
+    together. The first message of the server has no answers; it says that the stream is open.
+    """
     Render: _grpc.UnaryUnaryMultiCallable[_preprocess_pb2.RenderRequest, _preprocess_pb2.RenderResponse]
     """The text that Tokenize would have encoded: the chat template's result."""
     Detokenize: _grpc.UnaryUnaryMultiCallable[_preprocess_pb2.DetokenizeRequest, _preprocess_pb2.DetokenizeResponse]
@@ -47,6 +51,10 @@ class PreprocessAsyncStub(PreprocessStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Tokenize: _aio.UnaryUnaryMultiCallable[_preprocess_pb2.TokenizeRequest, _preprocess_pb2.TokenizeResponse]  # type: ignore[assignment]
     """Turns one request into exactly the token ids the engine itself would have made."""
+    Session: _aio.StreamStreamMultiCallable[_preprocess_pb2.TokenizeCalls, _preprocess_pb2.TokenizeAnswers]  # type: ignore[assignment]
+    """Many calls of Tokenize on one stream, for callers with many requests under way: what is ready together travels
+    together. The first message of the server has no answers; it says that the stream is open.
+    """
     Render: _aio.UnaryUnaryMultiCallable[_preprocess_pb2.RenderRequest, _preprocess_pb2.RenderResponse]  # type: ignore[assignment]
     """The text that Tokenize would have encoded: the chat template's result."""
     Detokenize: _aio.UnaryUnaryMultiCallable[_preprocess_pb2.DetokenizeRequest, _preprocess_pb2.DetokenizeResponse]  # type: ignore[assignment]
@@ -64,6 +72,16 @@ class PreprocessServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_preprocess_pb2.TokenizeResponse, _abc.Awaitable[_preprocess_pb2.TokenizeResponse]]:
         """Turns one request into exactly the token ids the engine itself would have made."""
+
+    @_abc_1.abstractmethod
+    def Session(
+        self,
+        request_iterator: _MaybeAsyncIterator[_preprocess_pb2.TokenizeCalls],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_preprocess_pb2.TokenizeAnswers], _abc.AsyncIterator[_preprocess_pb2.TokenizeAnswers]]:
+        """Many calls of Tokenize on one stream, for callers with many requests under way: what is ready together travels
+        together. The first message of the server has no answers; it says that the stream is open.
+        """
 
     @_abc_1.abstractmethod
     def Render(

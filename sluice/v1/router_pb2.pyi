@@ -457,6 +457,140 @@ class CandidateScore(_message.Message):
 Global___CandidateScore: _TypeAlias = CandidateScore  # noqa: Y015
 
 @_typing.final
+class RouteCalls(_message.Message):
+    """Calls that were ready together."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALLS_FIELD_NUMBER: _builtins.int
+    CANCELS_FIELD_NUMBER: _builtins.int
+    cancels: _builtins.bytes
+    """packed u32; numbers of calls that nobody waits for any more: they get no answer"""
+    @_builtins.property
+    def calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___RouteCall]: ...
+    def __init__(
+        self,
+        *,
+        calls: _abc.Iterable[Global___RouteCall] | None = ...,
+        cancels: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "cancels", b"cancels"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RouteCalls: _TypeAlias = RouteCalls  # noqa: Y015
+
+@_typing.final
+class RouteCall(_message.Message):
+    """One call of RouteQuery on a session."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class MetadataEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    REQUEST_FIELD_NUMBER: _builtins.int
+    METADATA_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """chosen by the caller; no two calls under way on a stream have the same"""
+    @_builtins.property
+    def request(self) -> Global___RouteQueryRequest: ...
+    @_builtins.property
+    def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """what the unary call would have as metadata, such as traceparent"""
+
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        request: Global___RouteQueryRequest | None = ...,
+        metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["metadata", b"metadata", "number", b"number", "request", b"request"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RouteCall: _TypeAlias = RouteCall  # noqa: Y015
+
+@_typing.final
+class RouteAnswers(_message.Message):
+    """Answers that were ready together, in any order."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ANSWERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def answers(self) -> _containers.RepeatedCompositeFieldContainer[Global___RouteAnswer]: ...
+    def __init__(
+        self,
+        *,
+        answers: _abc.Iterable[Global___RouteAnswer] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RouteAnswers: _TypeAlias = RouteAnswers  # noqa: Y015
+
+@_typing.final
+class RouteAnswer(_message.Message):
+    """The answer to one call."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    RESPONSE_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """of the call"""
+    @_builtins.property
+    def response(self) -> Global___RouteQueryResponse:
+        """unset with an error"""
+
+    @_builtins.property
+    def error(self) -> _common_pb2.ErrorDetail:
+        """set when the call failed"""
+
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        response: Global___RouteQueryResponse | None = ...,
+        error: _common_pb2.ErrorDetail | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "response", b"response"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "number", b"number", "response", b"response"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RouteAnswer: _TypeAlias = RouteAnswer  # noqa: Y015
+
+@_typing.final
 class AddRequestRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -39,6 +39,11 @@ class RouterStub:
                 request_serializer=sluice_dot_v1_dot_router__pb2.RouteQueryRequest.SerializeToString,
                 response_deserializer=sluice_dot_v1_dot_router__pb2.RouteQueryResponse.FromString,
                 _registered_method=True)
+        self.Session = channel.stream_stream(
+                '/sluice.v1.Router/Session',
+                request_serializer=sluice_dot_v1_dot_router__pb2.RouteCalls.SerializeToString,
+                response_deserializer=sluice_dot_v1_dot_router__pb2.RouteAnswers.FromString,
+                _registered_method=True)
         self.AddRequest = channel.unary_unary(
                 '/sluice.v1.Router/AddRequest',
                 request_serializer=sluice_dot_v1_dot_router__pb2.AddRequestRequest.SerializeToString,
@@ -102,6 +107,14 @@ class RouterServicer:
     def RouteQuery(self, request, context):
         """Chooses a worker; with SELECT_AND_RESERVE also books the request's load on it, in one atomic step.
         Idempotent by request_id: a retry gets the same reservation.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Session(self, request_iterator, context):
+        """Many calls of RouteQuery on one stream, for callers with many requests under way: what is ready together travels
+        together. The first message of the server has no answers; it says that the stream is open.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -192,6 +205,11 @@ def add_RouterServicer_to_server(servicer, server):
                     request_deserializer=sluice_dot_v1_dot_router__pb2.RouteQueryRequest.FromString,
                     response_serializer=sluice_dot_v1_dot_router__pb2.RouteQueryResponse.SerializeToString,
             ),
+            'Session': grpc.stream_stream_rpc_method_handler(
+                    servicer.Session,
+                    request_deserializer=sluice_dot_v1_dot_router__pb2.RouteCalls.FromString,
+                    response_serializer=sluice_dot_v1_dot_router__pb2.RouteAnswers.SerializeToString,
+            ),
             'AddRequest': grpc.unary_unary_rpc_method_handler(
                     servicer.AddRequest,
                     request_deserializer=sluice_dot_v1_dot_router__pb2.AddRequestRequest.FromString,
@@ -275,6 +293,33 @@ class Router:
             '/sluice.v1.Router/RouteQuery',
             sluice_dot_v1_dot_router__pb2.RouteQueryRequest.SerializeToString,
             sluice_dot_v1_dot_router__pb2.RouteQueryResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Session(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/sluice.v1.Router/Session',
+            sluice_dot_v1_dot_router__pb2.RouteCalls.SerializeToString,
+            sluice_dot_v1_dot_router__pb2.RouteAnswers.FromString,
             options,
             channel_credentials,
             insecure,

@@ -35,6 +35,10 @@ class RouterStub:
     """Chooses a worker; with SELECT_AND_RESERVE also books the request's load on it, in one atomic step.
     Idempotent by request_id: a retry gets the same reservation.
     """
+    Session: _grpc.StreamStreamMultiCallable[_router_pb2.RouteCalls, _router_pb2.RouteAnswers]
+    """Many calls of RouteQuery on one stream, for callers with many requests under way: what is ready together travels
+    together. The first message of the server has no answers; it says that the stream is open.
+    """
     AddRequest: _grpc.UnaryUnaryMultiCallable[_router_pb2.AddRequestRequest, _router_pb2.AddRequestResponse]
     """Books load on a worker the caller chose itself."""
     MarkPrefillComplete: _grpc.UnaryUnaryMultiCallable[_router_pb2.MarkPrefillCompleteRequest, _router_pb2.MarkPrefillCompleteResponse]
@@ -64,6 +68,10 @@ class RouterAsyncStub(RouterStub):
     RouteQuery: _aio.UnaryUnaryMultiCallable[_router_pb2.RouteQueryRequest, _router_pb2.RouteQueryResponse]  # type: ignore[assignment]
     """Chooses a worker; with SELECT_AND_RESERVE also books the request's load on it, in one atomic step.
     Idempotent by request_id: a retry gets the same reservation.
+    """
+    Session: _aio.StreamStreamMultiCallable[_router_pb2.RouteCalls, _router_pb2.RouteAnswers]  # type: ignore[assignment]
+    """Many calls of RouteQuery on one stream, for callers with many requests under way: what is ready together travels
+    together. The first message of the server has no answers; it says that the stream is open.
     """
     AddRequest: _aio.UnaryUnaryMultiCallable[_router_pb2.AddRequestRequest, _router_pb2.AddRequestResponse]  # type: ignore[assignment]
     """Books load on a worker the caller chose itself."""
@@ -97,6 +105,16 @@ class RouterServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_router_pb2.RouteQueryResponse, _abc.Awaitable[_router_pb2.RouteQueryResponse]]:
         """Chooses a worker; with SELECT_AND_RESERVE also books the request's load on it, in one atomic step.
         Idempotent by request_id: a retry gets the same reservation.
+        """
+
+    @_abc_1.abstractmethod
+    def Session(
+        self,
+        request_iterator: _MaybeAsyncIterator[_router_pb2.RouteCalls],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_router_pb2.RouteAnswers], _abc.AsyncIterator[_router_pb2.RouteAnswers]]:
+        """Many calls of RouteQuery on one stream, for callers with many requests under way: what is ready together travels
+        together. The first message of the server has no answers; it says that the stream is open.
         """
 
     @_abc_1.abstractmethod

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import grpc
 
+from services.common.call_stream import CallStream
 from services.common.replicas import ReplicaSet
 from services.common.turnstile import Turnstile
 from services.gateway import deadlines
@@ -37,7 +38,7 @@ class PreprocessClient:
         self, targets: Sequence[str], credentials: grpc.ChannelCredentials | None, tokenize_timeout_s: float
     ) -> None:
         self.replicas: ReplicaSet[preprocess_pb2_grpc.PreprocessAsyncStub] = ReplicaSet(
-            "preprocess", targets, preprocess_pb2_grpc.PreprocessStub, credentials
+            "preprocess", targets, _stub, credentials, shared=lambda stub: cast(Any, stub.Tokenize)
         )
         self._turnstile = Turnstile("preprocess")
         self._timeout_s = tokenize_timeout_s
@@ -115,6 +116,16 @@ class PreprocessClient:
         request = preprocess_pb2.RenderRequest(model=model, chat=_chat_input(prompt))
         answer = await self._call(lambda stub: stub.Render, request, "tokenize")
         return answer.text
+
+
+def _stub(channel: grpc.aio.Channel) -> preprocess_pb2_grpc.PreprocessAsyncStub:
+    """A stub whose calls of Tokenize share a stream."""
+    stub: Any = preprocess_pb2_grpc.PreprocessStub(channel)
+    stub.Tokenize = CallStream(
+        "preprocess", stub.Tokenize, stub.Session, preprocess_pb2.TokenizeCall, preprocess_pb2.TokenizeCalls
+    )
+    typed: preprocess_pb2_grpc.PreprocessAsyncStub = stub
+    return typed
 
 
 def _defaults(options: common_pb2.SamplingOptions) -> Sampling:

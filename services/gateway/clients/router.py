@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import grpc
 
+from services.common.call_stream import CallStream
 from services.common.errors import SluiceError
 from services.common.replicas import ReplicaSet
 from services.common.turnstile import Turnstile
@@ -48,7 +49,7 @@ class RouterClient:
         token: Callable[[], str] | None = None,
     ) -> None:
         self.replicas: ReplicaSet[router_pb2_grpc.RouterAsyncStub] = ReplicaSet(
-            "router", targets, router_pb2_grpc.RouterStub, credentials, token=token
+            "router", targets, _stub, credentials, token=token, shared=lambda stub: cast(Any, stub.RouteQuery)
         )
         self.owner = owner
         self._turnstile = Turnstile("router")
@@ -182,6 +183,14 @@ class RouterClient:
                 self._news.set()
                 return news
         return news[len(batch) :]
+
+
+def _stub(channel: grpc.aio.Channel) -> router_pb2_grpc.RouterAsyncStub:
+    """A stub whose calls of RouteQuery share a stream."""
+    stub: Any = router_pb2_grpc.RouterStub(channel)
+    stub.RouteQuery = CallStream("router", stub.RouteQuery, stub.Session, router_pb2.RouteCall, router_pb2.RouteCalls)
+    typed: router_pb2_grpc.RouterAsyncStub = stub
+    return typed
 
 
 def _score(score: router_pb2.CandidateScore) -> Score:

@@ -74,6 +74,10 @@ __all__ = (
     "RequestOutcome",
     "RequestProgress",
     "ResyncRequest",
+    "RouteAnswer",
+    "RouteAnswers",
+    "RouteCall",
+    "RouteCalls",
     "RouteQueryRequest",
     "RouteQueryRequestMode",
     "RouteQueryResponse",
@@ -2145,6 +2149,98 @@ class ResyncRequest(betterproto2.Message):
 
 
 default_message_pool.register_message("sluice.v1", "ResyncRequest", ResyncRequest)
+
+
+@dataclass(eq=False, repr=False)
+class RouteAnswer(betterproto2.Message):
+    """
+    The answer to one call.
+    """
+
+    number: "int" = betterproto2.field(1, betterproto2.TYPE_UINT32)
+    """
+    of the call
+    """
+
+    response: "RouteQueryResponse | None" = betterproto2.field(
+        2, betterproto2.TYPE_MESSAGE, optional=True
+    )
+    """
+    unset with an error
+    """
+
+    error: "ErrorDetail | None" = betterproto2.field(
+        3, betterproto2.TYPE_MESSAGE, optional=True
+    )
+    """
+    set when the call failed
+    """
+
+
+default_message_pool.register_message("sluice.v1", "RouteAnswer", RouteAnswer)
+
+
+@dataclass(eq=False, repr=False)
+class RouteAnswers(betterproto2.Message):
+    """
+    Answers that were ready together, in any order.
+    """
+
+    answers: "list[RouteAnswer]" = betterproto2.field(
+        1, betterproto2.TYPE_MESSAGE, repeated=True
+    )
+
+
+default_message_pool.register_message("sluice.v1", "RouteAnswers", RouteAnswers)
+
+
+@dataclass(eq=False, repr=False)
+class RouteCall(betterproto2.Message):
+    """
+    One call of RouteQuery on a session.
+    """
+
+    number: "int" = betterproto2.field(1, betterproto2.TYPE_UINT32)
+    """
+    chosen by the caller; no two calls under way on a stream have the same
+    """
+
+    request: "RouteQueryRequest | None" = betterproto2.field(
+        2, betterproto2.TYPE_MESSAGE, optional=True
+    )
+
+    metadata: "dict[str, str]" = betterproto2.field(
+        3,
+        betterproto2.TYPE_MAP,
+        map_meta=betterproto2.map_meta(
+            betterproto2.TYPE_STRING, betterproto2.TYPE_STRING
+        ),
+    )
+    """
+    what the unary call would have as metadata, such as traceparent
+    """
+
+
+default_message_pool.register_message("sluice.v1", "RouteCall", RouteCall)
+
+
+@dataclass(eq=False, repr=False)
+class RouteCalls(betterproto2.Message):
+    """
+    Calls that were ready together.
+    """
+
+    calls: "list[RouteCall]" = betterproto2.field(
+        1, betterproto2.TYPE_MESSAGE, repeated=True
+    )
+
+    cancels: "bytes" = betterproto2.field(2, betterproto2.TYPE_BYTES)
+    """
+    packed u32; numbers of calls that nobody waits for any more: they get no answer
+    """
+
+
+default_message_pool.register_message("sluice.v1", "RouteCalls", RouteCalls)
 
 
 @dataclass(eq=False, repr=False)
