@@ -11,6 +11,9 @@ from tests.support.chat_load import ChatLoad
 from tests.support.compose_suite import REQUESTS, SERVICES, Suite
 
 CHATS = 200
+EVEN = 0.6
+"""Least share of a replica, of what would be the same for all. Replicas are chosen by what is under way there, ties at
+random: of 200 chats each of two gets 100, give or take 20, and fewer where the machine lets it wait."""
 
 pytestmark = pytest.mark.compose
 
@@ -39,9 +42,10 @@ async def test_every_service_scales_up_and_the_load_spreads_over_all_replicas(su
         name: [after[name][container] - before[name][container] for container in after[name]] for name in REQUESTS
     }
     assert {name: len(counts) for name, counts in shares.items()} == scale
+    print(f"requests of each replica: {shares}")
     for name, counts in shares.items():
         assert sum(counts) >= CHATS, f"{name} counted {counts}"
-        assert min(counts) >= sum(counts) / len(counts) / 3, f"{name} counted {counts}: the load did not spread"
+        assert min(counts) >= EVEN * sum(counts) / len(counts), f"{name} counted {counts}: the load did not spread"
 
 
 @pytest.mark.parametrize("service", SERVICES)

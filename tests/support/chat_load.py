@@ -10,7 +10,8 @@ from typing import Self
 
 import httpx
 
-PAUSE_S = 0.02
+PAUSE_S = 0.1
+"""Between two chats of a client: a load that is steady, and leaves the machine room to start containers."""
 
 
 class ChatLoad:
