@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import signal
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import grpc
@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from sluice.v1 import router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
+from tests.support.chat_answers import Answer, streamed, whole
 from tests.support.loose_suite import LooseSuite
 from tests.support.tiny_models import build_tiny_model
 
@@ -41,80 +42,25 @@ def body(number: int) -> dict[str, Any]:
     return {"model": "tiny", "messages": [{"role": "user", "content": said}], "seed": number, **more}
 
 
-class Answer:
-    """What a client can tell apart, whether it streamed or not."""
-
-    def __init__(self) -> None:
-        self.text = ""
-        self.reasoning = ""
-        self.calls: dict[int, list[str]] = {}
-        self.finish_reason = ""
-        self.tokens = 0
-        self.choice: dict[str, Any] = {}
-
-    def take(self, delta: dict[str, Any]) -> None:
-        self.text += delta.get("content") or ""
-        self.reasoning += delta.get("reasoning_content") or ""
-        for index, call in enumerate(delta.get("tool_calls") or ()):
-            kept = self.calls.setdefault(call.get("index", index), ["", ""])
-            kept[0] += call["function"].get("name") or ""
-            kept[1] += call["function"].get("arguments") or ""
-
-    @property
-    def same(self) -> tuple[object, ...]:
-        return self.text, self.reasoning, self.calls, self.finish_reason, self.tokens
-
-
-async def whole(client: httpx.AsyncClient, number: int) -> Answer:
-    response = await client.post("/v1/chat/completions", json=body(number))
-    assert response.status_code == 200, response.text
-    answer, said = Answer(), response.json()
-    answer.choice = said["choices"][0]
-    answer.take(answer.choice["message"])
-    answer.finish_reason = answer.choice["finish_reason"]
-    answer.tokens = said["usage"]["completion_tokens"]
-    return answer
-
-
-async def streamed(client: httpx.AsyncClient, number: int, begun: list[int]) -> Answer:
-    answer = Answer()
-    asked = {**body(number), "stream": True, "stream_options": {"include_usage": True}}
-    async with client.stream("POST", "/v1/chat/completions", json=asked) as response:
-        assert response.status_code == 200, await response.aread()
-        async for line in response.aiter_lines():
-            if not line.startswith("data: {"):
-                continue
-            event = json.loads(line.removeprefix("data: "))
-            assert "error" not in event, event
-            for choice in event["choices"]:
-                answer.take(choice["delta"])
-                if choice["finish_reason"]:
-                    answer.choice = choice
-                    answer.finish_reason = choice["finish_reason"]
-            if event.get("usage"):
-                answer.tokens = event["usage"]["completion_tokens"]
-            if number not in begun and answer.text + answer.reasoning:
-                begun.append(number)
-    return answer
-
-
-async def disturbed(suite: LooseSuite, numbers: range, victim: str) -> list[Answer]:
-    """The streams' answers, while a process is killed as soon as half of them have begun."""
-    begun: list[int] = []
+async def disturbed(
+    suite: LooseSuite, numbers: range, victim: str, how: signal.Signals = signal.SIGKILL
+) -> list[Answer]:
+    """The streams' answers, while a process is signalled as soon as half of them have begun."""
+    begun: set[int] = set()
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=suite.url, timeout=WAIT_S, limits=limits) as client:
-        asked = [asyncio.create_task(streamed(client, number, begun)) for number in numbers]
+        asked = [asyncio.create_task(streamed(client, body(number), partial(begun.add, number))) for number in numbers]
         async with asyncio.timeout(WAIT_S):
             while len(begun) < len(numbers) // 2:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
-        suite.end(victim, signal.SIGKILL)
+        suite.end(victim, how)
         return await asyncio.gather(*asked)
 
 
 async def undisturbed(suite: LooseSuite, numbers: range) -> list[Answer]:
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=suite.url, timeout=WAIT_S, limits=limits) as client:
-        return await asyncio.gather(*(whole(client, number) for number in numbers))
+        return await asyncio.gather(*(whole(client, body(number)) for number in numbers))
 
 
 async def test_a_killed_postprocess_replica_under_200_streams(suite: LooseSuite) -> None:
@@ -128,6 +74,31 @@ async def test_a_killed_postprocess_replica_under_200_streams(suite: LooseSuite)
     suite.start("postprocess-0")
     await asyncio.to_thread(suite.wait_ready, 2)
     await nothing_is_left(suite)
+
+
+async def test_a_drained_postprocess_replica_hands_its_streams_over(suite: LooseSuite) -> None:
+    numbers = range(2000, 2000 + STREAMS)
+    told = await undisturbed(suite, numbers)
+    before = await moves(suite)
+    heard = await disturbed(suite, numbers, "postprocess-0", signal.SIGTERM)
+    assert [answer.same for answer in heard] == [answer.same for answer in told]
+    assert not any(answer.choice.get("degraded") for answer in heard), "nobody notices"
+    after = await moves(suite)
+    assert after["drained"] > before["drained"], "nothing outlasted the notice"
+    assert after["lost"] == before["lost"], "nothing was cut"
+    suite.start("postprocess-0")
+    await asyncio.to_thread(suite.wait_ready, 2)
+    await nothing_is_left(suite)
+
+
+async def moves(suite: LooseSuite) -> dict[str, float]:
+    """Streams taken up by another postprocess replica so far, by cause."""
+    async with httpx.AsyncClient(base_url=suite.url) as client:
+        metrics = (await client.get("/metrics")).text
+    line = r'^sluice_gateway_text_moves_total\{[^}]*cause="(\w+)"[^}]*\} (\S+)$'
+    return {"drained": 0.0, "lost": 0.0} | {
+        cause: float(count) for cause, count in re.findall(line, metrics, re.MULTILINE)
+    }
 
 
 async def test_a_killed_worker_under_load(suite: LooseSuite) -> None:
