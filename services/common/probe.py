@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import argparse
 import os
-import ssl
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from services.common.errors import SluiceError
 
 if TYPE_CHECKING:
+    import ssl
+
     import grpc
 
 TIMEOUT_S = 3.0
@@ -53,6 +52,10 @@ def probe_http(url: str, service: str = "") -> str:
     Args:
         service: whose HTTPS variables apply to an https:// address; empty: what the machine trusts.
     """
+    # Here, because every probe of a gRPC service would pay for it, and a suite is probed every second.
+    import urllib.error
+    import urllib.request
+
     # A proxy of the environment is for the world outside, never for the container's own port.
     handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
     try:
@@ -72,6 +75,8 @@ def _https_context(service: str) -> ssl.SSLContext | None:
     certificate = os.environ.get(f"SLUICE_{service.upper()}_HTTPS_CERT", "")
     if not certificate:
         return None
+    import ssl
+
     context = ssl.create_default_context(cafile=certificate)
     context.check_hostname = False
     context.verify_flags |= ssl.VerifyFlags.VERIFY_X509_PARTIAL_CHAIN
