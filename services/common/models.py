@@ -6,6 +6,7 @@ import hashlib
 import importlib.resources
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,13 @@ def resolve(source: str) -> Path:
         return path.resolve()
     if source.startswith((".", "/", "~")):
         raise SluiceError(ErrorKind.NOT_FOUND, f"Model folder {source} does not exist.", param="model")
-    return _download(source)
+    return download(source, allow_patterns=TOKENIZER_FILES)
+
+
+def is_hub_id(source: str) -> bool:
+    """Whether a source is neither bundled nor a path, so that only the hub can have it."""
+    local = source.startswith((BUNDLED, ".", "/", "~")) or Path(source).exists()
+    return not local
 
 
 def _bundled(name: str) -> Path:
@@ -107,11 +114,23 @@ def _bundled(name: str) -> Path:
     )
 
 
-def _download(hub_id: str) -> Path:
+def download(
+    hub_id: str,
+    allow_patterns: Sequence[str] | None = None,
+    ignore_patterns: Sequence[str] | None = None,
+    tqdm_class: type[Any] | None = None,
+) -> Path:
+    """The local folder of a hub id's files, fetched where they are missing.
+
+    Raises:
+        SluiceError: NOT_FOUND when the hub does not have it or cannot be reached.
+    """
     from huggingface_hub import snapshot_download
 
+    allowed = None if allow_patterns is None else list(allow_patterns)
+    ignored = None if ignore_patterns is None else list(ignore_patterns)
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=list(TOKENIZER_FILES)))
+        return Path(snapshot_download(hub_id, allow_patterns=allowed, ignore_patterns=ignored, tqdm_class=tqdm_class))
     except Exception as error:  # the hub's client raises many unrelated types
         raise SluiceError(
             ErrorKind.NOT_FOUND,

@@ -1,16 +1,19 @@
-"""The Prometheus endpoint of a process. A port that is taken costs the metrics, never the service."""
+"""The Prometheus endpoint of a process, and its `/health`. A port that is taken costs both, never the service."""
 
 from __future__ import annotations
 
+import json
 import logging
 import ssl
 import threading
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import start_http_server
+from prometheus_client import make_wsgi_app
 
 from services.common.errors import ErrorKind, SluiceError
-from services.common.scraping_tls import start_tls_server
+from services.common.scraping_tls import start_server
 
 log = logging.getLogger(__name__)
 
@@ -18,8 +21,21 @@ AGAIN_S = 5.0
 HIGHEST_PORT = 65535
 
 
+Health = Callable[[], Mapping[str, object]]
+"""Says how a process is doing, as JSON can; `status` is "ok" when it serves. Called from the endpoint's thread."""
+
+
+def serves() -> Mapping[str, object]:
+    """Nothing more to say."""
+    return {"status": "ok"}
+
+
+health: Health = serves
+"""Of this process; a service that has more to say replaces it."""
+
+
 class ScrapeEndpoint:
-    """Serves prometheus_client's default registry at every path.
+    """Serves prometheus_client's default registry at every path but `/health`, which says how the process is doing.
 
     Args:
         listen: host:port; port 0 takes a free one, which the log says.
@@ -64,10 +80,7 @@ class ScrapeEndpoint:
     def _listened(self) -> str:
         """Empty when it listens now, else why not."""
         try:
-            if self._tls is not None:
-                self._server = start_tls_server(self._host, self._port, self._tls)
-            else:
-                self._server, _ = start_http_server(self._port, addr=self._host)
+            self._server = start_server(self._host, self._port, _app(make_wsgi_app()), self._tls)
         except OSError as error:
             return error.strerror or str(error)
         host = f"[{self._host}]" if ":" in self._host else self._host
@@ -88,3 +101,19 @@ class ScrapeEndpoint:
         if server is not None:
             server.shutdown()
             server.server_close()
+
+
+def _app(metrics: Any) -> Any:
+    """The WSGI application: `/health` with 200 or, while the process does not serve, 503; metrics everywhere else."""
+
+    def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        if environ.get("PATH_INFO") != "/health":
+            answered: Iterable[bytes] = metrics(environ, start_response)
+            return answered
+        said = health()
+        body = json.dumps(said).encode()
+        status = "200 OK" if said.get("status") == "ok" else "503 Service Unavailable"
+        start_response(status, [("Content-Type", "application/json"), ("Content-Length", str(len(body)))])
+        return [body]
+
+    return answer

@@ -1,4 +1,4 @@
-"""Prometheus' endpoint over TLS, with certificates that may rotate."""
+"""The HTTP server of the scrape endpoint, plain or over TLS with certificates that may rotate."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import threading
 from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
-
-from prometheus_client import make_wsgi_app
 
 log = logging.getLogger(__name__)
 
@@ -25,12 +23,14 @@ class _Silent(WSGIRequestHandler):
 
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
-    context: ssl.SSLContext
+    context: ssl.SSLContext | None = None
 
     def get_request(self) -> tuple[Any, Any]:
         """A connection whose handshake happens in its own thread, so that nobody holds up the others."""
         connection, address = super().get_request()
         connection.settimeout(PATIENCE_S)
+        if self.context is None:
+            return connection, address
         return self.context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False), address
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -42,9 +42,13 @@ class _ServerV6(_Server):
     address_family = socket.AF_INET6
 
 
-def start_tls_server(host: str, port: int, context: ssl.SSLContext) -> WSGIServer:
-    """Serves prometheus_client's default registry from a thread of its own; OSError when it cannot listen."""
-    server: _Server = make_server(host, port, make_wsgi_app(), _ServerV6 if ":" in host else _Server, _Silent)
+def start_server(host: str, port: int, app: Any, context: ssl.SSLContext | None = None) -> WSGIServer:
+    """Serves a WSGI application from a thread of its own; OSError when it cannot listen.
+
+    Args:
+        context: None for plain HTTP.
+    """
+    server: _Server = make_server(host, port, app, _ServerV6 if ":" in host else _Server, _Silent)
     server.context = context
-    threading.Thread(target=server.serve_forever, name="metrics-tls", daemon=True).start()
+    threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
     return server

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 
+from services.common import scraping
 from services.common.access import shown_token
 from services.common.replicas import ReplicaSet
 from services.common.runner import Stop
@@ -51,6 +52,7 @@ class WorkerHost:
             strict=settings.strict_streams,
             processing=settings.processing_options,
         )
+        scraping.health = self.health
         self.worker.on_serving = self._serving_changed
         self.worker.on_card = self._card_changed
         self.service = WorkerService(self.worker, Controls(self.worker, self._resync))
@@ -80,6 +82,13 @@ class WorkerHost:
         if settings.canary_s:
             canary = Canary(self.worker, settings.canary_s, settings.canary_timeout_s, settings.canary_failures)
             self._tasks.spawn(canary.run(), "canary")
+
+    def health(self) -> dict[str, object]:
+        """What `/health` beside the metrics says: whether it serves and, while it does not, what keeps it."""
+        worker, phases = self.worker, self.worker.phases
+        status = "draining" if worker.draining else "ok" if not phases.name else "waiting"
+        said: dict[str, object] = {"status": status, "worker_id": worker.worker_id, "phase": phases.name}
+        return said | {"phase_share": phases.share, "phase_seconds": round(phases.seconds, 1)}
 
     async def _register(self) -> None:
         settings = self._settings

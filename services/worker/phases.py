@@ -45,6 +45,11 @@ class Phases:
             self._said_s = now
             log.info("%s", name, extra={} if self.share is None else {"percent": round(100 * self.share)})
 
+    @property
+    def seconds(self) -> float:
+        """How long the phase has lasted."""
+        return time.monotonic() - self._since_s
+
     def leave(self) -> None:
         """It serves."""
         self.name, self.share = "", None

@@ -12,10 +12,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from services.common.channels import open_channel
 from sluice.cli.plan import Process, join
 from sluice.cli.secured import probe_context, probe_credentials
+from sluice.v1 import worker_pb2, worker_pb2_grpc
 
 ASK_EVERY_S = 0.1
 ANSWER_WITHIN_S = 2.0
 STARTING = "starting"
+NOT_READY = "not ready yet"
 
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _MOST_BYTES = 64 << 10
@@ -62,8 +64,20 @@ class Probe:
             answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=ANSWER_WITHIN_S)
         except grpc.aio.AioRpcError as error:
             return STARTING if error.code() is grpc.StatusCode.UNAVAILABLE else f"health says {error.code().name}"
-        serving = answer.status == health_pb2.HealthCheckResponse.SERVING
-        return "" if serving else "not ready yet"
+        if answer.status == health_pb2.HealthCheckResponse.SERVING:
+            return ""
+        return await self._phase(channel) if self._process.kind == "worker" else NOT_READY
+
+    async def _phase(self, channel: grpc.aio.Channel) -> str:
+        """What a worker that does not serve is doing."""
+        try:
+            info = await worker_pb2_grpc.WorkerStub(channel).GetInfo(
+                worker_pb2.GetInfoRequest(), timeout=ANSWER_WITHIN_S
+            )
+        except grpc.aio.AioRpcError:
+            return NOT_READY
+        share = f" ({info.phase_share:.0%})" if info.HasField("phase_share") else ""
+        return f"{info.phase}{share}" if info.phase else NOT_READY
 
     async def _ask_http(self) -> str:
         try:

@@ -11,6 +11,7 @@ from typing import Self
 from services.common.errors import ErrorKind, SluiceError, invalid
 from services.worker.cache_events import KvEventSource
 from services.worker.delta_stream import DeltaStream
+from services.worker.downloading import download
 from services.worker.engine import Embedded, EngineConfig, GenerateContext, LLMEngine, Load, Sink
 from services.worker.engines.mock.blocks import BlockPool
 from services.worker.engines.mock.claims import ACCEPTED, CAPABILITIES, capabilities_of
@@ -63,6 +64,7 @@ class MockEngine(LLMEngine):
 
     async def start(self, worker_id: str) -> EngineConfig:
         settings = self._settings
+        await download(settings.spec.source, self.on_phase, weights=False)
         self.on_phase("loading the tokenizer", None)
         self._loaded = loaded = await asyncio.to_thread(load, settings)
         self._vocab_size = loaded.vocabulary.size

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from services.common import models
 from services.common.errors import ErrorKind, SluiceError, invalid
 from services.common.tasks import TaskOwner
+from services.worker.downloading import download
 from services.worker.engine import EngineConfig, Load
 from services.worker.engines import last_words
 from services.worker.engines.sglang import card
@@ -86,6 +87,7 @@ class Hosted:
         self._loop = asyncio.get_running_loop()
         on_phase("importing sglang", None)
         self.sglang = await self._in_thread(_import)
+        await download(self._settings.spec.source, on_phase)
         on_phase("reading the model's configuration", None)
         arguments = await self._in_thread(self._arguments)
         self.events = await self._in_thread(EventFeeds, max(int(arguments.dp_size or 1), 1))

@@ -14,6 +14,7 @@ from services.common.hashing import seed_for
 from services.worker.cache_events import KvEventSource
 from services.worker.capabilities import SAMPLING, Capability
 from services.worker.delta_stream import DeltaStream
+from services.worker.downloading import download
 from services.worker.engine import Embedded, EngineConfig, GenerateContext, LLMEngine, Load, Sink
 from services.worker.engines.transformers import guidance, options
 from services.worker.engines.transformers.live import Live
@@ -78,6 +79,7 @@ class TransformersEngine(LLMEngine):
 
     async def start(self, worker_id: str) -> EngineConfig:
         loop = asyncio.get_running_loop()
+        await download(self._settings.spec.source, self.on_phase)
 
         def tell(what: Callable[..., None], *arguments: Any) -> None:
             with suppress(RuntimeError):  # the loop is closed: the process is about to end

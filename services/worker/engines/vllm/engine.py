@@ -15,6 +15,7 @@ from services.common.errors import ErrorKind, SluiceError, invalid
 from services.worker.cache_events import KvEventSource
 from services.worker.capabilities import Capability
 from services.worker.delta_stream import DeltaStream
+from services.worker.downloading import download
 from services.worker.engine import Embedded, EngineConfig, GenerateContext, LLMEngine, Load, Sink
 from services.worker.engines.vllm import card, library, options
 from services.worker.engines.vllm.adapters import Adapters
@@ -61,6 +62,7 @@ class VllmEngine(LLMEngine):
         settings = self._settings
         self.on_phase("importing vLLM", None)
         version = await asyncio.to_thread(library.prepare, settings.log_level)
+        await download(settings.spec.source, self.on_phase)
         self.on_phase("reading the model's files", None)
         path = await asyncio.to_thread(models.resolve, settings.spec.source)
         arguments = await asyncio.to_thread(self._arguments, path)
