@@ -11,6 +11,7 @@ from typing import Literal
 
 from services.common import models
 from services.common.errors import SluiceError
+from services.common.redis import target
 from services.worker.engines import engine_names
 from sluice.cli import secured
 from sluice.cli.pipeline import PipelineFlags, router_arguments, worker_arguments
@@ -25,7 +26,6 @@ _MORE_PREPROCESS_AT = 1000
 _MORE_POSTPROCESS_AT = 2000
 _MOST = {"workers": 990, "routers": len(_ROUTERS_AT), "preprocess": 1000, "postprocess": 1000, "gateways": 64}
 _SHARED_BY_GATEWAYS = ("SLUICE_GATEWAY_LIMITS_REDIS_URL", "SLUICE_GATEWAY_RESPONSES_REDIS_URL")
-_REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
 
 
 class BadFlag(Exception):
@@ -113,8 +113,11 @@ def check(options: Options) -> models.ModelSpec:
         raise BadFlag(str(error)) from error
     if options.routers > 1 and not options.redis:
         raise BadFlag("--routers above 1 needs --redis, where they share their state.")
-    if options.redis and not options.redis.startswith(_REDIS_SCHEMES):
-        raise BadFlag(f"--redis must start with {', '.join(_REDIS_SCHEMES)}.")
+    if options.redis:
+        try:
+            target.parse(options.redis, setting="--redis")
+        except SluiceError as error:
+            raise BadFlag(error.message) from error
     if not 0 <= options.port <= 65535:
         raise BadFlag("--port must be between 0 and 65535.")
     highest = max(_offsets(options).values())

@@ -221,3 +221,9 @@ def test_no_port_is_used_twice(base: int, workers: int, routers: int, preprocess
 def test_a_gateway_port_inside_the_suites_own_range_is_refused() -> None:
     with pytest.raises(BadFlag, match="50052"):
         check(Options(port=50052))
+
+
+def test_redis_may_be_wherever_routers_find_it_and_nowhere_else() -> None:
+    assert plan(Options(redis="rediss+sentinel://a:1,b:2/mine/0"), no_free_port)
+    with pytest.raises(BadFlag, match=r"--redis is no Redis URL: its scheme is 'http'"):
+        plan(Options(redis="http://h"), no_free_port)
