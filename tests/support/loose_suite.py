@@ -92,6 +92,10 @@ class LooseSuite:
         """Signals one process and does not wait."""
         self._processes[name].send_signal(how)
 
+    def ended(self, name: str) -> int:
+        """Waits for the end of a process that was told to; its exit code."""
+        return self._processes[name].wait(READY_S)
+
     def wait_ready(self, workers: int) -> None:
         """Waits until the gateway has everything and is connected to so many workers."""
         deadline = time.monotonic() + READY_S
