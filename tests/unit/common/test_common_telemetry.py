@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextvars import copy_context
 
 import pytest
@@ -150,3 +151,25 @@ def test_a_header_that_is_none_starts_a_trace(spans: InMemorySpanExporter, heade
         assert span is not None
     (ended,) = spans.get_finished_spans()
     assert ended.parent is None
+
+
+@pytest.mark.parametrize(
+    "header", [f"00-{'0' * 32}-{'b' * 16}-00", f"00-{'g' * 32}-{'b' * 16}-00", f"00-{'a' * 49}-00"]
+)
+def test_a_caller_who_says_nothing_of_use_begins_no_trace(spans: InMemorySpanExporter, header: str) -> None:
+    assert len(header) == telemetry.TRACEPARENT_LENGTH
+    with telemetry.stage("router.query", parent={"traceparent": header}) as span:
+        assert span is not None
+    (ended,) = spans.get_finished_spans()
+    assert ended.parent is None
+
+
+def test_a_failed_stage_says_what_failed_and_a_cancelled_one_does_not(spans: InMemorySpanExporter) -> None:
+    with pytest.raises(ValueError, match="odd"), telemetry.stage("failed"):
+        raise ValueError("odd")
+    with pytest.raises(asyncio.CancelledError), telemetry.stage("left"):
+        raise asyncio.CancelledError
+    failed, left = spans.get_finished_spans()
+    assert failed.status.description == "ValueError: odd"
+    assert [event.name for event in failed.events] == ["exception"]
+    assert left.status.status_code is StatusCode.UNSET
