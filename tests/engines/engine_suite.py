@@ -7,6 +7,7 @@ environment with `running`, and calls the cases below; each talks gRPC and nothi
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -619,8 +620,10 @@ async def _end(process: asyncio.subprocess.Process) -> None:
     """Ends a worker and what it started, by pid."""
     if process.returncode is not None:
         return
-    children = psutil.Process(process.pid).children(recursive=True)
-    process.terminate()
+    children: list[psutil.Process] = []
+    with contextlib.suppress(psutil.NoSuchProcess):  # it ends by itself just now
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.terminate()
     try:
         async with asyncio.timeout(20):
             await process.wait()
