@@ -28,7 +28,8 @@ async def examine(running: Running, redis_url: str) -> Sequence[Finding]:
         try:
             state = await running.state()
         except NotReached as error:
-            findings.append(warn("live view", str(error), "Start the gateway with --ui to have all of it checked."))
+            advice = "Start the gateway with --ui, and give --api-key if it wants one, to have all of it checked."
+            findings.append(warn("live view", str(error), advice))
     servers: list[Server] = []
     if state is not None:
         found, servers = _services(state)
