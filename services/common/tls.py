@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,9 +12,12 @@ import grpc
 
 from services.common.errors import ErrorKind, SluiceError
 from services.common.peers import PeerCredentials
+from services.common.tls_refusal import refusal
 from services.common.tokens import first_token
 from services.common.trust import HttpsSettings, PeerTokenSettings, TlsSettings
 from services.common.watched import WatchedFiles
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,8 @@ class Identity:
                 "its unencrypted key in PEM form.",
                 self.names.certificate,
             ) from error
+        if why := refusal(context, self.certificate):
+            log.warning("%s %s will be refused by everybody: %s", self.names.certificate, self.certificate, why)
         if self.authorities is not None:
             _trust(context, self.authorities, self.names.authorities)
         if require_client_cert:
