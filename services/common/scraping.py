@@ -25,13 +25,17 @@ Health = Callable[[], Mapping[str, object]]
 """Says how a process is doing, as JSON can; `status` is "ok" when it serves. Called from the endpoint's thread."""
 
 
-def serves() -> Mapping[str, object]:
-    """Nothing more to say."""
-    return {"status": "ok"}
+serving = False
+"""Whether requests are welcome, as the gRPC server's health says."""
 
 
-health: Health = serves
-"""Of this process; a service that has more to say replaces it."""
+def health_of_server() -> Mapping[str, object]:
+    """Nothing more to say than the server's health."""
+    return {"status": "ok" if serving else "waiting"}
+
+
+health: Health = health_of_server
+"""Of this process; a service that has more to say, or no gRPC server, replaces it."""
 
 
 class ScrapeEndpoint:

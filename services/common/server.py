@@ -10,6 +10,7 @@ from google.protobuf.descriptor import FileDescriptor
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from services.common import scraping
 from services.common.access import access_interceptors
 from services.common.channels import KEEPALIVE_TIMEOUT_MS
 from services.common.errors import ErrorKind, SluiceError
@@ -82,6 +83,7 @@ class GrpcServer:
 
     async def set_serving(self, serving: bool) -> None:
         """Says in health whether requests are welcome."""
+        scraping.serving = serving
         for name in ("", *self._services):
             self._health.set(name, serving)
 

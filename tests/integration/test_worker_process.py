@@ -11,12 +11,14 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc
+import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.common.channels import open_channel
 from services.worker.engines.mock.faults import CRASH_CODE
 from sluice.v1 import worker_pb2_grpc
+from tests.support.loose_suite import free_port
 from tests.support.tiny_models import build_tiny_model
 from tests.support.workers import Caller, generation
 
@@ -169,3 +171,36 @@ async def test_sluice_worker_is_the_same_process(folder: Path) -> None:
     code, _, errors = await output(child)
     assert code == 1
     assert "no options of its own" in errors
+
+
+async def test_its_endpoint_says_how_it_is_and_has_the_engines_metrics(folder: Path) -> None:
+    metrics = f"http://127.0.0.1:{free_port()}"
+    flags = ("--listen", "127.0.0.1:0", "--model", f"tiny={folder}", "--speedup", "100", "--worker-id", "seen")
+    async with (
+        process(*flags, "--metrics-listen", metrics.removeprefix("http://")) as child,
+        httpx.AsyncClient() as web,
+    ):
+        said = []
+        async with asyncio.timeout(DEADLINE_S):
+            while not said or said[-1]["status"] != "ok":
+                try:
+                    answer = await web.get(f"{metrics}/health")
+                except httpx.TransportError:
+                    await asyncio.sleep(0.005)
+                    continue
+                said.append(answer.json())
+                assert answer.status_code == (200 if said[-1]["status"] == "ok" else 503)
+        assert said[-1]["worker_id"] == "seen"
+        assert said[-1]["phase"] == ""
+        assert {"starting the engine", "loading the tokenizer"} & {one.get("phase") for one in said}, said
+        line = await line_with(child, "gRPC server listens")
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{line.split('address=127.0.0.1:')[1].split()[0]}") as channel:
+            caller = Caller(worker_pb2_grpc.WorkerStub(channel))
+            await caller.send({1: generation("a", max_tokens=30, ignore_eos=True)})
+            await caller.ended(1)
+            await caller.close()
+        text = (await web.get(f"{metrics}/metrics")).text
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if line and not line.startswith("#"))
+    assert float(values["mock_engine_output_tokens_total"]) >= 30
+    assert float(values["mock_engine_steps_total"]) >= 30
+    assert float(values['sluice_worker_requests_total{reason="length"}']) == 1
