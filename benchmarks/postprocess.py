@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 import tracemalloc
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -125,7 +126,7 @@ async def carry(channel: grpc.aio.Channel, options: argparse.Namespace, steps: i
         opens.append(postprocess_pb2.OpenStream(slot=options.streams, options=plain))
     await call.write(postprocess_pb2.PostSessionRequest(opens=opens))
     credits = asyncio.Semaphore(options.in_flight)
-    received = 0
+    received, marks = 0, Counter[str]()
 
     async def read() -> None:
         nonlocal received
@@ -133,6 +134,7 @@ async def carry(channel: grpc.aio.Channel, options: argparse.Namespace, steps: i
             received += len(batch.text)
             for event in batch.events:
                 received += len(event.text) + sum(len(call.arguments) for call in event.tool_calls)
+                marks[event.degraded] += 1
             credits.release()
 
     reading = asyncio.create_task(read())
@@ -142,8 +144,13 @@ async def carry(channel: grpc.aio.Channel, options: argparse.Namespace, steps: i
             slots=slots, counts=counts, token_ids=pack_u32(ids[step : step + streams])
         )
         await call.write(postprocess_pb2.PostSessionRequest(tokens=columns))
+    # All is answered at the end, also what parsers in other processes have not said yet.
+    ends = [postprocess_pb2.EndStream(slot=slot) for slot in range(streams)]
+    await call.write(postprocess_pb2.PostSessionRequest(ends=ends))
     await call.done_writing()
     await reading
+    if lost := [mark for mark in marks if mark.startswith("parser_")]:
+        raise SystemExit(f"streams lost their parser, so this measures nothing: {lost}")
     return received
 
 
