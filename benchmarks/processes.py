@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import psutil
 
@@ -70,13 +72,18 @@ def _sum(process: psutil.Process, of: Callable[[psutil.Process], float]) -> floa
 
 
 @contextmanager
-def own_suite(workers: int, speedup: float, arguments: Sequence[str] = ()) -> Iterator[str]:
-    """Runs `sluice up` on free ports; gives its URL; RuntimeError with its log when it does not come up."""
+def own_suite(workers: int, speedup: float, arguments: Sequence[str] = (), tree: Path | None = None) -> Iterator[str]:
+    """Runs `sluice up` on free ports, of another checkout if `tree` is one; gives its URL.
+
+    Raises:
+        RuntimeError: with its log, when it does not come up.
+    """
+    environment = None if tree is None else {**os.environ, "PYTHONPATH": str(tree)}
     command = [sys.executable, "-m", "sluice.cli.main", "up", "--port", "0", "--base-grpc-port", "0"]
     command += ["--workers", str(workers), "--speedup", str(speedup), "--log-level", "warning", *arguments]
     with (
         tempfile.TemporaryFile("w+") as log,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as suite,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=tree, env=environment) as suite,
     ):
         assert suite.stdout is not None
         try:
