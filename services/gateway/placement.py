@@ -28,6 +28,8 @@ ATTEMPTS = 3
 ROUTER_LAG_S = 1.5
 ROUTER_RETRY_S = 0.1
 ROUTER_AWAY = "router_unavailable"
+BEHIND = ("no_workers", "model_not_found")
+"""What a router says that has not heard of the workers."""
 ROUTE_SHARE = 0.5
 CONNECT_SHARE = 0.5
 
@@ -157,7 +159,8 @@ class Placement:
                 return await self._ask_router(wanted, booking, candidates)
         except SluiceError as error:
             unanswered = error.kind in (ErrorKind.UNAVAILABLE, ErrorKind.DEADLINE_EXCEEDED)
-            if not unanswered or error.code in ("no_workers", "request_timeout"):
+            behind = error.code in BEHIND and self._catalogue.doubted
+            if not behind and (not unanswered or error.code in ("no_workers", "request_timeout")):
                 raise
             return self._without_router(wanted, candidates, error)
 
@@ -209,7 +212,7 @@ class Placement:
                 raise
             if isinstance(answer, Route):
                 return answer
-            behind = answer.code in ("no_workers", "model_not_found")
+            behind = answer.code in BEHIND
             if not behind or loop.time() > patience or not self._catalogue.of_model(wanted.request.model):
                 raise answer
             await asyncio.sleep(ROUTER_RETRY_S)

@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 REWATCH_S = 0.5
 KNOWN_MODELS = 1024
 LOCAL_PREFILL = "local_prefill"
+DOUBT_S = 10.0
+"""A router that was started anew hears of its workers one after the other; until then they are believed to be there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,12 @@ class Catalogue:
         self.workers: dict[str, WorkerEntry] = {}
         self._known_models: dict[str, None] = {}
         self.synced = False
+        self._said: set[str] | None = None  # by the router that is followed now
+
+    @property
+    def doubted(self) -> bool:
+        """Some workers are only believed to be there: the router that is followed now has not spoken of them."""
+        return self._said is not None and not self._said.issuperset(self.workers)
 
     @property
     def models(self) -> dict[str, WorkerEntry]:
@@ -116,7 +124,7 @@ class Catalogue:
     async def _follow(self) -> None:
         stub = self._routers.pick().stub
         said: set[str] = set()
-        synced = False
+        loop, synced = asyncio.get_running_loop(), False
         async for change in stub.WatchWorkers(router_pb2.WatchWorkersRequest(owner=self._owner)):
             if change.kind == router_pb2.WorkerChange.KIND_UP:
                 said.add(change.worker.worker_id)
@@ -125,8 +133,14 @@ class Catalogue:
                 self._down(change.worker.worker_id)
             elif change.kind == router_pb2.WorkerChange.KIND_SYNCED and not synced:
                 synced = self.synced = True
-                for worker_id in self.workers.keys() - said:
-                    self._down(worker_id)
+                self._said = said
+                if self.doubted:
+                    loop.call_later(DOUBT_S, self._drop_doubted, said)
+
+    def _drop_doubted(self, said: set[str]) -> None:
+        if said is self._said:  # else another router is followed since
+            for worker_id in self.workers.keys() - said:
+                self._down(worker_id)
 
     def _up(self, entry: WorkerEntry) -> None:
         if self.workers.get(entry.worker_id) == entry:

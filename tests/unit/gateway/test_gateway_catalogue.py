@@ -1,0 +1,114 @@
+"""The list of workers through restarts of routers: one that knows nobody yet empties no list."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, cast
+
+import grpc
+import pytest
+
+from services.gateway.clients import catalogue
+from services.gateway.clients.catalogue import Catalogue, WorkerEntry
+from sluice.v1 import common_pb2, router_pb2
+
+KINDS = router_pb2.WorkerChange
+
+
+class Router:
+    """Tells what the test says; `restart` breaks the list off."""
+
+    def __init__(self) -> None:
+        self._changes: asyncio.Queue[router_pb2.WorkerChange | None] = asyncio.Queue()
+        self.stub = self
+
+    def pick(self) -> Router:
+        return self
+
+    def tell(self, kind: KINDS.Kind, *names: str) -> None:
+        for name in names or ("",):
+            card = common_pb2.ModelCard(model="m")
+            worker = router_pb2.WorkerInfo(worker_id=name, address=f"{name}:1", card=card)
+            self._changes.put_nowait(router_pb2.WorkerChange(kind=kind, worker=worker))
+
+    def restart(self) -> None:
+        self._changes.put_nowait(None)
+
+    async def WatchWorkers(self, request: Any) -> AsyncIterator[router_pb2.WorkerChange]:
+        while (change := await self._changes.get()) is not None:
+            yield change
+        raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata())
+
+
+class Followed:
+    """A catalogue that follows the router."""
+
+    def __init__(self) -> None:
+        self.router = Router()
+        self.gone: list[str] = []
+        self.catalogue = Catalogue(cast(Any, self.router), self._up, self.gone.append)
+        self._running = asyncio.create_task(self.catalogue.run())
+
+    def _up(self, entry: WorkerEntry) -> None:
+        assert entry.model == "m"
+
+    async def until(self, *names: str, doubted: bool = False) -> None:
+        async with asyncio.timeout(20):
+            while (sorted(self.catalogue.workers), self.catalogue.doubted) != (sorted(names), doubted):  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+
+    def end(self) -> None:
+        self._running.cancel()
+
+
+@pytest.fixture
+async def followed(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Followed]:
+    monkeypatch.setattr(catalogue, "REWATCH_S", 0.001)
+    made = Followed()
+    made.router.tell(KINDS.KIND_UP, "a", "b")
+    made.router.tell(KINDS.KIND_SYNCED)
+    await made.until("a", "b")
+    yield made
+    made.end()
+
+
+async def test_a_worker_that_leaves_is_gone_at_once(followed: Followed) -> None:
+    followed.router.tell(KINDS.KIND_DOWN, "a")
+    await followed.until("b")
+    assert followed.gone == ["a"]
+
+
+async def test_a_router_that_knows_nobody_yet_is_given_time(followed: Followed) -> None:
+    followed.router.restart()
+    followed.router.tell(KINDS.KIND_SYNCED)
+    await followed.until("a", "b", doubted=True)
+    assert followed.catalogue.model("m").model == "m"
+    followed.router.tell(KINDS.KIND_UP, "a")
+    followed.router.tell(KINDS.KIND_UP, "b")
+    await followed.until("a", "b", doubted=False)
+    assert followed.gone == []
+
+
+async def test_whom_it_never_speaks_of_is_gone_in_the_end(followed: Followed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalogue, "DOUBT_S", 0.05)
+    followed.router.restart()
+    followed.router.tell(KINDS.KIND_UP, "b")
+    followed.router.tell(KINDS.KIND_SYNCED)
+    await followed.until("b")
+    assert followed.gone == ["a"]
+
+
+async def test_only_the_router_that_is_followed_now_may_drop(
+    followed: Followed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalogue, "DOUBT_S", 0.05)
+    followed.router.restart()
+    followed.router.tell(KINDS.KIND_SYNCED)
+    await followed.until("a", "b", doubted=True)
+    followed.router.restart()
+    followed.router.tell(KINDS.KIND_UP, "a", "b")
+    followed.router.tell(KINDS.KIND_SYNCED)
+    await followed.until("a", "b")
+    await asyncio.sleep(0.1)
+    assert followed.gone == []
