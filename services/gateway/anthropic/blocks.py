@@ -91,6 +91,16 @@ def _check_kind(block: Place) -> None:
         why = _WHY.get(kind, f"blocks here are of type {', '.join(_READ)}")
         raise block.under("type").unsupported(f"{kind[:64]!r} cannot be read; {why}")
     block.kind(*_READ)
+    check_mark(block)
+
+
+def check_mark(place: Place) -> None:
+    """SluiceError(INVALID_ARGUMENT) when a mark of the prompt cache, which has no effect here, is none."""
+    mark = place.under("cache_control")
+    if mark.optional(dict) is not None:
+        mark.fields("type", "ttl").under("type").choice("ephemeral")
+        if mark.under("ttl").value is not None:
+            mark.under("ttl").choice("5m", "1h")
 
 
 def _read_question(place: Place, blocks: list[Place], chat: Chat) -> None:

@@ -4,15 +4,30 @@ from __future__ import annotations
 
 from typing import Any
 
+_FLAG = {"type": ["boolean", "null"]}
+_NULL = {"type": "null"}
+_MARK = {
+    "anyOf": [
+        {
+            "type": "object",
+            "properties": {"type": {"const": "ephemeral"}, "ttl": {"enum": ["5m", "1h", None]}},
+            "required": ["type"],
+            "additionalProperties": False,
+        },
+        _NULL,
+    ]
+}
 _TEXT = {
     "type": "object",
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}, "cache_control": _MARK, "citations": _NULL},
     "required": ["type", "text"],
+    "additionalProperties": False,
 }
 _THINKING = {
     "type": "object",
     "properties": {"type": {"const": "thinking"}, "thinking": {"type": "string"}, "signature": {"type": "string"}},
     "required": ["type", "thinking", "signature"],
+    "additionalProperties": False,
 }
 _TOOL_USE = {
     "type": "object",
@@ -21,8 +36,12 @@ _TOOL_USE = {
         "id": {"type": "string", "minLength": 1},
         "name": {"type": "string", "minLength": 1},
         "input": {"type": "object"},
+        "cache_control": _MARK,
+        "caller": {},
+        "toolset_name": _NULL,
     },
     "required": ["type", "id", "name", "input"],
+    "additionalProperties": False,
 }
 _TOOL_RESULT = {
     "type": "object",
@@ -30,12 +49,15 @@ _TOOL_RESULT = {
         "type": {"const": "tool_result"},
         "tool_use_id": {"type": "string", "minLength": 1},
         "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT}]},
-        "is_error": {"type": "boolean"},
+        "is_error": _FLAG,
+        "cache_control": _MARK,
+        "toolset_name": _NULL,
     },
     "required": ["type", "tool_use_id"],
+    "additionalProperties": False,
 }
 _NAME = {"type": "string", "pattern": "^[a-zA-Z0-9_-]{1,128}$"}
-_ANY_OF = {"type": {"enum": ["auto", "any", "none"]}, "disable_parallel_tool_use": {"type": ["boolean", "null"]}}
+_ANY_OF = {"type": {"enum": ["auto", "any"]}, "disable_parallel_tool_use": _FLAG}
 
 SYSTEM: dict[str, Any] = {"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT}], "default": ""}
 MESSAGES: dict[str, Any] = {
@@ -53,6 +75,7 @@ MESSAGES: dict[str, Any] = {
             },
         },
         "required": ["role", "content"],
+        "additionalProperties": False,
     },
 }
 TOOLS: dict[str, Any] = {
@@ -65,17 +88,31 @@ TOOLS: dict[str, Any] = {
             "name": _NAME,
             "description": {"type": ["string", "null"]},
             "input_schema": {"type": "object", "properties": {"type": {"const": "object"}}, "required": ["type"]},
+            "cache_control": _MARK,
+            "strict": _FLAG,
+            "eager_input_streaming": _FLAG,
+            "input_examples": _NULL,
+            "defer_loading": {"enum": [False, None]},
+            "allowed_callers": _NULL,
         },
         "required": ["name", "input_schema"],
+        "additionalProperties": False,
     },
 }
 TOOL_CHOICE: dict[str, Any] = {
     "anyOf": [
-        {"type": "object", "properties": _ANY_OF, "required": ["type"]},
+        {"type": "object", "properties": _ANY_OF, "required": ["type"], "additionalProperties": False},
         {
             "type": "object",
-            "properties": {"type": {"const": "tool"}, "name": _NAME},
+            "properties": {"type": {"const": "none"}},
+            "required": ["type"],
+            "additionalProperties": False,
+        },
+        {
+            "type": "object",
+            "properties": {"type": {"const": "tool"}, "name": _NAME, "disable_parallel_tool_use": _FLAG},
             "required": ["type", "name"],
+            "additionalProperties": False,
         },
     ]
 }

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from services.gateway.anthropic.blocks import check_mark
 from services.gateway.turns.places import Place
 
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
@@ -55,6 +56,7 @@ def _tool(place: Place) -> dict[str, Any]:
         "allowed_callers",
     )
     place.under("type").optional(str)
+    check_mark(place)
     place.under("defer_loading").ignored(False, why="there is no tool search here")
     place.under("allowed_callers").ignored(["direct"], why="programs do not call tools here")
     place.under("input_examples").ignored([], why="give examples in the description")

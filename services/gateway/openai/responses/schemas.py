@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from services.gateway.openai.fields import MAX_LOGPROBS, MAX_TOKEN_ID, JsonObject, StopStrings, Strict
 from services.gateway.openai.refusals import refuse, refused
+from services.gateway.openai.responses.documented import INPUT, MAX_TOOLS, TOOL_CHOICE, TOOLS
 from services.gateway.turns.extensions import EngineExtensions
 
 Includable = Literal[
@@ -22,7 +23,6 @@ Includable = Literal[
 ]
 Label = Annotated[str, Field(max_length=512)]
 MAX_ITEMS = 100_000
-MAX_TOOLS = 1024
 
 
 def _input(value: Any) -> Any:
@@ -47,107 +47,20 @@ def _tool_choice(value: Any) -> Any:
     return value
 
 
-_TEXT_PART = {
-    "type": "object",
-    "properties": {"type": {"enum": ["input_text", "output_text"]}, "text": {"type": "string"}},
-    "required": ["type", "text"],
-}
-_MESSAGE = {
-    "type": "object",
-    "properties": {
-        "type": {"const": "message"},
-        "role": {"enum": ["user", "assistant", "system", "developer"]},
-        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}]},
-    },
-    "required": ["role", "content"],
-}
-_CALL = {
-    "type": "object",
-    "properties": {
-        "type": {"const": "function_call"},
-        "call_id": {"type": "string", "minLength": 1},
-        "name": {"type": "string", "minLength": 1},
-        "arguments": {"type": "string"},
-    },
-    "required": ["type", "call_id", "name", "arguments"],
-}
-_CALL_OUTPUT = {
-    "type": "object",
-    "properties": {
-        "type": {"const": "function_call_output"},
-        "call_id": {"type": "string", "minLength": 1},
-        "output": {"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}]},
-    },
-    "required": ["type", "call_id", "output"],
-}
-_REASONING = {
-    "type": "object",
-    "properties": {
-        "type": {"const": "reasoning"},
-        "summary": {"type": "array", "items": {"type": "object"}},
-        "content": {"type": "array", "items": {"type": "object"}},
-        "encrypted_content": {"type": ["string", "null"]},
-    },
-    "required": ["type"],
-}
 Input = Annotated[
     Any,
     BeforeValidator(_input),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string", "minLength": 1},
-                {
-                    "type": "array",
-                    "minItems": 1,
-                    "items": {"anyOf": [_MESSAGE, _CALL, _CALL_OUTPUT, _REASONING]},
-                },
-            ]
-        }
-    ),
+    WithJsonSchema(INPUT),
 ]
-_NAME = {"type": "string", "pattern": "^[a-zA-Z0-9_-]{1,128}$"}
 Tools = Annotated[
     list[Any] | None,
     BeforeValidator(_tools),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {
-                    "type": "array",
-                    "maxItems": MAX_TOOLS,
-                    "items": {
-                        "type": "object",
-                        "properties": {
-                            "type": {"const": "function"},
-                            "name": _NAME,
-                            "description": {"type": ["string", "null"]},
-                            "parameters": {"type": ["object", "null"]},
-                            "strict": {"type": ["boolean", "null"]},
-                        },
-                        "required": ["type", "name"],
-                    },
-                },
-                {"type": "null"},
-            ]
-        }
-    ),
+    WithJsonSchema(TOOLS),
 ]
 ToolChoice = Annotated[
     Any,
     BeforeValidator(_tool_choice),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"enum": ["none", "auto", "required", None]},
-                {
-                    "type": "object",
-                    "properties": {"type": {"const": "function"}, "name": _NAME},
-                    "required": ["type", "name"],
-                },
-            ]
-        }
-    ),
+    WithJsonSchema(TOOL_CHOICE),
 ]
 
 
