@@ -73,7 +73,7 @@ class Canary:
         else:
             self._failed = 0
             self._worker.last_finished_s = time.monotonic()
-            self._worker.resume(UNHEALTHY)
+            self._worker.gate.resume(UNHEALTHY)
         return not problem
 
     def _pause_s(self) -> float:
@@ -89,7 +89,7 @@ class Canary:
         )
         if self._failed == self._most:
             log.error("the worker is unhealthy and leaves discovery: %s", problem)
-            self._worker.suspend(UNHEALTHY, error)
+            self._worker.gate.suspend(UNHEALTHY, error)
         self._worker.fail_all(error)
 
     async def _generate(self) -> str:

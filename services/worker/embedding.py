@@ -36,12 +36,12 @@ async def embed(worker: Worker, model: str, inputs: Sequence[array[int]], dimens
 
 
 async def _embed(worker: Worker, model: str, inputs: Sequence[array[int]], dimensions: int, lora: str) -> Embedded:
-    worker.check_open()
+    worker.gate.check()
     config = worker.config
     validate_embedding(model, lora, inputs, dimensions, config)
     adapter = lora or (model if model in config.adapters else "")
     try:
-        with worker.busy():
+        with worker.gate.busy():
             async with asyncio.timeout(EMBED_S):
                 embedded = await worker.engine.embed(inputs, dimensions, adapter)
     except TimeoutError as error:

@@ -53,7 +53,7 @@ class WorkerHost:
             processing=settings.processing_options,
         )
         scraping.health = self.health
-        self.worker.on_serving = self._serving_changed
+        self.worker.gate.on_serving = self._serving_changed
         self.worker.on_card = self._card_changed
         self.service = WorkerService(self.worker, Controls(self.worker, self._resync))
         self.registration: Registration | None = None

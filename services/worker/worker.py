@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from services.common.errors import ErrorKind, SluiceError, internal, invalid, overloaded
+from services.common.errors import ErrorKind, SluiceError, internal, invalid
 from services.worker.delivery import Delivery, Terms
 from services.worker.engine import EngineConfig, GenerateContext, LLMEngine, Load
+from services.worker.gate import Gate
 from services.worker.generation import FinishReason, GenerateRequest, Usage
 from services.worker.handoff import opened, seal
 from services.worker.metrics import WorkerMetrics
@@ -43,7 +43,7 @@ class Worker:
         loaded_unix_s: when the engine was ready, Unix seconds.
         draining: leaves discovery, and from `refuse_new` on takes no requests.
         phases: what keeps it from serving.
-        on_serving: called when it stops serving for a while, with why, and with "" when it serves again.
+        gate: whether requests are welcome.
         on_card: called when the card has changed.
         last_sign_s: when a request last began to be answered or ended, monotonic seconds.
         last_finished_s: when a generation was last finished without an error, monotonic seconds.
@@ -66,20 +66,12 @@ class Worker:
         self.loaded_unix_s = 0
         self.draining = False
         self.phases = Phases()
-        self.on_serving: Callable[[str], None] = lambda why: None
+        self.gate = Gate(self.phases, max_live)
         self.on_card: Callable[[], None] = lambda: None
         self.last_sign_s = self.last_finished_s = time.monotonic()
-        self._max_live = max_live
         self._strict = strict
         self._config: EngineConfig | None = None
-        self._closed: SluiceError | None = SluiceError(
-            ErrorKind.UNAVAILABLE, "The worker is still starting.", code="worker_starting", retry_after_ms=1000
-        )
-        self._suspended: dict[str, SluiceError] = {}
         self._live: dict[str, Delivery] = {}
-        self._calls = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
         self.metrics = WorkerMetrics(self.load, self._total_blocks)
         self._report_failure = on_failure
         engine.on_failure = self._engine_failed
@@ -89,7 +81,7 @@ class Worker:
     def config(self) -> EngineConfig:
         """What the engine serves; SluiceError(UNAVAILABLE) until it has started."""
         if self._config is None:
-            raise self._closed or SluiceError(ErrorKind.UNAVAILABLE, "The worker is still starting.")
+            raise self.gate.refusal or SluiceError(ErrorKind.UNAVAILABLE, "The worker is still starting.")
         return self._config
 
     @property
@@ -125,8 +117,7 @@ class Worker:
         )
         self.loaded_unix_s = int(time.time())
         self.last_sign_s = self.last_finished_s = time.monotonic()
-        self._closed = None
-        self.phases.leave()
+        self.gate.open()
         log.info("engine is ready", extra={"engine": self._config.engine, "model": self._config.model})
         return self._config
 
@@ -137,8 +128,7 @@ class Worker:
             SluiceError: the request was refused; the delivery hears nothing.
         """
         try:
-            self.check_open()
-            self._check_room()
+            self.gate.check()
             validate(request, self.config)
             if request.request_id in self._live:
                 raise invalid(
@@ -158,61 +148,15 @@ class Worker:
             self.metrics.record_refusal(error.kind.name.lower())
             raise
 
-    def check_open(self) -> None:
-        """Raises SluiceError while requests are not welcome."""
-        if self._closed is not None:
-            raise self._closed
-        for error in self._suspended.values():
-            raise error
-
-    def suspend(self, why: str, error: SluiceError) -> None:
-        """Refuses requests with `error`, out of discovery, until `resume`; live ones go on."""
-        self._suspended[why] = error
-        self.phases.enter(why)
-        self.on_serving(why)
-
-    def resume(self, why: str) -> None:
-        """The reason is gone; the worker serves when no other is left."""
-        if self._suspended.pop(why, None) is None:
-            return
-        left = next(iter(self._suspended), "")
-        if left:
-            self.phases.enter(left)
-        else:
-            self.phases.leave()
-            self.on_serving("")
-
     def change_card(self, config: EngineConfig) -> None:
         """What is served has changed; the same epoch goes on."""
         self._config = config
         self.on_card()
 
-    @contextmanager
-    def busy(self) -> Iterator[None]:
-        """A call that is no generation counts as a live request: for the limit, and for the drain.
-
-        Raises:
-            SluiceError: requests are not welcome, or there are too many.
-        """
-        self.check_open()
-        self._check_room()
-        self._calls += 1
-        self._idle.clear()
-        try:
-            yield
-        finally:
-            self._calls -= 1
-            self._note_idle()
-
-    def _check_room(self) -> None:
-        alive = len(self._live) + self._calls
-        if self._max_live and alive >= self._max_live:
-            raise overloaded(f"{alive} requests are alive on this worker, and it takes no more.")
-
     def _prepare(self, request: GenerateRequest, delivery: Delivery, trace: Mapping[str, str]) -> None:
         """The request is alive while its prompt is made, and the engine hears of it after that."""
         self._live[request.request_id] = delivery
-        self._idle.clear()
+        self.gate.count(len(self._live))
         delivery.accept(GenerateContext(request.request_id, trace), 0, Terms(self._ended, self._broken), None)
 
         def go_on(prepared: GenerateRequest) -> None:
@@ -233,7 +177,7 @@ class Worker:
             self._strict,
         )
         self._live[request.request_id] = delivery
-        self._idle.clear()
+        self.gate.count(len(self._live))
         span = open_span(request, self.config.role, trace, handed_over_by)
         delivery.accept(context, len(request.token_ids), terms, span)
         try:
@@ -278,18 +222,18 @@ class Worker:
 
     async def wait_idle(self) -> None:
         """Returns when no request is alive; the caller sets the deadline."""
-        await self._idle.wait()
+        await self.gate.idle.wait()
 
     def refuse_new(self) -> None:
         """From now on requests are refused as ENGINE_SHUTDOWN, which callers retry elsewhere."""
-        self._closed = _shutting_down()
+        self.gate.close(_shutting_down())
 
     async def drain(self, timeout_s: float) -> None:
         """Waits for live requests; those that outlast the timeout end as ENGINE_SHUTDOWN."""
         self.refuse_new()
         try:
             async with asyncio.timeout(timeout_s):
-                await self._idle.wait()
+                await self.gate.idle.wait()
                 await self.engine.drain()
         except TimeoutError:
             log.warning("requests outlasted the drain", extra={"requests": len(self._live)})
@@ -305,8 +249,9 @@ class Worker:
         await self.processing.close()
 
     def _engine_failed(self, name: str, error: BaseException) -> None:
-        self._closed = SluiceError(ErrorKind.ENGINE_SHUTDOWN, "The engine of this worker has failed.")
-        self.fail_all(self._closed)
+        failed = SluiceError(ErrorKind.ENGINE_SHUTDOWN, "The engine of this worker has failed.")
+        self.gate.close(failed)
+        self.fail_all(failed)
         if self._report_failure is not None:
             self._report_failure(name, error)
 
@@ -336,11 +281,7 @@ class Worker:
     def _forget(self, request_id: str) -> None:
         self._live.pop(request_id, None)
         self.processing.forget(request_id)
-        self._note_idle()
-
-    def _note_idle(self) -> None:
-        if not self._live and not self._calls:
-            self._idle.set()
+        self.gate.count(len(self._live))
 
 
 def _shutting_down() -> SluiceError:

@@ -37,7 +37,7 @@ async def watched(folder: Path, failures: int = 2, **fields: Any) -> AsyncIterat
     settings = WorkerSettings(model=f"tiny={folder}", **{"speedup": 1e6, **fields})
     worker = Worker(MockEngine.from_args(settings), "w", strict=True)
     said: list[str] = []
-    worker.on_serving = said.append
+    worker.gate.on_serving = said.append
     await worker.start()
     try:
         yield worker, Canary(worker, TRY_S, TRY_S, failures), said

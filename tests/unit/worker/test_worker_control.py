@@ -90,7 +90,7 @@ async def test_an_action_that_is_refused_changes_nothing(
 async def test_sleep_waits_for_what_runs_and_refuses_until_wake(folder: Path) -> None:
     async with mock(folder) as (worker, controls):
         said: list[str] = []
-        worker.on_serving = said.append
+        worker.gate.on_serving = said.append
         await served(worker, "warm", prompt=range(3, 40))
         assert worker.load()[0].cached_blocks > 0
         delivery = StreamDelivery()
