@@ -171,6 +171,16 @@ async def memory(port: int, process: psutil.Process, requests: int) -> dict[str,
     return {"first": looks[0], "last": looks[1], "ratio": looks[1] / looks[0]}
 
 
+async def measure(
+    port: int, process: psutil.Process, rows: dict[int, dict[str, dict[str, float]]], options: argparse.Namespace
+) -> dict[str, float]:
+    """Adds to each row what a worker process makes of it; the memory, if that is asked for."""
+    for streams, row in rows.items():
+        tokens = options.tokens // (20 if streams == 1 else 1)
+        row["worker"] = await behind_worker(port, process, streams, tokens)
+    return await memory(port, process, options.memory) if options.memory else {}
+
+
 async def until_serving(channel: grpc.aio.Channel) -> None:
     """Waits for the worker, a minute at most."""
     health = health_pb2_grpc.HealthStub(channel)
@@ -221,15 +231,10 @@ def main() -> None:
         "warning",
         *flags,
     ]
-    watched = {}
     with subprocess.Popen(command) as service:
         try:
             process = psutil.Process(service.pid)
-            for streams, row in rows.items():
-                tokens = options.tokens // (20 if streams == 1 else 1)
-                row["worker"] = uvloop.run(behind_worker(port, process, streams, tokens))
-            if options.memory:
-                watched = uvloop.run(memory(port, process, options.memory))
+            watched = uvloop.run(measure(port, process, rows, options))
         finally:
             service.terminate()
     if options.json:
