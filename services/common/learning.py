@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Collection
 from typing import Protocol
 
@@ -48,6 +49,7 @@ class Learning:
         stop: Stop,
     ) -> None:
         self._learner = learner
+        self._stop = stop
         self._tasks = TaskOwner(stop.fail)
         credentials = channel_credentials(settings)
         self._routers: ReplicaSet[router_pb2_grpc.RouterAsyncStub] | None = None
@@ -69,6 +71,16 @@ class Learning:
             await self._routers.start()
         self._tasks.spawn(self._delivery.run(), "delivery")
         self._learner.learn = self._delivery.wait_for
+
+    async def catch_up(self) -> None:
+        """Waits until the models that are served already are learned, see TokenizerDelivery; or until the service is to
+        stop."""
+        ends = [asyncio.create_task(self._delivery.catch_up()), asyncio.create_task(self._stop.wait())]
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for end in ends:
+                end.cancel()
 
     async def close(self) -> None:
         """Stops following."""

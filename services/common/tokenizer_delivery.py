@@ -34,6 +34,8 @@ MAX_MODELS = 1024
 FETCH_S = 120.0
 RETRY_S = (0.2, 10.0)
 HEARSAY_S = 1.0
+ROUTER_S = 3.0
+CATCH_UP_S = 120.0
 
 
 class DeliverySettings(BaseSettings):
@@ -92,6 +94,7 @@ class TokenizerDelivery:
         self._on_model = on_model
         self._credentials = credentials
         self._learned: dict[str, Learned] = {}
+        self._given_up: set[str] = set()
         self._fetching: dict[str, asyncio.Task[None]] = {}
         self._tasks = TaskOwner()
         self._news = asyncio.Event()
@@ -123,6 +126,22 @@ class TokenizerDelivery:
                 continue
         return True
 
+    async def catch_up(self) -> None:
+        """Waits until every model that workers serve by now is learned or could not be, `CATCH_UP_S` at most: who takes
+        requests earlier has them wait for a tokenizer. A router that does not answer is waited for `ROUTER_S`."""
+        try:
+            async with asyncio.timeout(ROUTER_S):
+                await self._until(lambda: self._watch.synced)
+            async with asyncio.timeout(CATCH_UP_S):
+                await self._until(lambda: self._watch.models() <= {*self._configured, *self._learned, *self._given_up})
+        except TimeoutError:
+            log.info("requests are taken before the models of all workers are known")
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            self._news.clear()
+            await self._news.wait()
+
     def _look(self) -> None:
         """Starts to learn what is new among the workers."""
         self._news.set()
@@ -131,6 +150,7 @@ class TokenizerDelivery:
                 continue
             if model not in self._learned and len(self._learned) >= MAX_MODELS:
                 log.warning("a model is not learned: there are too many", extra={"model": model})
+                self._given_up.add(model)
                 continue
             task = self._fetching[model] = self._tasks.spawn(self._learn(model), f"learn-{model}")
             task.add_done_callback(lambda _, name=model: self._fetching.pop(name, None))  # type: ignore[misc]
@@ -157,6 +177,8 @@ class TokenizerDelivery:
                     "a worker's tokenizer cannot be used: %s", error.message,
                     extra={"model": model, "worker": served.address},
                 )  # fmt: skip
+            self._given_up.add(model)
+            self._news.set()
             await asyncio.sleep(retry_s * random.uniform(0.5, 1.5))
             retry_s = min(2 * retry_s, RETRY_S[1])
 

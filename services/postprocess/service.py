@@ -223,6 +223,8 @@ async def serve(settings: PostprocessSettings, stop: Stop) -> None:
         if learning is not None:
             await learning.start()
         await opener.start()
+        if learning is not None:
+            await learning.catch_up()
         if not settings.preload or await _before(stop, _loaded(library, opener)):
             await server.set_serving(True)
             await stop.wait()

@@ -53,6 +53,7 @@ async def serve(settings: PreprocessSettings, stop: Stop) -> None:
     try:
         if learning is not None:
             await learning.start()
+            await learning.catch_up()
         if settings.preload:
             await _loaded_or_stopped(registry, stop)
             await pool.on_every_thread(lambda: _warm(registry))

@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
+from services.common import tokenizer_delivery
 from services.common.channels import open_channel
 from services.common.errors import ErrorKind, SluiceError
 from services.common.grpc_errors import from_rpc_error
@@ -99,6 +100,44 @@ async def test_a_model_is_learned_again_when_its_files_change(tmp_path: Path, st
     assert first.fingerprint != second.fingerprint == fingerprint(folder)
     assert first.engine == "mock"
     assert Path(second.spec.source) == store.find(second.fingerprint)
+
+
+@pytest.mark.parametrize("loads", [True, False])
+async def test_who_starts_late_catches_up_with_what_is_served_and_waits_for_nothing_else(
+    store: TokenizerStore, loads: bool
+) -> None:
+    loading, let_go = asyncio.Event(), asyncio.Event()
+
+    async def on_model(_: Learned) -> None:
+        loading.set()
+        await let_go.wait()
+        if not loads:
+            raise SluiceError(ErrorKind.INVALID_ARGUMENT, "no such tokenizer")
+
+    async with hosted(tiny_folder()) as host:
+        watch = WorkerWatch(None, [f"127.0.0.1:{host.server.port}"])
+        delivery = TokenizerDelivery("test", watch, store, set(), on_model)
+        running = asyncio.create_task(delivery.run())
+        caught_up = asyncio.create_task(delivery.catch_up())
+        try:
+            await asyncio.wait_for(loading.wait(), 60)
+            assert not caught_up.done()
+            let_go.set()
+            await asyncio.wait_for(caught_up, 60)
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_a_router_that_does_not_answer_is_not_waited_for_long(
+    store: TokenizerStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def on_model(_: Learned) -> None:
+        raise AssertionError("nobody serves anything")
+
+    monkeypatch.setattr(tokenizer_delivery, "ROUTER_S", 0.1)
+    delivery = TokenizerDelivery("test", WorkerWatch(None, ["127.0.0.1:1"]), store, set(), on_model)
+    await asyncio.wait_for(delivery.catch_up(), 60)
 
 
 async def test_the_model_cards_template_replaces_the_files_own(tmp_path: Path) -> None:
