@@ -41,6 +41,11 @@ def document(suite: Suite) -> dict[str, Any]:
     return document
 
 
+def anthropic_name(path: Path) -> str:
+    """`messages.0.content`."""
+    return ".".join(map(str, path))
+
+
 def openai_name(path: Path) -> str:
     """`input[0].content`; of values that have several forms, such as a stop string or a list of them, the field."""
     while isinstance(path[-1], int):
@@ -59,12 +64,12 @@ def fault(endpoint: str, wrong: Wrong, answer: httpx.Response) -> str:
     message = error["message"]
     if endpoint.startswith("/v1/messages"):
         named = message.split(":")[0]
-        field = ".".join(map(str, wrong.path))
-        fine = error["type"] == "invalid_request_error" and (named == field or named.startswith(f"{field}."))
+        name = anthropic_name
     else:
-        named, field = error["param"] or "", openai_name(wrong.path)
-        fine = named == field or named.startswith((f"{field}.", f"{field}["))
-        fine = fine and named in message and error["type"] == "invalid_request_error"
+        named, name = error["param"] or "", openai_name
+    places = [name(path) for path in (wrong.path, wrong.among) if path]
+    fine = named in places or named.startswith(tuple(f"{place}{more}" for place in places for more in ".["))
+    fine = fine and named in message and error["type"] == "invalid_request_error"
     return "" if fine and "\n" not in message else f"names {named!r}: {message}"
 
 

@@ -23,12 +23,18 @@ class Wrong:
     Attributes:
         path: of the field at fault.
         what: `value`, `missing` or `unknown`.
+        among: of the innermost thing on the way that is one of several kinds: what is wrong with it may be its kind.
     """
 
     path: Path
     what: str
     value: Any
     body: dict[str, Any]
+    among: Path = ()
+
+
+Part = tuple[Path, str, Any, Any, Path]
+"""Path, what is wrong, the value, the whole top-level field and `among`."""
 
 
 class Document:
@@ -52,32 +58,35 @@ class Document:
         yield Wrong(("no_such_field",), "unknown", 1, {**base, "no_such_field": 1})
         for name, field in schema["properties"].items():
             valid = Draft202012Validator({**field, "components": self._document["components"]})
-            for path, what, value, whole in self._within(field, (name,), base.get(name)):
+            for path, what, value, whole, among in self._within(field, (name,), ()):
                 if not valid.is_valid(whole):
-                    yield Wrong(path, what, value, {**base, name: whole})
+                    yield Wrong(path, what, value, {**base, name: whole}, among)
 
-    def _within(self, schema: dict[str, Any], path: Path, given: Any) -> Iterator[tuple[Path, str, Any, Any]]:
-        """Values of a field and of whatever lies in it: path and value of the part, and the whole."""
+    def _within(self, schema: dict[str, Any], path: Path, among: Path) -> Iterator[Part]:
+        """Values of a field and of whatever lies in it."""
         schema = self._resolved(schema)
+        branches = self._branches(schema)
         for value in [*JSON, *_beyond(schema)]:
-            yield path, "value", value, value
-        for branch in self._branches(schema):
+            yield path, "value", value, value, among
+        if sum("properties" in branch for branch in branches) > 1:
+            among = path
+        for branch in branches:
             if "properties" in branch:
-                yield from self._within_object(branch, path, given)
+                yield from self._within_object(branch, path, among)
             elif "items" in branch:
-                item = self._example(branch["items"])
-                for part, what, value, whole in self._within(branch["items"], (*path, 0), item):
-                    yield part, what, value, [whole]
+                for part, what, value, whole, kind in self._within(branch["items"], (*path, 0), among):
+                    yield part, what, value, [whole], kind
 
-    def _within_object(self, branch: dict[str, Any], path: Path, given: Any) -> Iterator[tuple[Path, str, Any, Any]]:
-        example = given if isinstance(given, dict) else self._example(branch)
+    def _within_object(self, branch: dict[str, Any], path: Path, among: Path) -> Iterator[Part]:
+        example = self._example(branch)
         for name in branch.get("required", ()):
-            yield (*path, name), "missing", None, {key: value for key, value in example.items() if key != name}
+            rest = {key: value for key, value in example.items() if key != name}
+            yield (*path, name), "missing", None, rest, among
         if branch.get("additionalProperties") is False:
-            yield (*path, "no_such_field"), "unknown", 1, {**example, "no_such_field": 1}
+            yield (*path, "no_such_field"), "unknown", 1, {**example, "no_such_field": 1}, among
         for name, field in branch["properties"].items():
-            for part, what, value, whole in self._within(field, (*path, name), None):
-                yield part, what, value, {**example, name: whole}
+            for part, what, value, whole, kind in self._within(field, (*path, name), among):
+                yield part, what, value, {**example, name: whole}, kind
 
     def _example(self, schema: dict[str, Any]) -> Any:
         """A small value that the schema allows."""

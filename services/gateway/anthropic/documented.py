@@ -6,6 +6,7 @@ from typing import Any
 
 _FLAG = {"type": ["boolean", "null"]}
 _NULL = {"type": "null"}
+_EMPTY = {"type": ["array", "null"], "maxItems": 0}
 _MARK = {
     "anyOf": [
         {
@@ -19,7 +20,7 @@ _MARK = {
 }
 _TEXT = {
     "type": "object",
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}, "cache_control": _MARK, "citations": _NULL},
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}, "cache_control": _MARK, "citations": _EMPTY},
     "required": ["type", "text"],
     "additionalProperties": False,
 }
@@ -91,9 +92,9 @@ TOOLS: dict[str, Any] = {
             "cache_control": _MARK,
             "strict": _FLAG,
             "eager_input_streaming": _FLAG,
-            "input_examples": _NULL,
+            "input_examples": _EMPTY,
             "defer_loading": {"enum": [False, None]},
-            "allowed_callers": _NULL,
+            "allowed_callers": {"enum": [["direct"], None]},
         },
         "required": ["name", "input_schema"],
         "additionalProperties": False,

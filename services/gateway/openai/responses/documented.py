@@ -114,7 +114,7 @@ TOOLS: dict[str, Any] = {
                     "parameters": {"type": ["object", "null"]},
                     "strict": {"type": ["boolean", "null"]},
                     "defer_loading": {"enum": [False, None]},
-                    "allowed_callers": {"type": "null"},
+                    "allowed_callers": {"enum": [["direct"], None]},
                     "output_schema": {"type": "null"},
                     "async": {"enum": [False, None]},
                 },
