@@ -209,6 +209,7 @@ def test_pictures(suite: Suite, open_page: Open, tmp_path: Path, name: str, sche
         expect(page.locator(".waterfall li .bar")).to_have_count(14, timeout=30_000)
         expect(page.locator("#why .scores li").first).to_be_visible(timeout=15_000)
         page.evaluate("document.activeElement.blur()")
+        expect(page.locator("path.flow.moving")).to_have_count(5, timeout=30_000)
         file = folder / f"live-view-{name}.png"
         page.screenshot(path=file, full_page=True)
     assert file.stat().st_size > 30_000

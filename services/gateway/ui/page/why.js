@@ -26,7 +26,8 @@ function sentence({ worker, scores, candidates, degraded }) {
   const chosen = scores.find((score) => score.worker === worker);
   const cheapest = chosen && chosen.cost <= scores[0].cost;
   const others = candidates > 1 ? `of ${plural(candidates, "candidate")}` : "as the only candidate";
-  const reason = !chosen ? "" : cheapest ? `, the cheapest ${others}` : `, ${others}, though not the cheapest`;
+  const equal = scores.filter((score) => score.cost === scores[0].cost).length;
+  const reason = !chosen ? "" : cheapest && equal > 1 ? `, one of ${equal} that cost the same` : cheapest ? `, the cheapest ${others}` : `, ${others}, though not the cheapest`;
   return `The last request looked at went to ${worker}${reason}.` + (degraded ? ` Degraded: ${degraded}.` : "");
 }
 
