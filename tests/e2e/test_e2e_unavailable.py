@@ -57,7 +57,7 @@ class Ports:
         return flags
 
 
-async def until_ready(url: str, ready: bool, within_s: float = 40) -> dict[str, object]:
+async def until_ready(url: str, ready: bool, within_s: float = 120) -> dict[str, object]:
     deadline = asyncio.get_running_loop().time() + within_s
     async with httpx.AsyncClient(timeout=5) as client:
         while True:
@@ -128,7 +128,7 @@ async def test_redis_away_at_start_then_there(tmp_path: Path) -> None:
         service("router", *ports.listen("router"), SLUICE_ROUTER_REDIS_URL=redis.url) as router,
     ):
         async with httpx.AsyncClient(timeout=5) as client:
-            for _ in range(60):
+            for _ in range(480):
                 with contextlib.suppress(httpx.TransportError):
                     response = await client.get(f"{ports.url}/ready")
                     if response.json()["services"]["preprocess"] and response.json()["services"]["postprocess"]:
