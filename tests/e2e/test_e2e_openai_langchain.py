@@ -83,6 +83,36 @@ def test_structured_output(model: ChatOpenAI, method: Any) -> None:
     assert isinstance(bird, Bird)
 
 
+def test_a_structured_answer_is_streamed(model: ChatOpenAI) -> None:
+    birds = list(model.with_structured_output(Bird, method="json_schema").stream("Name a bird."))
+    assert isinstance(birds[-1], Bird)
+
+
+def test_the_responses_api(suite: Suite) -> None:
+    model = make(suite, use_responses_api=True)
+    whole = model.invoke("Tell me about herons.")
+    assert whole.text
+    streamed: Any = None
+    for chunk in model.stream("Tell me about herons."):
+        streamed = chunk if streamed is None else streamed + chunk
+    assert streamed.text
+    question = HumanMessage(f"How is the weather? <<<script: {CALLS}>>>")
+    bound = model.bind_tools([weather])
+    answer = bound.invoke([question])
+    assert [call["args"] for call in answer.tool_calls] == [{"city": "Ulm"}, {"city": "Bonn"}]
+    results = [ToolMessage(weather.invoke(call["args"]), tool_call_id=call["id"]) for call in answer.tool_calls]
+    assert bound.invoke([question, answer, *results]).type == "ai"
+    assert isinstance(model.with_structured_output(Bird, method="json_schema").invoke("Name a bird."), Bird)
+
+
+async def test_embeddings_asynchronously(suite: Suite) -> None:
+    made = OpenAIEmbeddings(
+        model="tekken", base_url=f"{suite.url}/v1", api_key=SecretStr("unused"), check_embedding_ctx_length=False
+    )
+    vectors = await made.aembed_documents(["one", "two"])
+    assert [len(vector) for vector in vectors] == [len(vectors[0])] * 2
+
+
 def test_logprobs(suite: Suite) -> None:
     answer = make(suite, logprobs=True, top_logprobs=2, max_tokens=20).invoke("Tell me about herons.")
     content = answer.response_metadata["logprobs"]["content"]

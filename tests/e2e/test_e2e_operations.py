@@ -75,9 +75,17 @@ def test_an_adapter_is_a_model_on_the_worker_that_holds_it(suite: Suite) -> None
             ("/v1/responses", {"model": ADAPTER, "input": "Hello.", "max_output_tokens": 16}),
             ("/v1/embeddings", {"model": ADAPTER, "input": "Hello."}),
             ("/tokenize", {"model": ADAPTER, "prompt": "Hello."}),
+            ("/v1/chat/completions/render", chat),
+            ("/v1/messages/count_tokens", {"model": ADAPTER, "messages": chat["messages"]}),
+            ("/v1/responses/input_tokens", {"model": ADAPTER, "input": "Hello."}),
+            ("/v1/chat/completions", {**chat, "bad_words": ["no"], "truncate_prompt_tokens": 50}),
         ):
             answer = httpx.post(f"{url}{path}", json=body, timeout=60)
             assert answer.status_code == 200, (path, answer.text)
+        listed = {model["id"]: model for model in httpx.get(f"{url}/v1/models").json()["data"]}
+        assert set(listed) == {"tekken", ADAPTER}
+        assert listed[ADAPTER]["parent"] == "tekken"
+        assert httpx.get(f"{url}/v1/models/{ADAPTER}").json()["id"] == ADAPTER
         plain = complete(url, "tekken", lora_path=ADAPTER, prompt="Poem number 1.")
         assert (
             plain.json()["choices"][0]["text"] == complete(url, ADAPTER, "Poem number 1.").json()["choices"][0]["text"]
