@@ -1,8 +1,10 @@
 """Two gateways on one port against one: how much more do they serve when there are cores for both?
 
 Two gateways, the services behind them and the clients want more than two cores. So every gateway is held to a small
-share of a core, which makes the gateway what limits the whole, and leaves the others room. What the services and the
-clients used is printed: where they come near what the machine has, the ratio says less than the gateways could.
+share of a core, which makes the gateway what limits the whole, and leaves the others room. Every gateway gets as many
+streams, so that none is pressed harder than the other: what a token costs depends on that, because under pressure
+tokens share their writes. What the services and the clients used is printed: where they come near what the machine has,
+the ratio says less than the gateways could.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import os
 import sys
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from statistics import median
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -34,7 +37,14 @@ def measure(gateways: int, load: Load, share: float) -> dict[str, Any]:
         where = urlsplit(url)
         services = suite_of(where.port or 80)
         ours = {name: process for name, process in services.items() if name.startswith("gateway")}
-        load = Load(**{**vars(load), "host": where.hostname or "127.0.0.1", "port": where.port or 80})
+        load = replace(
+            load,
+            host=where.hostname or "127.0.0.1",
+            port=where.port or 80,
+            streams=load.streams * gateways,
+            requests=load.requests * gateways,
+            warmup=load.warmup * gateways,
+        )
         marks: list[tuple[float, float, dict[str, float]]] = []
 
         def mark() -> None:
@@ -62,8 +72,8 @@ def measure(gateways: int, load: Load, share: float) -> dict[str, Any]:
 @app.command()
 def gateways(
     share: Annotated[float, typer.Option(min=0.02, max=1, help="of a core for each gateway; 1: not held")] = 0.12,
-    streams: Annotated[int, typer.Option(min=1, help="at once")] = 256,
-    requests: Annotated[int, typer.Option(min=1, help="in all, for each number of gateways")] = 1024,
+    streams: Annotated[int, typer.Option(min=1, help="at once, for each gateway")] = 128,
+    requests: Annotated[int, typer.Option(min=1, help="in all, for each gateway")] = 768,
     tokens: Annotated[int, typer.Option(min=2, help="of every answer")] = 128,
     words: Annotated[int, typer.Option(min=1, help="of every prompt")] = 50,
     rounds: Annotated[int, typer.Option(min=1, help="in turns")] = 2,
