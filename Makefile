@@ -49,7 +49,7 @@ test-browser: setup ## drive the live view in Chromium (apt-get install chromium
 test-compose: setup ## build the images, start deploy/compose and check it under load (needs Docker)
 	@.venv/bin/pytest -m compose tests/compose $(ARGS)
 
-test-engines: setup ## the real vLLM, SGLang and transformers, about an hour (installs them, 5 GB; needs no GPU)
+test-engines: setup ## hold the real vLLM, SGLang and transformers to their tests; over an hour (installs them, 5 GB; needs no GPU)
 	@scripts/engines.sh
 	@scripts/test-engines.sh $(ARGS)
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs tests/engines suite by suite, for an hour or so, and says in one line how each ended; its whole output is in
+# Runs tests/engines suite by suite, which takes more than an hour, and says in one line how each ended; its whole output is in
 # build/test-engines. Arguments go to pytest. The exit code is 1 when a suite failed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
