@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import Token
+from random import random
 from time import perf_counter
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -36,13 +37,18 @@ log = logging.getLogger(__name__)
 TRACEPARENT_LENGTH = 55
 REQUEST_KEY = "sluice-request-id"
 """Metadata of a unary call: the id of the request that it is made for."""
+NOT_RECORDED = f"00-{1:032x}-{1:016x}-00"
+"""The traceparent of all traces that began here and were not drawn: nobody records them, so they need no names."""
 _PROPAGATOR = TraceContextTextMapPropagator()
+_NOT_RECORDED_SPAN = NonRecordingSpan(SpanContext(1, 1, True, TraceFlags(0)))
+_NOT_RECORDED_CONTEXT = trace.set_span_in_context(_NOT_RECORDED_SPAN, Context())
 _OFF: AbstractContextManager[None] = nullcontext()
 _tracer: trace.Tracer | None = None
 _provider: trace.TracerProvider | None = None
 _endpoint: ScrapeEndpoint | None = None
 _export: SpanExport | None = None
 _measuring = False
+_share = 1.0
 
 on_stage: Callable[[str, float, BaseException | None], None] | None = None
 """Told the name, the seconds and the error of every stage that is over, when somebody measures stages."""
@@ -101,20 +107,24 @@ def measuring() -> bool:
 def _configure_traces(resource: Any, settings: ServiceSettings) -> None:
     global _export
     from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
 
     from services.common.span_export import SpanExport, otlp_exporter
 
-    provider = TracerProvider(resource=resource, sampler=ParentBasedTraceIdRatio(settings.trace_sample))
+    provider = TracerProvider(resource=resource)
     _export = SpanExport(otlp_exporter(settings.otlp_endpoint), settings.otlp_endpoint)
     provider.add_span_processor(_export)
-    use_tracer_provider(provider)
+    use_tracer_provider(provider, settings.trace_sample)
 
 
-def use_tracer_provider(provider: trace.TracerProvider) -> None:
-    """Turns tracing on with a given provider."""
-    global _tracer, _provider
+def use_tracer_provider(provider: trace.TracerProvider, share: float = 1.0) -> None:
+    """Turns tracing on with a given provider.
+
+    Args:
+        share: of the traces that begin here, 0 to 1. It is drawn before a span is made, because most are not.
+    """
+    global _tracer, _provider, _share
     _provider = provider
+    _share = share
     _tracer = provider.get_tracer("sluice")
 
 
@@ -176,7 +186,7 @@ class _Stage(AbstractContextManager["Span | None"]):
         self._started_s = perf_counter()
         if _tracer is None:
             return None
-        context = None if self._parent is None else _context_of(self._parent)
+        context = _chosen(None if self._parent is None else _context_of(self._parent))
         if _unsampled(context):  # nothing will be recorded: no span is made, and what comes below knows as much
             self._token = None if context is None else otel_context.attach(context)
             return None
@@ -203,6 +213,8 @@ class _Stage(AbstractContextManager["Span | None"]):
 def _context_of(carrier: Mapping[str, str]) -> Context:
     """The caller's context. Most traces are not recorded: those are read in a tenth of the time."""
     header = carrier.get("traceparent", "")
+    if header == NOT_RECORDED:
+        return _NOT_RECORDED_CONTEXT
     if len(header) == TRACEPARENT_LENGTH and header.startswith("00-"):
         try:
             _, trace_id, span_id, flags = header.split("-")
@@ -214,8 +226,17 @@ def _context_of(carrier: Mapping[str, str]) -> Context:
     return _PROPAGATOR.extract(carrier)
 
 
+def _chosen(context: Context | None) -> Context | None:
+    """The context, or that of traces which are not recorded, when a trace begins here and is not drawn."""
+    if _share >= 1 or trace.get_current_span(context).get_span_context().is_valid or random() < _share:
+        return context
+    return _NOT_RECORDED_CONTEXT
+
+
 def _unsampled(context: Context | None) -> bool:
     """Somebody has decided already that this trace is not recorded."""
+    if context is _NOT_RECORDED_CONTEXT:
+        return True
     decided = trace.get_current_span(context).get_span_context()
     return decided.is_valid and not decided.trace_flags.sampled
 
@@ -241,7 +262,7 @@ def start_span(
     """
     if _tracer is None:
         return None
-    context = None if parent is None else _context_of(parent)
+    context = _chosen(None if parent is None else _context_of(parent))
     if _unsampled(context):
         return None
     kept = {key: value for key, value in attributes.items() if value is not None}
@@ -261,7 +282,10 @@ def headers(span: Span | None = None) -> dict[str, str]:
     """W3C headers of the given or the current span; empty while tracing is off."""
     if _tracer is None:
         return {}
-    context = (span or trace.get_current_span()).get_span_context()
+    current = span or trace.get_current_span()
+    if current is _NOT_RECORDED_SPAN:
+        return {"traceparent": NOT_RECORDED}
+    context = current.get_span_context()
     if not context.is_valid:
         return {}
     carrier = {"traceparent": f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from contextvars import copy_context
+from random import Random
 
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
@@ -19,6 +21,7 @@ from sluice.v1 import common_pb2
 def spans(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
     monkeypatch.setattr(telemetry, "_tracer", None)
     monkeypatch.setattr(telemetry, "_provider", None)
+    monkeypatch.setattr(telemetry, "_share", 1.0)
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
@@ -143,6 +146,43 @@ def test_an_unsampled_caller_is_followed_without_spans(spans: InMemorySpanExport
     assert spans.get_finished_spans() == ()
     with telemetry.stage("after") as span:
         assert span is not None, "what the caller decided was about its own trace"
+
+
+def test_a_trace_that_is_not_drawn_is_recorded_nowhere(spans: InMemorySpanExporter) -> None:
+    assert telemetry._provider is not None
+    telemetry.use_tracer_provider(telemetry._provider, share=0.0)
+    with telemetry.stage("gateway.request", parent={}) as span:
+        assert span is None
+        passed_on = telemetry.headers()
+        assert telemetry.start_span("engine.generate") is None
+    telemetry.use_tracer_provider(telemetry._provider)  # the next service would record all that begin in it
+    with telemetry.stage("router.query", parent=passed_on) as span:
+        assert span is None
+        assert telemetry.headers() == passed_on
+    assert telemetry.start_span("started", parent=passed_on) is None
+    assert spans.get_finished_spans() == ()
+
+
+def test_a_caller_that_records_is_followed_whatever_is_drawn_here(spans: InMemorySpanExporter) -> None:
+    assert telemetry._provider is not None
+    telemetry.use_tracer_provider(telemetry._provider, share=0.0)
+    with telemetry.stage("router.query", parent={"traceparent": f"00-{'a' * 32}-{'b' * 16}-01"}) as span:
+        assert span is not None
+        with telemetry.stage("inner") as inner:
+            assert inner is not None
+    assert len(spans.get_finished_spans()) == 2
+
+
+def test_a_share_of_the_traces_is_drawn(spans: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert telemetry._provider is not None
+    telemetry.use_tracer_provider(telemetry._provider, share=0.25)
+    monkeypatch.setattr(telemetry, "random", Random(7).random)
+    for _ in range(400):
+        with telemetry.stage("gateway.request", parent={}), telemetry.stage("gateway.route"):
+            pass
+    names = Counter(span.name for span in spans.get_finished_spans())
+    assert names["gateway.request"] == names["gateway.route"]
+    assert 70 < names["gateway.request"] < 130
 
 
 @pytest.mark.parametrize("header", ["", "-00", "x" * 52 + "-00", f"00-{'0' * 32}-{'0' * 16}-00", "z-" * 26 + "-00"])
