@@ -16,8 +16,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent import futures
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 from urllib.parse import urlsplit
 
 import grpc
@@ -29,12 +30,15 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 from processes import own_suite, suite_of
 from report import machine
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 SERVICES = ("GATEWAY", "PREPROCESS", "ROUTER", "POSTPROCESS", "WORKER")
 SCRAPE_EVERY_S = 15.0
 DRAWS = 2000
 OFF, METRICS, BOTH = "off", "metrics", "metrics, traces 1 %"
+
+T = TypeVar("T")
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -62,16 +66,23 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
 
 @dataclass
 class Variant:
-    """A suite and what was measured on it: tokens a second, and CPU of all its processes, µs a token."""
+    """Suites of one kind and what was measured on them: tokens a second, and CPU of all processes, µs a token.
+
+    Lists of rounds, a list for each suite: two suites of a kind differ by more than two rounds of one.
+    """
 
     name: str
-    url: str
-    speed: list[float] = field(default_factory=list)
-    cpu: list[float] = field(default_factory=list)
+    speed: list[list[float]] = field(default_factory=list)
+    cpu: list[list[float]] = field(default_factory=list)
 
-    def measure(self, load: Mapping[str, Any]) -> None:
+    def begin(self) -> None:
+        """The next suite's rounds follow."""
+        self.speed.append([])
+        self.cpu.append([])
+
+    def measure(self, url: str, load: Mapping[str, Any]) -> None:
         """One round."""
-        where = urlsplit(self.url)
+        where = urlsplit(url)
         assert where.port is not None
         processes = suite_of(where.port)
         spent: list[float] = []
@@ -82,8 +93,8 @@ class Variant:
         outcome = run_load(Load(host="127.0.0.1", port=where.port, seed=time.time_ns(), **load), 1, look, look)
         if outcome.errors:
             raise RuntimeError(f"{self.name}: {dict(outcome.errors)}")
-        self.speed.append(outcome.tokens / (outcome.ended - outcome.started))
-        self.cpu.append(1e6 * (spent[1] - spent[0]) / outcome.tokens)
+        self.speed[-1].append(outcome.tokens / (outcome.ended - outcome.started))
+        self.cpu[-1].append(1e6 * (spent[1] - spent[0]) / outcome.tokens)
 
 
 def cpu_s(process: psutil.Process) -> float:
@@ -139,7 +150,8 @@ def scraped(addresses: Sequence[str]) -> Iterator[list[int]]:
 
 @app.command()
 def observability(
-    rounds: Annotated[int, typer.Option(min=1, help="how often each suite is measured")] = 7,
+    suites: Annotated[int, typer.Option(min=1, help="how often suites are started anew")] = 8,
+    rounds: Annotated[int, typer.Option(min=1, help="how often each suite is measured")] = 3,
     streams: Annotated[int, typer.Option(min=1, help="requests under way at once")] = 64,
     requests: Annotated[int, typer.Option(min=1, help="requests a round")] = 640,
     tokens: Annotated[int, typer.Option(min=2, help="tokens of every answer")] = 128,
@@ -149,23 +161,10 @@ def observability(
     """Compare throughput with metrics and traces to throughput without."""
     load = {"model": "tekken", "streams": streams, "requests": requests, "tokens": tokens, "words": words, "warmup": 64}
     collector = Collector()
-    listening = {name: endpoints() for name in (METRICS, BOTH)}
-    traces = {f"SLUICE_{service}_OTLP_ENDPOINT": collector.endpoint for service in SERVICES}
-    settings = {
-        OFF: {"OTEL_SDK_DISABLED": "true"},
-        METRICS: listening[METRICS],
-        BOTH: {**listening[BOTH], **traces, "SLUICE_GATEWAY_TRACE_SAMPLE": "0.01"},
-    }
-    variants = []
-    with ExitStack() as suites:
-        for name, more in settings.items():
-            with environment(more):
-                variants.append(Variant(name, suites.enter_context(own_suite(1, 1000.0))))
-        sizes = suites.enter_context(scraped([at for one in listening.values() for at in one.values()]))
-        for number in range(rounds):
-            turn = number % len(variants)  # each comes first, second and last equally often
-            for variant in (*variants[turn:], *variants[:turn]):
-                variant.measure(load)
+    variants = [Variant(name) for name in (OFF, METRICS, BOTH)]
+    sizes: list[int] = []
+    for number in track(range(suites), "suites", console=Console(stderr=True)):
+        sizes += measured(variants, collector.endpoint, rounds, number, load)
     collector.stop()
     rows = figures(variants)
     if as_json:
@@ -177,28 +176,61 @@ def observability(
         )
 
 
+def measured(
+    variants: Sequence[Variant], collector: str, rounds: int, number: int, load: Mapping[str, Any]
+) -> list[int]:
+    """Starts a suite of each kind and measures them in turns; gives the sizes of what was scraped."""
+    listening = {name: endpoints() for name in (METRICS, BOTH)}
+    traces = {f"SLUICE_{service}_OTLP_ENDPOINT": collector for service in SERVICES}
+    settings = {
+        OFF: {"OTEL_SDK_DISABLED": "true"},
+        METRICS: listening[METRICS],
+        BOTH: {**listening[BOTH], **traces, "SLUICE_GATEWAY_TRACE_SAMPLE": "0.01"},
+    }
+    with ExitStack() as stack:
+        running = []
+        for variant in in_turn(variants, number):
+            with environment(settings[variant.name]):
+                running.append((variant, stack.enter_context(own_suite(1, 1000.0))))
+            variant.begin()
+        sizes = stack.enter_context(scraped([at for one in listening.values() for at in one.values()]))
+        for turn in range(rounds):
+            for variant, url in in_turn(running, turn):
+                variant.measure(url, load)
+    return sizes
+
+
+def in_turn(things: Sequence[T], number: int) -> Sequence[T]:
+    """All of them; each comes first, second and last equally often."""
+    first = number % len(things)
+    return (*things[first:], *things[:first])
+
+
 def figures(variants: Sequence[Variant]) -> list[dict[str, Any]]:
-    """Medians over the rounds, and how each suite compares to the first one, round by round."""
+    """Medians over all rounds, and how each kind of suite compares to the first one, start by start."""
     off = variants[0]
     return [
         {
             "suite": variant.name,
-            "tokens_per_s": statistics.median(variant.speed),
+            "tokens_per_s": statistics.median(chain(*variant.speed)),
             "throughput_change": change(variant.speed, off.speed),
-            "cpu_us_per_token": statistics.median(variant.cpu),
+            "cpu_us_per_token": statistics.median(chain(*variant.cpu)),
             "cpu_change": change(variant.cpu, off.cpu),
-            "least_cpu_us_per_token": min(variant.cpu),
+            "least_cpu_us_per_token": min(chain(*variant.cpu)),
         }
         for variant in variants
     ]
 
 
-def change(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float, float]:
-    """The mean change from `theirs`, and the bounds within which it lies with 90 % (rounds drawn again and again).
+def change(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> tuple[float, float, float]:
+    """The mean change from `theirs`, and the bounds within which it lies with 90 % (suites drawn again and again).
 
     Means of logarithms: a round that something else disturbed counts as much upwards as downwards.
     """
-    steps = [math.log(mine / other) for mine, other in zip(ours, theirs, strict=True)]
+    steps = [
+        statistics.fmean(math.log(mine / other) for mine, other in zip(*rounds, strict=True))
+        for rounds in zip(ours, theirs, strict=True)
+    ]
     draw = random.Random(0)
     means = sorted(statistics.fmean(draw.choices(steps, k=len(steps))) for _ in range(DRAWS))
     low, high = means[DRAWS // 20], means[-DRAWS // 20]

@@ -117,6 +117,7 @@ class Watcher:
         self.heartbeats = 0
         self.ranks: dict[int, RankView] = {}
         self.left = False
+        self._given_up = False
 
     @property
     def address(self) -> str:
@@ -142,6 +143,12 @@ class Watcher:
         except TimeoutError:
             return condition()
         return True
+
+    async def registered(self, within_s: float) -> bool:
+        """Waits for the worker to register; once, whoever asks again hears at once that it did not."""
+        patience = 0.0 if self._given_up else within_s
+        self._given_up = not await self.until(lambda: self.registration is not None, patience)
+        return not self._given_up
 
     async def resync(self, rank: int) -> None:
         """Asks for a snapshot of a rank; a lost stream shows as a snapshot that never comes."""

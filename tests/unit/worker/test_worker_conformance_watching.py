@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.packing import pack_u64, unpack_u64
-from services.worker.conformance.watching import RankView
+from services.worker.conformance.watching import RankView, Watcher
 from sluice.v1 import router_pb2
 
 HASHES = st.lists(st.integers(0, 30), max_size=6)
@@ -77,3 +79,11 @@ def test_the_same_hash_on_two_tiers_is_two_blocks() -> None:
     assert view.hashes == {5}
     assert view.blocks == {(2, 5)}
     assert unpack_u64(host.block_hashes).tolist() == [5]
+
+
+async def test_a_worker_that_registers_elsewhere_is_waited_for_once() -> None:
+    watcher = Watcher()
+    assert not await watcher.registered(within_s=0.01)
+    assert not await asyncio.wait_for(watcher.registered(within_s=3600), timeout=20)
+    watcher.registration = router_pb2.Registration()
+    assert await watcher.registered(within_s=3600)

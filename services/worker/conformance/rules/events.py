@@ -20,8 +20,7 @@ async def _watcher(subject: Subject) -> Watcher:
             "The kit is not the worker's router: give --router-listen HOST:PORT and start the worker with "
             "--routers HOST:PORT."
         )
-    here = await watcher.until(lambda: watcher.registration is not None, subject.patience.attach_s)
-    if not here:
+    if not await watcher.registered(subject.patience.attach_s):
         raise NotChecked(
             f"Nobody registered at {watcher.address} within {subject.patience.attach_s:g} s; "
             "is the worker attached elsewhere?"
