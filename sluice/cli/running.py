@@ -73,8 +73,17 @@ class Place:
             raise BadFlag(f"--tls: {error.message}") from error
 
     def context(self) -> ssl.SSLContext:
-        """For HTTPS: what the gateway's certificate is checked with."""
-        return ssl.create_default_context(cafile=None if self.tls is None else str(self.tls / "ca.pem"))
+        """For HTTPS: what the gateway's certificate is checked with, and what is shown to a gateway that wants one.
+
+        Raises BadFlag when the files do not fit together.
+        """
+        context = ssl.create_default_context(cafile=None if self.tls is None else str(self.tls / "ca.pem"))
+        if self.tls is not None and (self.tls / "client.pem").is_file():
+            try:
+                context.load_cert_chain(self.tls / "client.pem", self.tls / "client.key")
+            except OSError as error:
+                raise BadFlag(f"--tls {self.tls}: client.pem and client.key are no pair: {error}") from error
+        return context
 
 
 @dataclass(frozen=True)

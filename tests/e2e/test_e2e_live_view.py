@@ -195,7 +195,7 @@ def test_the_doctor_finds_nothing_wrong_and_looked_everywhere(suite: Suite) -> N
 def secured(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("certs")
     subprocess.run([str(SLUICE), "certs", str(folder), "--days", "5"], check=True, capture_output=True)
-    env = {"SLUICE_GATEWAY_UI": "false"}
+    env = {"SLUICE_GATEWAY_UI": "false", "SLUICE_GATEWAY_HTTPS_CLIENT_CA": str(folder / "ca.pem")}
     with Suite("--workers", "1", "--speedup", "20", "--tls", str(folder), env=env) as running:
         yield running, folder
 
@@ -204,6 +204,7 @@ def test_a_suite_that_speaks_tls_is_examined_too(secured: Any) -> None:
     suite, folder = secured
     tls = ("--tls", str(folder), "--router", suite.address("router"))
     assert [worker["health"] for worker in told(suite, "workers", *tls)] == ["serving"]
+    assert told(suite, "route", "A canal and its locks", *tls)["worker"] == "worker-0"
     checks = {check["check"]: check for check in told(suite, "doctor", *tls)["checks"]}
     assert checks["certificate of the gateway"]["state"] == "warn"
     assert "4 days" in checks["certificate of the gateway"]["found"]
