@@ -12,6 +12,7 @@ from time import perf_counter
 
 from services.common import telemetry
 from services.common.errors import SluiceError, unavailable
+from services.gateway.clients.link import idlest
 from services.gateway.clients.post_link import PostLink
 from services.gateway.live_stream import LiveStream
 from services.gateway.metrics import GatewayMetrics
@@ -66,9 +67,8 @@ class TextReplicas:
         return len(self._waiting)
 
     def best(self) -> PostLink | None:
-        """The replica with the fewest streams, of those that take new ones."""
-        links = [link for link in self.links.values() if link.connected and not link.retired and not link.leaving]
-        return min(links, key=lambda link: link.live, default=None)
+        """A replica with the fewest streams, of those that take new ones."""
+        return idlest(link for link in self.links.values() if link.connected and not link.retired and not link.leaving)
 
     def hold(self, stream: LiveStream) -> None:
         """A stream's text will begin later, with the tokens that it has then."""
