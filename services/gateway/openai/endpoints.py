@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from typing import Any
@@ -83,7 +84,11 @@ class OpenAIEndpoints:
         body = await self._body(request)
         fields = check(CompletionRequest, body)
         answer_id = CompletionFormat.id_prefix + secrets.token_hex(12)
-        generations = completion_requests(fields, answer_id, self._settings.max_choices)
+        asked = fields, answer_id, self._settings.max_choices
+        if fields.prompt_embeds is None:
+            generations = completion_requests(*asked)
+        else:  # megabytes to read
+            generations = await asyncio.to_thread(completion_requests, *asked)
         form = CompletionFormat(answer_id, int(time.time()), fields.model, fields.include_usage)
         return await self._answer(request, generations, form, fields)
 

@@ -1,4 +1,4 @@
-"""Prompt embeddings: base64 of a .npy file, which `numpy.save` writes and which needs no library to be read."""
+"""Prompt embeddings: base64 of a file of `torch.save` or `numpy.save`, which need no library to be read."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import struct
 
 from services.common.errors import SluiceError, invalid
 from services.gateway.generation import EmbedsPrompt
+from services.gateway.openai import torch_file
 
 FIELD = "prompt_embeds"
 _MAGIC = b"\x93NUMPY"
@@ -16,13 +17,32 @@ _MAX_HEADER = 4_096
 
 
 def read_prompt_embeds(encoded: str) -> EmbedsPrompt:
-    """The embeddings; SluiceError(INVALID_ARGUMENT) for anything but float32 of shape [tokens, width] in C order."""
+    """The embeddings, [tokens, width]; takes as long as a large request is.
+
+    Raises:
+        SluiceError: INVALID_ARGUMENT for anything but one floating-point tensor saved by torch, or a .npy file of
+            float32 in C order. Nothing of the file is run.
+    """
     try:
         data = base64.b64decode(encoded, validate=True)
     except (binascii.Error, ValueError):
         raise _wrong("it is no base64") from None
-    if not data.startswith(_MAGIC) or len(data) < 12:
-        raise _wrong("it is no .npy file")
+    if data.startswith(torch_file.MAGIC):
+        return _of_torch(data)
+    if data.startswith(_MAGIC) and len(data) >= 12:
+        return _of_numpy(data)
+    raise _wrong("it is neither what torch.save writes (its zip format) nor a .npy file")
+
+
+def _of_torch(data: bytes) -> EmbedsPrompt:
+    try:
+        table = torch_file.read_tensor(data)
+    except torch_file.NotReadableError as error:
+        raise _wrong(f"it {error}") from None
+    return EmbedsPrompt(table.values, table.width)
+
+
+def _of_numpy(data: bytes) -> EmbedsPrompt:
     wide = data[6] > 1
     length = struct.unpack_from("<I" if wide else "<H", data, 8)[0]
     start = 8 + (4 if wide else 2)

@@ -193,7 +193,9 @@ class CompletionRequest(GenerationFields):
     """POST /v1/completions."""
 
     prompt: PromptInput | None = None
-    prompt_embeds: str | None = Field(None, min_length=1, description="base64 of a .npy file, float32 [tokens, width]")
+    prompt_embeds: str | None = Field(
+        None, min_length=1, description="base64 of what torch.save or numpy.save writes of an array [tokens, width]"
+    )
     echo: bool | None = None
     best_of: int | None = Field(None, ge=1)
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
