@@ -150,7 +150,7 @@ class VllmEngine(LLMEngine):
 
     def _prompt(self, request: GenerateRequest, handoff: Handoff | None) -> Any:
         if request.embeds is not None:
-            return library.embeds_of(request.embeds, request.cache_salt, self._config.model_config.dtype)
+            return library.embeds_of(request.embeds, request.cache_salt, self._config.model_config)
         token_ids = request.token_ids if handoff is None else [*request.token_ids, handoff.token_id]
         return library.prompt_of(token_ids, request.cache_salt)
 

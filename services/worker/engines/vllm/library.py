@@ -110,13 +110,24 @@ def prompt_of(token_ids: array[int] | Sequence[int], cache_salt: str) -> Any:
     return tokens_input(list(token_ids), cache_salt=cache_salt or None)
 
 
-def embeds_of(embeds: PromptEmbeds, cache_salt: str, dtype: Any) -> Any:
-    """Prompt embeddings in the model's own precision."""
+def embeds_of(embeds: PromptEmbeds, cache_salt: str, model_config: Any) -> Any:
+    """Prompt embeddings in the model's own precision.
+
+    Raises:
+        SluiceError: INVALID_ARGUMENT for those that the engine's process would not survive, or pass on to others.
+    """
     import torch
     from vllm.inputs.engine import embeds_input
 
-    rows = torch.frombuffer(bytearray(embeds.values), dtype=torch.float32).reshape(-1, embeds.width)
-    return embeds_input(rows.to(dtype), cache_salt=cache_salt or None)
+    width = int(model_config.get_hidden_size())
+    if embeds.width != width:
+        raise invalid(
+            f"The rows of prompt_embeds are {embeds.width} wide; this model's are {width}.", param="prompt_embeds"
+        )
+    rows = torch.frombuffer(bytearray(embeds.values), dtype=torch.float32).reshape(-1, width).to(model_config.dtype)
+    if not bool(torch.isfinite(rows).all()):
+        raise invalid("prompt_embeds holds a number that is not finite.", param="prompt_embeds")
+    return embeds_input(rows, cache_salt=cache_salt or None)
 
 
 def sampling_params(arguments: Mapping[str, Any]) -> Any:
