@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import select
 import signal
 import subprocess
 import termios
@@ -172,10 +173,12 @@ def test_top_in_a_terminal_ends_with_control_c(suite: Suite, columns: int, rows:
 
 
 def drain(terminal: int) -> None:
-    """Reads until the other side is closed, so that it is never kept from writing."""
+    """Reads until the other side is closed, so that it is never kept from writing; no longer than `WITHIN_S`."""
+    until = time.monotonic() + WITHIN_S
     with suppress(OSError):
-        while os.read(terminal, 4096):
-            pass
+        while select.select([terminal], [], [], max(0.0, until - time.monotonic()))[0]:
+            if not os.read(terminal, 4096):
+                return
 
 
 def test_the_doctor_finds_nothing_wrong_and_looked_everywhere(suite: Suite) -> None:
