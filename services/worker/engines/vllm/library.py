@@ -113,8 +113,12 @@ def prompt_of(token_ids: array[int] | Sequence[int], cache_salt: str) -> Any:
 def embeds_of(embeds: PromptEmbeds, cache_salt: str, model_config: Any) -> Any:
     """Prompt embeddings in the model's own precision.
 
+    Their ids are one that no token has. Without ids vLLM's penalties count those that happen to lie in the batch's
+    memory, which are other callers' prompts.
+
     Raises:
-        SluiceError: INVALID_ARGUMENT for those that the engine's process would not survive, or pass on to others.
+        SluiceError: INVALID_ARGUMENT for those of another width, which the engine's process would not survive, and for
+            numbers that are not finite.
     """
     import torch
     from vllm.inputs.engine import embeds_input
@@ -127,7 +131,12 @@ def embeds_of(embeds: PromptEmbeds, cache_salt: str, model_config: Any) -> Any:
     rows = torch.frombuffer(bytearray(embeds.values), dtype=torch.float32).reshape(-1, width).to(model_config.dtype)
     if not bool(torch.isfinite(rows).all()):
         raise invalid("prompt_embeds holds a number that is not finite.", param="prompt_embeds")
-    return embeds_input(rows, cache_salt=cache_salt or None)
+    return embeds_input(
+        rows,
+        cache_salt=cache_salt or None,
+        prompt_token_ids=[int(model_config.get_vocab_size())] * embeds.length,
+        is_token_ids=[False] * embeds.length,
+    )
 
 
 def sampling_params(arguments: Mapping[str, Any]) -> Any:
