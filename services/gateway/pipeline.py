@@ -26,6 +26,7 @@ from services.gateway.clients.catalogue import WorkerEntry
 from services.gateway.config import PipelineConfig
 from services.gateway.generation import (
     ChatPrompt,
+    EmbedsPrompt,
     GenerationRequest,
     Route,
     Sink,
@@ -255,9 +256,12 @@ class Pipeline:
         return await self.preprocess.detokenize(request.model, request.prompt.token_ids)
 
 
+_PROMPT_FIELDS = {ChatPrompt: "messages", EmbedsPrompt: "prompt_embeds"}
+
+
 def _fit(request: GenerationRequest, prompt: Tokenized, entry: WorkerEntry) -> int:
     """How many tokens may be generated; SluiceError(INVALID_ARGUMENT) when the prompt leaves no room."""
-    field = "messages" if isinstance(request.prompt, ChatPrompt) else "prompt"
+    field = _PROMPT_FIELDS.get(type(request.prompt), "prompt")
     if prompt.raw is not None:  # the worker checks the rest
         if entry.context_length and (request.stop.max_tokens or 0) >= entry.context_length:
             raise invalid(
