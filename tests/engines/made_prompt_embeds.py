@@ -58,6 +58,7 @@ def main() -> None:
         "wide": saved(torch.cat([first, first], dim=1)),
         "not_finite": saved(broken),
         "turned": saved(first.T.contiguous().T),
+        "too_long": saved(first[:1].expand(2_048, -1).contiguous()),
         "whole_numbers": saved(torch.ones(first.shape, dtype=torch.int64)),
         "vector": saved(first[0].clone()),
         "list": saved([first]),
