@@ -180,7 +180,7 @@ async def test_a_bad_stream_hurts_only_itself(service: Service) -> None:
         )
     )
     answers = Answers()
-    await answers.read(call, 7)
+    await answers.read(call, 8)
     assert answers.texts == {6: "fine"}
     assert answers.events.pop(6).finish_reason == common_pb2.FINISH_REASON_LENGTH
     assert {event.finish_reason for event in answers.events.values()} == {common_pb2.FINISH_REASON_ERROR}
@@ -192,6 +192,7 @@ async def test_a_bad_stream_hurts_only_itself(service: Service) -> None:
         4: (ErrorKind.INVALID_ARGUMENT, "stop"),
         5: (ErrorKind.INVALID_ARGUMENT, "token_ids"),
         7: (ErrorKind.INVALID_ARGUMENT, "token_ids"),
+        8: (ErrorKind.NOT_FOUND, "tokens.slots"),  # never opened
     }
     call.cancel()
 
