@@ -318,6 +318,8 @@ async def test_a_stream_moves_from_a_replica_that_leaves_to_another_one(service:
     pieces = b"".join(event.tokens.pieces for event in [*got.events, *rest.events])
     assert pieces.decode() == byte_level().decode(ids, False)
     assert rest.events[-1].finish_reason == common_pb2.FINISH_REASON_TOOL_CALLS
+    first.cancel()
+    second.cancel()
 
 
 async def test_single_tokens_are_looked_up(service: Service) -> None:

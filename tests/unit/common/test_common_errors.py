@@ -26,6 +26,9 @@ class FakeContext:
     def __init__(self) -> None:
         self.status: tuple[grpc.StatusCode, str, tuple[tuple[str, bytes], ...]] | None = None
 
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        return (("user-agent", "a test"),)
+
     async def abort(self, code: grpc.StatusCode, text: str, trailing: tuple[tuple[str, bytes], ...]) -> None:
         self.status = (code, text, trailing)
         raise Aborted
