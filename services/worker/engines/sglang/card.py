@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from services.common import models
+from services.common.errors import ErrorKind, SluiceError
 from services.worker.capabilities import GUIDED, SAMPLING, Capability
 from services.worker.engine import EngineConfig
 from services.worker.engines.sglang.sampling import Facts
@@ -109,6 +110,8 @@ def engine_config(settings: WorkerSettings, path: Path, engine: Any, version: st
     running = int(value("max_running_requests") or 0)
     processor = settings.spec.processor or models.detect_processor(path)
     able = capabilities(engine)
+    total_blocks = int(info["max_total_num_tokens"]) // page
+    _check_memory(settings, total_blocks)
     return EngineConfig(
         model=settings.spec.name,
         source=settings.spec.source,
@@ -118,7 +121,7 @@ def engine_config(settings: WorkerSettings, path: Path, engine: Any, version: st
         context_length=min(int(manager.context_len), int(info["max_req_input_len"]) + 1),
         vocab_size=int(manager.model_config.vocab_size),
         block_size=page,
-        total_blocks=int(info["max_total_num_tokens"]) // page,
+        total_blocks=total_blocks,
         max_sequences=running,
         max_batched_tokens=max(int(value("chunked_prefill_size") or 0), 0),
         eos_token_ids=tuple(sorted(manager.model_config.hf_eos_token_id or ())),
@@ -130,3 +133,15 @@ def engine_config(settings: WorkerSettings, path: Path, engine: Any, version: st
         engine="sglang",
         engine_version=version,
     )
+
+
+def _check_memory(settings: WorkerSettings, made: int) -> None:
+    """SGLang makes a smaller cache than it was told to when memory is short, and says so in its log only."""
+    asked = settings.total_blocks
+    if "total_blocks" in settings.model_fields_set and made < asked:
+        raise SluiceError(
+            ErrorKind.FAILED_PRECONDITION,
+            f"There is not enough memory for {asked} blocks: SGLang made room for {made}; lower --total-blocks.",
+            param="total-blocks",
+            code="out_of_memory",
+        )

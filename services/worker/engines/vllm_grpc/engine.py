@@ -29,7 +29,7 @@ from services.worker.engines.vllm_grpc.feed import GrpcFeed
 from services.worker.engines.vllm_grpc.options import LOOPBACK, read_server_options, serve_command
 from services.worker.engines.vllm_grpc.reading import Reading
 from services.worker.engines.vllm_grpc.server import Server, find_program
-from services.worker.generation import Delta, GenerateRequest, Role
+from services.worker.generation import Delta, FinishReason, GenerateRequest, Role
 from services.worker.kv_events.source import EngineCacheSource
 from services.worker.settings import WorkerSettings
 
@@ -39,6 +39,7 @@ POLL_S = 0.5
 SUBSCRIBE_S = 10.0
 EMBED_S = 120.0
 FAILURES = 2
+LOOKS, LOOK_AGAIN_S = 10, 0.1
 
 
 class VllmGrpcEngine(LLMEngine):
@@ -178,14 +179,18 @@ class VllmGrpcEngine(LLMEngine):
         try:
             async for response in call:
                 if (delta := reading.take(response)) is not None:
+                    if delta.finish_reason is FinishReason.ERROR and await _is_gone(client):
+                        raise _gone()
                     yield delta
                 if reading.ended:
                     return
+            if await _is_gone(client):
+                raise _gone()
             raise SluiceError(ErrorKind.STREAM_INCOMPLETE, "vLLM's server ended the stream without a finish reason.")
         except grpc.aio.AioRpcError as error:
             cause = error_of(error)
             if cause.kind is ErrorKind.INTERNAL and await _is_gone(client):
-                cause = _gone()  # the server outlives its engine by a moment, and blames the request
+                cause = _gone()
             raise cause from error
         finally:
             if not reading.ended:
@@ -270,10 +275,16 @@ class VllmGrpcEngine(LLMEngine):
 
 
 async def _is_gone(client: Client) -> bool:
-    try:
-        return not await client.healthy()
-    except SluiceError:
-        return True
+    """Whether a request failed because the engine is dead: its server outlives it by a moment, says that all is
+    well, and blames the request."""
+    for _ in range(LOOKS):
+        try:
+            if not await client.healthy():
+                return True
+        except SluiceError:
+            return True
+        await asyncio.sleep(LOOK_AGAIN_S)
+    return False
 
 
 def _gone() -> SluiceError:
