@@ -78,10 +78,10 @@ class CallSession(Generic[A]):
                 self._running.pop(number).cancel()
 
     async def _answer(self, call: Any) -> None:
+        metadata = tuple(call.metadata.items())
+        telemetry.name_request(metadata)
         try:
-            answer = self._make_answer(
-                number=call.number, response=await self._handle(call.request, tuple(call.metadata.items()))
-            )
+            answer = self._make_answer(number=call.number, response=await self._handle(call.request, metadata))
         except SluiceError as error:
             answer = self._failed(call, error)
         except Exception:

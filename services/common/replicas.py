@@ -27,6 +27,7 @@ from services.common.call_stream import CallStream
 from services.common.channels import open_channel
 from services.common.errors import ErrorKind, SluiceError, unavailable
 from services.common.grpc_errors import DETAIL_KEY, from_rpc_error, late_answer
+from services.common.idlest import idlest
 from services.common.tasks import TaskOwner
 
 log = logging.getLogger(__name__)
@@ -150,10 +151,9 @@ class ReplicaSet(Generic[S]):
                 code="circuit_open",
                 retry_after_ms=max(wait_ms, 1000),
             )
-        if len(passable) == 1:
-            return passable[0]
-        fewest = min(replica.outstanding for replica in passable)
-        return random.choice([replica for replica in passable if replica.outstanding == fewest])
+        chosen = idlest(passable, lambda replica: replica.outstanding)
+        assert chosen is not None
+        return chosen
 
     async def call(
         self,

@@ -186,8 +186,8 @@ class _Stage(AbstractContextManager["Span | None"]):
         self._started_s = perf_counter()
         if _tracer is None:
             return None
-        context = _chosen(None if self._parent is None else _context_of(self._parent))
-        if _unsampled(context):  # nothing will be recorded: no span is made, and what comes below knows as much
+        context, recorded = _followed(self._parent)
+        if not recorded:  # nothing will be recorded: no span is made, and what comes below knows as much
             self._token = None if context is None else otel_context.attach(context)
             return None
         kept = {key: value for key, value in self._attributes.items() if value is not None}
@@ -226,19 +226,13 @@ def _context_of(carrier: Mapping[str, str]) -> Context:
     return _PROPAGATOR.extract(carrier)
 
 
-def _chosen(context: Context | None) -> Context | None:
-    """The context, or that of traces which are not recorded, when a trace begins here and is not drawn."""
-    if _share >= 1 or trace.get_current_span(context).get_span_context().is_valid or random() < _share:
-        return context
-    return _NOT_RECORDED_CONTEXT
-
-
-def _unsampled(context: Context | None) -> bool:
-    """Somebody has decided already that this trace is not recorded."""
-    if context is _NOT_RECORDED_CONTEXT:
-        return True
+def _followed(parent: Mapping[str, str] | None) -> tuple[Context | None, bool]:
+    """The context of what comes next, and whether it is recorded: the caller decided, or else it is drawn here."""
+    context = None if parent is None else _context_of(parent)
     decided = trace.get_current_span(context).get_span_context()
-    return decided.is_valid and not decided.trace_flags.sampled
+    if decided.is_valid:
+        return context, decided.trace_flags.sampled
+    return (context, True) if random() < _share else (_NOT_RECORDED_CONTEXT, False)
 
 
 def _name_request(span: Span, request: str) -> None:
@@ -262,8 +256,8 @@ def start_span(
     """
     if _tracer is None:
         return None
-    context = _chosen(None if parent is None else _context_of(parent))
-    if _unsampled(context):
+    context, recorded = _followed(parent)
+    if not recorded:
         return None
     kept = {key: value for key, value in attributes.items() if value is not None}
     found = [trace.get_current_span(_PROPAGATOR.extract({"traceparent": link})).get_span_context() for link in links]

@@ -10,10 +10,10 @@ import grpc
 
 from services.common.channels import open_channel
 from services.common.errors import ErrorKind, SluiceError, unavailable
+from services.common.idlest import idlest
 from services.common.replicas import ReplicaSet
 from services.common.tasks import TaskOwner
 from services.gateway.clients.catalogue import WorkerEntry
-from services.gateway.clients.link import idlest
 from services.gateway.clients.post_link import PostLink
 from services.gateway.clients.worker_link import WorkerLink
 from services.gateway.switchboard import Switchboard
@@ -103,8 +103,8 @@ class Fleet:
 
     def least_busy(self, worker_ids: Sequence[str]) -> WorkerLink | None:
         """Of these workers, the connected one that runs fewest of this gateway's streams."""
-        links = (self._workers.get(worker_id) for worker_id in worker_ids)
-        return idlest(link for link in links if link is not None and link.connected)
+        links = [link for worker_id in worker_ids if (link := self._workers.get(worker_id)) and link.connected]
+        return idlest(links, lambda link: link.live)
 
     async def text_ready(self, most_s: float) -> None:
         """Waits for a postprocess replica that takes streams; SluiceError(UNAVAILABLE) when none comes in time."""

@@ -12,7 +12,7 @@ from time import perf_counter
 
 from services.common import telemetry
 from services.common.errors import SluiceError, unavailable
-from services.gateway.clients.link import idlest
+from services.common.idlest import idlest
 from services.gateway.clients.post_link import PostLink
 from services.gateway.live_stream import LiveStream
 from services.gateway.metrics import GatewayMetrics
@@ -68,7 +68,8 @@ class TextReplicas:
 
     def best(self) -> PostLink | None:
         """A replica with the fewest streams, of those that take new ones."""
-        return idlest(link for link in self.links.values() if link.connected and not link.retired and not link.leaving)
+        links = [link for link in self.links.values() if link.connected and not link.retired and not link.leaving]
+        return idlest(links, lambda link: link.live)
 
     def hold(self, stream: LiveStream) -> None:
         """A stream's text will begin later, with the tokens that it has then."""

@@ -76,8 +76,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
     async def _route_of_many(
         self, request: router_pb2.RouteQueryRequest, metadata: Metadata
     ) -> router_pb2.RouteQueryResponse:
-        parent = telemetry.carrier_of_metadata(metadata) if telemetry.tracing() else None
-        with telemetry.stage("router.query", parent=parent):
+        with telemetry.stage("router.query", parent=telemetry.carrier_of_metadata(metadata)):
             return await self._route(request)
 
     async def _route(self, request: router_pb2.RouteQueryRequest) -> router_pb2.RouteQueryResponse:
@@ -296,8 +295,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
                 await asyncio.wait_for(context.write(message), WRITE_TIMEOUT_S)
 
     async def _unary(self, verb: str, handle: Callable[[Q], Awaitable[A]], request: Q, context: Context) -> A:
-        parent = telemetry.carrier_of_metadata(context.invocation_metadata()) if telemetry.tracing() else None
-        with telemetry.stage(f"router.{verb}", parent=parent):
+        with telemetry.stage(f"router.{verb}", parent=telemetry.carrier_of_metadata(context.invocation_metadata())):
             return await answer(context, handle, request)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
-from services.common import call_stream
+from services.common import call_stream, logs, telemetry
 from services.common.call_session import CallSession
 from services.common.call_stream import CallStream
 from services.common.errors import ErrorKind, SluiceError, not_found, unavailable
@@ -33,6 +33,7 @@ class Tokenizer(preprocess_pb2_grpc.PreprocessServicer):
         self.most_calls = most_calls
         self.unary = self.shared = self.running = self.streams = 0
         self.metadata: dict[str, str | bytes] = {}
+        self.named = ""
         self.gate = asyncio.Event()
 
     async def _tokenize(self, request: preprocess_pb2.TokenizeRequest) -> preprocess_pb2.TokenizeResponse:
@@ -59,6 +60,7 @@ class Tokenizer(preprocess_pb2_grpc.PreprocessServicer):
         async def handle(request: Any, metadata: Iterable[tuple[str, str | bytes]]) -> Any:
             self.shared += 1
             self.metadata = dict(metadata)
+            self.named = logs.request_id.get()
             return await self._tokenize(request)
 
         self.streams += 1
@@ -136,8 +138,10 @@ async def test_a_slow_call_holds_nobody_up_and_metadata_arrives() -> None:
         assert await ask(chosen, "quick") == "quick"
         stub = chosen.serving[0].stub
         request = preprocess_pb2.TokenizeRequest(model="m")
-        await stub.Tokenize(request, timeout=DEADLINE_S, metadata=(("traceparent", "00-1"),))
-        assert service.metadata == {"traceparent": "00-1"}
+        sent = {"traceparent": "00-1", telemetry.REQUEST_KEY: "req-7"}
+        await stub.Tokenize(request, timeout=DEADLINE_S, metadata=tuple(sent.items()))
+        assert service.metadata == sent
+        assert service.named == "req-7", "log lines about the call name its request"
         service.gate.set()
         assert await slow == "late"
 

@@ -80,14 +80,14 @@ class Catalogue:
 
     @property
     def models(self) -> dict[str, WorkerEntry]:
-        """One worker of each model that can be served now, by model name."""
-        by_name = {entry.model: entry for entry in self.workers.values()}
+        """One worker of each model that can be served now, by model name; the same one as `model` gives."""
+        by_name = {entry.model: entry for entry in reversed(self.workers.values())}
         return {name: by_name[name] for name in sorted(by_name)}
 
     @property
     def adapters(self) -> dict[str, WorkerEntry]:
-        """One worker of each LoRA adapter that can be named as the model, by its name."""
-        by_name = {name: entry for entry in self.workers.values() for name in entry.adapters}
+        """One worker of each LoRA adapter that can be named as the model, by name; the same one as `model` gives."""
+        by_name = {name: entry for entry in reversed(self.workers.values()) for name in entry.adapters}
         return {name: by_name[name] for name in sorted(by_name.keys() - self.models.keys())}
 
     def model(self, name: str) -> WorkerEntry:

@@ -6,9 +6,9 @@ import asyncio
 import logging
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from math import inf
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import grpc
 
@@ -138,15 +138,3 @@ class Link(ABC, Generic[Out, In]):
     @abstractmethod
     def _reset(self) -> None:
         """Forgets what was waiting to be sent on a session that is gone."""
-
-
-L = TypeVar("L", bound="Link[Any, Any]")
-
-
-def idlest(links: Iterable[L]) -> L | None:
-    """One of the links with the fewest streams; any of them, or gateways with little to do all choose the first."""
-    candidates = list(links)
-    if not candidates:
-        return None
-    fewest = min(link.live for link in candidates)
-    return random.choice([link for link in candidates if link.live == fewest])

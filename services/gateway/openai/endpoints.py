@@ -118,7 +118,7 @@ class OpenAIEndpoints:
         return {
             "id": name,
             "object": "model",
-            "created": min(one.created_unix_s for one in self._pipeline.catalogue.of_model(name)),
+            "created": entry.created_unix_s,
             "owned_by": "sluice",
             "max_model_len": entry.context_length,
             "tokenizer": self._parity.of_model(entry.model),

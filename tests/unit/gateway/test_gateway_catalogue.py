@@ -73,6 +73,10 @@ async def followed(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Followed]:
     made.end()
 
 
+async def test_a_model_is_described_by_one_and_the_same_of_its_workers(followed: Followed) -> None:
+    assert followed.catalogue.models["m"] is followed.catalogue.model("m") is followed.catalogue.workers["a"]
+
+
 async def test_a_worker_that_leaves_is_gone_at_once(followed: Followed) -> None:
     followed.router.tell(KINDS.KIND_DOWN, "a")
     await followed.until("b")

@@ -9,7 +9,6 @@ import pytest
 
 from services.common.breaker import Breaker
 from services.common.errors import ErrorKind, SluiceError, unavailable
-from services.gateway.clients.link import idlest
 from services.gateway.clients.post_link import PostLink
 from services.gateway.clients.worker_link import WorkerLink
 from services.gateway.generation import (
@@ -235,12 +234,3 @@ def test_what_parsers_find_goes_to_the_sink_in_order() -> None:
     desk.board.on_tool_call(stream.slot, 1, "id", "g", "")
     desk.board.on_degraded(stream.slot, "late")
     assert len(sink.pieces) == 4
-
-
-def test_replicas_with_as_little_to_do_are_chosen_alike_and_the_idlest_always() -> None:
-    posts = [FakePost() for _ in range(3)]
-    links = cast("list[PostLink]", posts)
-    assert idlest([]) is None
-    assert {id(idlest(links)) for _ in range(200)} == {id(post) for post in posts}
-    posts[0].live = posts[2].live = 1
-    assert {id(idlest(links)) for _ in range(50)} == {id(posts[1])}
