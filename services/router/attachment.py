@@ -70,14 +70,11 @@ class Attachment:
         """
         self._check_fits()
         try:
-            sequences = await self._store.register(self.worker, self.session, self._lease_ms)
+            sequences = await self._register()
         except StoreUnavailable as error:
             self._link.lost(error)
             self._view.apply(WorkerUp(self.worker))
             sequences = self._view.sequences(self.worker)
-        else:
-            self._view.apply(WorkerUp(self.worker))
-            self._renewed_at = time.monotonic()
         self._heard = dict(sequences)  # the worker does not say again what is held
         return sequences
 
@@ -88,17 +85,14 @@ class Attachment:
             StoreUnavailable: it is away again.
         """
         try:
-            sequences = await self._store.register(self.worker, self.session, self._lease_ms)
+            sequences = await self._register()
         except StoreUnavailable:
             raise
         except SluiceError as error:  # a newer start of this worker registered meanwhile
             self._refused = error
             return
-        self._view.apply(WorkerUp(self.worker))
-        self._renewed_at = time.monotonic()
         if self.left:
-            await self._store.leave(self.worker.model, self.worker.worker_id, self.session)
-            self._view.apply(WorkerDraining(self.worker.worker_id, self.worker.epoch))
+            await self._drain()
         self._unstored = {rank for rank, heard in self._heard.items() if sequences.get(rank, 0) < heard}
 
     async def handle(self, said: Sequence[Said]) -> Replies:
@@ -141,7 +135,9 @@ class Attachment:
         gone = WorkerDown(self.worker.worker_id, self.worker.epoch)
         try:
             if self._link.there:
-                if await self.remove():
+                with self._view.asking(self.worker.worker_id) as asking:
+                    owned = await self.remove()
+                if owned and not asking.overtaken:
                     self._view.apply(gone)
                 return True
         except StoreUnavailable as error:
@@ -173,11 +169,23 @@ class Attachment:
         self.left = True
         log.info("worker leaves", extra={"worker": self.worker.worker_id, "reason": message.reason})
         try:
-            owned = await self._store.leave(self.worker.model, self.worker.worker_id, self.session)
+            await self._drain()
         except StoreUnavailable as error:
             self._link.lost(error)
-            owned = True
-        if owned:
+            self._view.apply(WorkerDraining(self.worker.worker_id, self.worker.epoch))
+
+    async def _register(self) -> dict[int, int]:
+        with self._view.asking(self.worker.worker_id) as asking:
+            sequences = await self._store.register(self.worker, self.session, self._lease_ms)
+        if not asking.overtaken:
+            self._view.apply(WorkerUp(self.worker))
+        self._renewed_at = time.monotonic()
+        return sequences
+
+    async def _drain(self) -> None:
+        with self._view.asking(self.worker.worker_id) as asking:
+            owned = await self._store.leave(self.worker.model, self.worker.worker_id, self.session)
+        if owned and not asking.overtaken:
             self._view.apply(WorkerDraining(self.worker.worker_id, self.worker.epoch))
 
     async def _renew(self, report: Report | None, now: bool = False) -> None:

@@ -117,11 +117,15 @@ class Keeper:
     async def _follow(self, view: ModelView) -> None:
         reason = "start"
         while True:
-            await self._link.wait()
+            since = await self._link.wait()
             try:
                 self._metrics.reloads.add(1, {"reason": reason})
                 position = await view.rebuild(self._store)
                 async for changes in self._store.follow(view.model, position):
+                    # Others may find the store away when this reader does not, and then change the view without it.
+                    if not self._link.unbroken(since):
+                        reason = "store_returned"
+                        break
                     await view.follow(self._store, changes)
             except FellBehind:
                 reason = "fell_behind"

@@ -25,6 +25,7 @@ class Link:
         self._there = asyncio.Event()
         self._away = asyncio.Event()
         self._since = 0.0
+        self._returns = 0
 
     @property
     def there(self) -> bool:
@@ -43,9 +44,18 @@ class Link:
         self._there.clear()
         self._away.set()
 
-    async def wait(self) -> None:
-        """Waits until the store is there; its caller is a background task that has nothing else to do."""
+    async def wait(self) -> int:
+        """Waits until the store is there; its caller is a background task that has nothing else to do.
+
+        Returns:
+            For `unbroken`.
+        """
         await self._there.wait()
+        return self._returns
+
+    def unbroken(self, since: int) -> bool:
+        """Whether nobody found the store away since `wait` returned this."""
+        return self.there and self._returns == since
 
     async def keep(self, recover: Callable[[], Awaitable[None]]) -> None:
         """Reaches the store, again whenever it is lost, and runs `recover` before anybody else uses it."""
@@ -60,6 +70,7 @@ class Link:
                     await recover()
             self._away.clear()
             self._since = time.monotonic()
+            self._returns += 1
             self._there.set()
             log.info("the store is there")
             await self._away.wait()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 from services.router.cost import Load
@@ -27,6 +28,15 @@ from services.router.workers import KV_EVENTS, Slot, Worker
 
 LOADS_AT_ONCE = 16
 BYTES_AT_ONCE = 64 << 10  # of block hashes, between two looks at what else there is to do
+
+
+class Asking:
+    """A question to the store that changes one worker, from before it is sent until its answer is here."""
+
+    def __init__(self, worker_id: str) -> None:
+        self.worker_id = worker_id
+        self.overtaken = False
+        """The feed spoke of the worker meanwhile. It brings the asked change too, in its place among the others."""
 
 
 class ModelView:
@@ -54,6 +64,7 @@ class ModelView:
         self._registry = registry
         self._current_at = time.monotonic()
         self._meanwhile: list[Change] | None = None
+        self._askings: set[Asking] = set()
         self._generation: bytes | None = None
         self._orphans: dict[str, tuple[int, float]] = {}  # epoch, since when
 
@@ -89,6 +100,10 @@ class ModelView:
         self._meanwhile = []
         try:
             state = await store.load(self.model)
+            # What was made before this is in the state, or the feed brings it: the view follows from here.
+            self._meanwhile = []
+            for asking in self._askings:
+                asking.overtaken = True
             index = await self._read(store, state.workers) if self._owns_index else self.index
         finally:
             meanwhile, self._meanwhile = self._meanwhile, None
@@ -145,6 +160,7 @@ class ModelView:
         """Applies changes in order; reads ranks from the store where the feed alone does not do. Returns how many."""
         unsure, work = set(), 0
         for change in changes:
+            self._overtake(change)
             if (slot := self.apply(change)) is not None:
                 unsure.add(slot)
             if isinstance(change, BlocksChanged):
@@ -158,6 +174,22 @@ class ModelView:
                 self.index.replace(slot, *found)
         self.touch()
         return len(unsure)
+
+    @contextmanager
+    def asking(self, worker_id: str) -> Iterator[Asking]:
+        """While inside, the store is asked to change a worker; apply that here too unless the feed was faster."""
+        asking = Asking(worker_id)
+        self._askings.add(asking)
+        try:
+            yield asking
+        finally:
+            self._askings.discard(asking)
+
+    def _overtake(self, change: Change) -> None:
+        match change:
+            case WorkerUp(Worker(worker_id=worker_id)) | WorkerDraining(worker_id, _) | WorkerDown(worker_id, _):
+                for asking in self._askings:
+                    asking.overtaken |= asking.worker_id == worker_id
 
     def apply(self, change: Change) -> Slot | None:
         """Applies one change; returns the rank whose blocks have to be read from the store, if any.
