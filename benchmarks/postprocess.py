@@ -64,7 +64,9 @@ CALLS = {
     f"{ARGUMENTS}<|call|><|start|>assistant",
 }
 CALLS["vllm:hermes"] = CALLS["sglang:qwen25"] = CALLS["hermes"]
+ANSWERED = 1_000 + ord("x")  # a token of the default vocabulary that is text by itself
 START_S = 300.0
+STUCK_S = 300.0
 STOPS = ["\n\nHuman:", "<|endoftext|>"]
 TOOLS = b'[{"type": "function", "function": {"name": "get_weather"}}]'
 
@@ -112,8 +114,8 @@ async def until_serving(channel: grpc.aio.Channel, service: psutil.Process) -> N
 
 async def carry(channel: grpc.aio.Channel, options: argparse.Namespace, steps: int) -> int:
     """Sends `steps` messages with a token for each stream; returns the code points that came back."""
-    holds_back = bool(options.parser or options.stop)
-    streams = options.streams + holds_back
+    keeper = [ANSWERED] if options.parser or options.stop else []
+    streams = options.streams + len(keeper)
     ids = tokens_of(options.parser, steps + streams)
     slots, counts = pack_u32(range(streams)), pack_u32([1] * streams)
     call = postprocess_pb2_grpc.PostprocessStub(channel).Session()
@@ -122,7 +124,7 @@ async def carry(channel: grpc.aio.Channel, options: argparse.Namespace, steps: i
         model=DEFAULT_NAME, stop=options.stop, tool_parser=options.parser, tools_json=TOOLS if options.parser else b""
     )
     opens = [postprocess_pb2.OpenStream(slot=slot, options=wanted) for slot in range(options.streams)]
-    if holds_back:  # one that has an answer to every message, whatever the others hold back
+    if keeper:  # has an answer to every message, whatever the others hold back
         opens.append(postprocess_pb2.OpenStream(slot=options.streams, options=plain))
     await call.write(postprocess_pb2.PostSessionRequest(opens=opens))
     credits = asyncio.Semaphore(options.in_flight)
@@ -141,7 +143,7 @@ async def carry(channel: grpc.aio.Channel, options: argparse.Namespace, steps: i
     for step in range(steps):
         await credits.acquire()
         columns = postprocess_pb2.TokenColumns(
-            slots=slots, counts=counts, token_ids=pack_u32(ids[step : step + streams])
+            slots=slots, counts=counts, token_ids=pack_u32([*ids[step : step + options.streams], *keeper])
         )
         await call.write(postprocess_pb2.PostSessionRequest(tokens=columns))
     # All is answered at the end, also what parsers in other processes have not said yet.
@@ -191,9 +193,10 @@ async def measure(options: argparse.Namespace, port: int, process: psutil.Proces
     """Runs a warm-up and the measured round against a service."""
     async with open_channel(f"127.0.0.1:{port}") as channel:
         await until_serving(channel, process)
-        await carry(channel, options, 100)
-        before, started = cpu_of(process), time.perf_counter()
-        received = await carry(channel, options, options.steps)
+        async with asyncio.timeout(STUCK_S):
+            await carry(channel, options, 100)
+            before, started = cpu_of(process), time.perf_counter()
+            received = await carry(channel, options, options.steps)
         wall, cpu = time.perf_counter() - started, cpu_of(process) - before
     tokens = options.streams * options.steps
     assert received
