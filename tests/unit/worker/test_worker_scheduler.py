@@ -178,6 +178,18 @@ def test_out_of_blocks_the_youngest_is_preempted_and_loses_nothing() -> None:
     assert run.pool.used == 0
 
 
+def test_a_sequence_that_ends_in_the_same_step_cannot_give_way() -> None:
+    run = Run(total=3)
+    run.submit("low", [1, 2], 3, priority=1)
+    run.step()
+    # In one step: "low" ends, "b" takes its block, and "c" finds none; "low" would be the first to give way.
+    run.submit("b", [11, 12, 13, 14], 4)
+    run.submit("c", [21, 22, 23, 24], 4)
+    run.finish()
+    assert run.outputs == {"low": expected(3), "b": expected(4), "c": expected(4)}
+    assert run.pool.used == 0
+
+
 def test_cancel_gives_the_blocks_back_at_once() -> None:
     run = Run(budget=8)
     running = run.submit("a", [1, 2, 3, 4, 5], tokens=50)

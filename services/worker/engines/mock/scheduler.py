@@ -136,7 +136,7 @@ class Scheduler:
         position = sequence.known - 1
         if position // size == len(sequence.blocks):
             while not self.pool.available:
-                victim = max((*self._decoding, *self._prefilling), key=lambda one: one.order)
+                victim = self._youngest()
                 self._preempt(victim, step)
                 if victim is sequence:
                     return False
@@ -151,6 +151,11 @@ class Scheduler:
             return True
         sequence.quiet = min(size - 1 - rest if rest else 0, remaining - 1)
         return True
+
+    def _youngest(self) -> Sequence:
+        """Who gives way first; one that ended in this step is still in the batch and has nothing left to give."""
+        running = (one for one in (*self._decoding, *self._prefilling) if one.state is not State.ENDED)
+        return max(running, key=lambda one: one.order)
 
     def _prefill_running(self, step: Step, budget: int) -> int:
         for sequence in tuple(self._prefilling):
