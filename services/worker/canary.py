@@ -59,10 +59,11 @@ class Canary:
 
     async def try_once(self) -> bool:
         """One try; True when the engine generates."""
-        began_s = time.monotonic()
+        delivered = self._worker.delivered_tokens
         problem = await self._generate()
-        # An engine that answers others meanwhile is busy, not dead.
-        if problem and self._worker.last_sign_s > began_s:
+        # An engine that gives others tokens meanwhile is busy, not dead. That theirs end proves nothing: they may fail
+        # as well, or be given up by callers who have waited long enough.
+        if problem and self._worker.delivered_tokens > delivered:
             problem = ""
         self._worker.metrics.record_canary(ok=not problem)
         if problem:

@@ -37,13 +37,11 @@ class Terms:
         strict: raise what is wrong into the engine.
         on_end: called once, after the terminal delta.
         on_broken: called with the rule that the engine broke; the request is to be failed.
-        on_begin: called when the first tokens come.
         seal: puts an engine's handoff into its envelope.
     """
 
     on_end: Callable[[Delivery, FinishReason, Usage], None]
     on_broken: Callable[[Delivery, str], None]
-    on_begin: Callable[[], None] = lambda: None
     seal: Callable[[bytes, str], bytes] = lambda payload, traceparent: payload
     vocab_size: int = ANY_ID
     strict: bool = False
@@ -115,8 +113,6 @@ class Delivery(Sink):
             self._end(Delta(finish_reason=FinishReason.CANCELLED, usage=Usage()))
 
     def begin(self, cached_tokens: int, prompt_logprobs: Sequence[PositionLogprobs] = ()) -> None:
-        if self._terms is not None:
-            self._terms.on_begin()
         if self._state == WAITING:
             self._state = BEGUN
             self.first_token_s = time.monotonic()
@@ -133,7 +129,7 @@ class Delivery(Sink):
             return self._broken("is silent after the end")
         if self._state == WAITING:
             return self._broken("begins before it pushes")
-        if max(token_ids) >= self._vocab_size:
+        if max(token_ids) >= self._vocab_size or min(token_ids) < 0:
             return self._broken("gives ids of the vocabulary")
         if logprobs and len(logprobs) != len(token_ids):
             return self._broken("gives log-probabilities for every token of a push or for none")

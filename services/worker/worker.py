@@ -45,7 +45,6 @@ class Worker:
         phases: what keeps it from serving.
         gate: whether requests are welcome.
         on_card: called when the card has changed.
-        last_sign_s: when a request last began to be answered or ended, monotonic seconds.
         last_finished_s: when a generation was last finished without an error, monotonic seconds.
     """
 
@@ -68,7 +67,8 @@ class Worker:
         self.phases = Phases()
         self.gate = Gate(self.phases, max_live)
         self.on_card: Callable[[], None] = lambda: None
-        self.last_sign_s = self.last_finished_s = time.monotonic()
+        self.last_finished_s = time.monotonic()
+        self._delivered_before = 0  # to requests that have ended
         self._strict = strict
         self._config: EngineConfig | None = None
         self._live: dict[str, Delivery] = {}
@@ -94,6 +94,11 @@ class Worker:
         """Requests that have not heard their terminal delta."""
         return len(self._live)
 
+    @property
+    def delivered_tokens(self) -> int:
+        """Tokens that callers got since the start; the canary's own are not among them."""
+        return self._delivered_before + sum(delivery.delivered for delivery in self._live.values())
+
     def load(self) -> Sequence[Load]:
         """Load by data-parallel rank."""
         return self.engine.load() if self._config is not None else [Load()]
@@ -116,7 +121,7 @@ class Worker:
             )
         )
         self.loaded_unix_s = int(time.time())
-        self.last_sign_s = self.last_finished_s = time.monotonic()
+        self.last_finished_s = time.monotonic()
         self.gate.open()
         log.info("engine is ready", extra={"engine": self._config.engine, "model": self._config.model})
         return self._config
@@ -171,7 +176,6 @@ class Worker:
         terms = Terms(
             self._ended,
             self._broken,
-            self._began,
             lambda payload, traceparent: seal(request, self.worker_id, self.epoch, traceparent, payload),
             self.config.vocab_size,
             self._strict,
@@ -259,9 +263,6 @@ class Worker:
         if self._report_failure is not None:
             self._report_failure(name, error)
 
-    def _began(self) -> None:
-        self.last_sign_s = time.monotonic()
-
     def _broken(self, delivery: Delivery, rule: str) -> None:
         self.metrics.record_broken_contract(rule)
         if not delivery.ended:
@@ -270,10 +271,9 @@ class Worker:
     def _ended(self, delivery: Delivery, reason: FinishReason, usage: Usage) -> None:
         self._forget(delivery.context.request_id)
         now, first = time.monotonic(), delivery.first_token_s
-        if not delivery.overruled:
-            self.last_sign_s = now
-            if reason not in (FinishReason.ERROR, FinishReason.CANCELLED):
-                self.last_finished_s = now
+        self._delivered_before += delivery.delivered
+        if not delivery.overruled and reason not in (FinishReason.ERROR, FinishReason.CANCELLED):
+            self.last_finished_s = now
         self.metrics.record(
             reason, usage, None if first is None else first - delivery.started_s, now - delivery.started_s
         )

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from array import array
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +15,9 @@ import pytest
 from services.common.errors import ErrorKind, SluiceError
 from services.worker.canary import UNHEALTHY, Canary
 from services.worker.delivery import StreamDelivery
-from services.worker.engine import Embedded, EngineConfig
+from services.worker.engine import Embedded, EngineConfig, GenerateContext, Sink
 from services.worker.engines.mock import MockEngine
-from services.worker.generation import FinishReason, Role
+from services.worker.generation import FinishReason, GenerateRequest, Role, Usage
 from services.worker.settings import WorkerSettings
 from services.worker.worker import Worker
 from tests.support.engines import CONFIG, ScriptedEngine, request, until
@@ -92,16 +91,56 @@ async def test_failures_count_like_a_hang(folder: Path, fault: str) -> None:
         assert said == [UNHEALTHY]
 
 
-async def test_a_busy_engine_is_not_a_dead_one(folder: Path) -> None:
-    async with watched(folder, failures=1, fault=["hang"]) as (worker, canary, said):
+class Full(ScriptedEngine):
+    """Has no place for one more; a test speaks for it to those it has."""
 
-        async def others_are_answered() -> None:
-            await asyncio.sleep(TRY_S / 2)
-            worker.last_sign_s = time.monotonic()
+    def __init__(self) -> None:
+        super().__init__()
+        self.sinks: dict[str, Sink] = {}
 
-        _, passed = await asyncio.gather(others_are_answered(), canary.try_once())
-        assert passed
-        assert not said
+    def submit(self, request: GenerateRequest, context: GenerateContext, sink: Sink) -> None:
+        self.sinks[request.request_id] = sink
+
+    def abort(self, context: GenerateContext) -> None:
+        if (sink := self.sinks.pop(context.request_id, None)) is not None:
+            sink.finish(FinishReason.CANCELLED, Usage())
+
+
+async def tried_while(act: Callable[[Worker, Sink], object]) -> tuple[bool, Worker]:
+    """What the canary of a full engine finds while something happens to the request that the engine has."""
+    engine = Full()
+    worker = Worker(engine, "w", strict=True)
+    await worker.start()
+    worker.submit(request("long"), StreamDelivery())
+    sink = engine.sinks["long"]
+    sink.begin(0)
+    sink.push((5,))
+    trying = asyncio.create_task(Canary(worker, 60.0, 60.0, 1).try_once())
+    await until(lambda: len(engine.sinks) == 2)
+    act(worker, sink)
+    engine.sinks["sluice-canary-1"].finish(FinishReason.ERROR, Usage())  # as good as no answer in time
+    return await trying, worker
+
+
+async def test_an_engine_that_gives_others_tokens_is_busy_not_dead() -> None:
+    passed, worker = await tried_while(lambda worker, sink: sink.push((6,)))
+    assert passed
+    assert worker.gate.refusal is None
+    assert worker.live_requests == 1, "nobody's request is ended by it"
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda worker, sink: worker.abort("long"),
+        lambda worker, sink: sink.finish(FinishReason.ERROR, Usage()),
+    ],
+    ids=["given up", "failed"],
+)
+async def test_requests_that_only_end_are_no_sign_of_life(act: Callable[[Worker, Sink], object]) -> None:
+    passed, worker = await tried_while(act)
+    assert not passed
+    assert worker.phases.name == UNHEALTHY
 
 
 async def test_it_tries_only_after_a_quiet_while_and_goes_on_by_itself(folder: Path) -> None:
