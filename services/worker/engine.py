@@ -166,7 +166,8 @@ class LLMEngine(ABC):
     def abort(self, context: GenerateContext) -> None:
         """Ends a submitted request within one engine step; its sink hears CANCELLED. Unknown ones are ignored."""
         context.cancelled = True
-        if task := self._driven.get(context.request_id):
+        task = self._driven.get(context.request_id)
+        if task is not None and not task.cancelling():  # twice would cut off what `generate` does at its end
             task.cancel()
 
     async def drain(self) -> None:

@@ -39,7 +39,7 @@ class SlotDelivery(Delivery):
         count = len(token_ids)
         plain = count == 1 and not logprobs and not self._traced
         # This is every token's path: the usual push is checked here, every other kind in `admits`.
-        if not (plain and self._state == BEGUN and token_ids[0] < self._vocab_size) and not self.admits(
+        if not (plain and self._state == BEGUN and 0 <= token_ids[0] < self._vocab_size) and not self.admits(
             token_ids, logprobs
         ):
             return

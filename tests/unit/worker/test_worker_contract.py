@@ -48,6 +48,8 @@ BREAKS: list[tuple[str, list[Act]]] = [
     ("begins once", [begun, lambda sink: sink.begin(0)]),
     ("gives ids of the vocabulary", [begun, lambda sink: sink.push((1_000,))]),
     ("gives ids of the vocabulary", [begun, lambda sink: sink.push((5, 70_000, 6))]),
+    ("gives ids of the vocabulary", [begun, lambda sink: sink.push((-1,))]),
+    ("gives ids of the vocabulary", [begun, lambda sink: sink.push((5, -1))]),
     ("gives log-probabilities for", [begun, lambda sink: sink.push((5, 6), (entry(5),))]),
 ]
 AFTER: list[tuple[str, Act]] = [

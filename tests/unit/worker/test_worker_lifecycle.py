@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import pytest
@@ -131,6 +131,40 @@ async def test_cancel_reaches_the_engine_and_ends_as_cancelled() -> None:
     assert terminal.usage == Usage(4, 1, 0)
     assert engine.closed == ["r"]
     assert not worker.abort("r")
+
+
+async def test_an_engine_that_is_told_twice_still_ends_in_order() -> None:
+    class Tidy(ScriptedEngine):
+        """Frees what a request holds in a backend, which takes a while."""
+
+        def __init__(self) -> None:
+            super().__init__(hold=True)
+            self.freeing, self.freed = asyncio.Event(), asyncio.Event()
+            self.tidied = False
+
+        async def generate(self, request: GenerateRequest, context: GenerateContext) -> AsyncGenerator[Delta, None]:
+            try:
+                async for delta in super().generate(request, context):
+                    yield delta
+            finally:
+                self.freeing.set()
+                await self.freed.wait()
+                self.tidied = True
+
+    engine = Tidy()
+    worker = await started(engine)
+    delivery = StreamDelivery()
+    worker.submit(request(), delivery)
+    await asyncio.sleep(0)
+    worker.cancel(delivery)
+    async with asyncio.timeout(5):
+        await engine.freeing.wait()
+        worker.cancel(delivery)  # as when a caller cancels and then goes away
+        await asyncio.sleep(0)
+        engine.freed.set()
+        deltas = await read(delivery)
+    assert engine.tidied
+    assert [delta.finish_reason for delta in deltas] == [FinishReason.CANCELLED]
 
 
 async def test_abort_by_request_id() -> None:

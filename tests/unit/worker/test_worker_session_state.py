@@ -58,6 +58,15 @@ async def test_rows_of_several_requests_share_a_message() -> None:
     assert session.take() is None
 
 
+async def test_an_id_that_is_none_ends_its_own_slot_only() -> None:
+    worker, session = await opened(ScriptedEngine([Delta((5,)), Delta((-1,)), Delta((6,))]))
+    session.start(3, request("a"))
+    await settle(worker)
+    (page,) = pages(session)
+    assert list(rows(page)) == [(3, [5])], "rows that do not fit their ids would end the session"
+    assert page.extras[-1][1].error is not None
+
+
 async def test_a_bad_request_ends_its_own_slot_only() -> None:
     worker, session = await opened(ScriptedEngine(ANSWER))
     session.start(1, request("a", prompt=()))
