@@ -26,6 +26,7 @@ from sluice.cli.secured import AUTHORITY, SERVICES
 NAMES = (*SERVICES, "redis", "client")
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]*")
+_HOST_NAME = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]{0,250}[A-Za-z0-9_.])?")
 CLOCKS_DIFFER = timedelta(minutes=5)
 
 
@@ -72,12 +73,14 @@ def _make(folder: Path, options: Options) -> list[str]:
     there = (folder / f"{AUTHORITY}.pem").exists(), (folder / f"{AUTHORITY}.key").exists()
     if there == (True, False):
         raise BadFolder(f"{folder} has {AUTHORITY}.pem without {AUTHORITY}.key: nothing can be issued with it.")
+    if there == (False, True):  # a new authority would be written over it
+        raise BadFolder(f"{folder} has {AUTHORITY}.key without {AUTHORITY}.pem: put its certificate back, or move it.")
     if not all(there):
         _write_authority(folder, options.authority_days)
         said.append(f"made {folder / AUTHORITY}.pem, the authority; keep {AUTHORITY}.key where no service runs")
     authority = _read_authority(folder)
     for name in options.names:
-        known = (folder / f"{name}.pem").exists()
+        known = (folder / f"{name}.pem").exists() and (folder / f"{name}.key").exists()
         if known and not options.renew:
             said.append(f"left {folder / name}.pem as it is; --renew replaces it")
             continue
@@ -158,8 +161,8 @@ def _general(host: str) -> x509.GeneralName:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
         pass
-    if not host.isascii() or not host:
-        raise BadFolder(f"{host!r} is no host name; write it in its ASCII form.")
+    if not _HOST_NAME.fullmatch(host):
+        raise BadFolder(f"--host {host!r} is no address and no name in ASCII form; each one has a --host of its own.")
     return x509.DNSName(host)
 
 

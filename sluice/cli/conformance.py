@@ -70,7 +70,7 @@ def run(options: Options, console: Console) -> int:
     """
     if ":" not in options.address:
         raise BadFlag(f"{options.address} is no host:port of a worker's gRPC server")
-    if options.patience <= 0:
+    if not options.patience > 0:
         raise BadFlag("--patience must be above 0")
     chosen, stop = _chosen(options.rules), _stopper(options.stop_command)
     try:

@@ -52,7 +52,11 @@ def first_difference(left: Side, right: Side) -> int | None:
 def read_chats(path: Path) -> dict[str, ChatRequest]:
     """Chats of one's own: a JSON object a line, with messages and, if wanted, tools and chat_template_kwargs."""
     found: dict[str, ChatRequest] = {}
-    for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+    try:
+        lines = path.read_text("utf-8").split("\n")  # not `splitlines`: U+2028 may stand inside a JSON text
+    except (OSError, ValueError) as error:
+        raise BadFlag(f"--chats {path} cannot be read: {error}") from error
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
@@ -63,6 +67,8 @@ def read_chats(path: Path) -> dict[str, ChatRequest]:
             raise BadFlag(f"{path}, line {number}, is no chat: {error}.") from None
         except SluiceError as error:
             raise BadFlag(f"{path}, line {number}: {error.message}") from None
+    if not found:
+        raise BadFlag(f"--chats {path} holds no chat")
     return found
 
 

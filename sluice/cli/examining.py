@@ -50,14 +50,14 @@ async def _gateway(running: Running) -> list[Finding]:
     where = running.place.gateway
     try:
         await running.get("/health")
-        ready = await running.get("/ready")
+        ready = await running.get("/ready", "ready", "services", "workers", "models")
     except NotReached as error:
         return [fail("gateway", str(error), "Start the suite with `sluice up`, or say where it is with --gateway.")]
     found = [ok("gateway", f"answers at {where}")]
-    missing = [name for name, count in ready.get("services", {}).items() if not count]
+    missing = [name for name, count in ready["services"].items() if not count]
     if missing:
         found.append(fail("gateway ready", f"nobody serves {', '.join(missing)}", START))
-    elif not ready.get("ready"):
+    elif not ready["ready"]:
         found.append(fail("gateway ready", "it does not know the workers yet", "Wait, or look at the router's log."))
     else:
         found.append(ok("gateway ready", f"{ready['workers']} workers connected, models {', '.join(ready['models'])}"))
@@ -124,7 +124,7 @@ async def _routing(running: Running, workers: Sequence[WorkerState]) -> list[Fin
 async def _parity(running: Running) -> list[Finding]:
     """Whether preprocess makes the prompts that the workers' engines would."""
     try:
-        models = (await running.get("/v1/models"))["data"]
+        models = (await running.get("/v1/models", "data"))["data"]
     except NotReached as error:
         return [skipped("parity", str(error))]
     return [_parity_of(model["id"], model["tokenizer"]["parity"]) for model in models]

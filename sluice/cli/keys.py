@@ -83,6 +83,8 @@ def _row(key: ApiKey) -> Sequence[str]:
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Nobody else changes the file meanwhile."""
+    if path.is_dir():
+        raise BadFlag(f"--file {path} is a folder; name a file in it")
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_name(f".{path.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -10,6 +10,9 @@ import socket
 _FREE_RANGE = range(20_000, 32_000)
 
 
+TAKEN = "the port is taken"
+
+
 def problem(host: str, port: int) -> str:
     """Why nothing can listen on host:port, in a few words; empty when something can."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -22,7 +25,7 @@ def problem(host: str, port: int) -> str:
         return "the host name is not known"
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            return "the port is taken"
+            return TAKEN
         if error.errno == errno.EADDRNOTAVAIL:
             return "the address is not one of this machine"
         return (error.strerror or str(error)).lower()

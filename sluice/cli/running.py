@@ -31,6 +31,7 @@ USUAL_GATEWAY = "http://127.0.0.1:8000"
 USUAL_ROUTER = "127.0.0.1:50052"
 ANSWER_S = 10.0
 REACH_S = 3.0
+STATE_FIELDS = ["version", "unix_ms", "nodes", "rates", "workers", "hidden_workers", "requests", "degraded", "history"]
 
 
 class NotReached(Exception):
@@ -49,8 +50,7 @@ class Place:
 
     def check(self) -> None:
         """Raises BadFlag for what can never work."""
-        parts = urlsplit(self.gateway)
-        if parts.scheme not in ("http", "https") or not parts.netloc:
+        if not _is_url(self.gateway):
             raise BadFlag(f"--gateway {self.gateway} is no URL such as {USUAL_GATEWAY}")
         if self.router and not _is_address(self.router):
             raise BadFlag(f"--router {self.router} is no host:port such as {USUAL_ROUTER}")
@@ -70,19 +70,16 @@ class Place:
         try:
             return channel_credentials(settings)
         except SluiceError as error:
-            raise BadFlag(f"--tls: {error.message}") from error
+            raise BadFlag(f"--tls {self.tls}: {error.message}") from error
 
     def context(self) -> ssl.SSLContext:
         """For HTTPS: what the gateway's certificate is checked with, and what is shown to a gateway that wants one.
 
-        Raises BadFlag when the files do not fit together.
+        Takes the files as good: `credentials` looks at them.
         """
         context = ssl.create_default_context(cafile=None if self.tls is None else str(self.tls / "ca.pem"))
         if self.tls is not None and (self.tls / "client.pem").is_file():
-            try:
-                context.load_cert_chain(self.tls / "client.pem", self.tls / "client.key")
-            except OSError as error:
-                raise BadFlag(f"--tls {self.tls}: client.pem and client.key are no pair: {error}") from error
+            context.load_cert_chain(self.tls / "client.pem", self.tls / "client.key")
         return context
 
 
@@ -138,13 +135,13 @@ class Running:
         self._problem = ""  # why the gateway does not say where the router is
         self._routers: ReplicaSet[router_pb2_grpc.RouterAsyncStub] | None = None
 
-    async def get(self, path: str) -> Any:
-        """JSON of the gateway; NotReached with what it says instead."""
-        return await self._ask("GET", path)
+    async def get(self, path: str, *fields: str) -> Any:
+        """A JSON object of the gateway with at least these fields; NotReached with what it says instead."""
+        return await self._ask("GET", path, fields)
 
     async def state(self) -> dict[str, Any]:
         """What the live view shows, with `answered_unix_ms` by this machine's clock; NotReached when it is off."""
-        state: dict[str, Any] = await self._ask("GET", "/ui/data/state")
+        state: dict[str, Any] = await self._ask("GET", "/ui/data/state", STATE_FIELDS)
         return {**state, "answered_unix_ms": int(time.time() * 1000)}
 
     async def deltas(self) -> AsyncGenerator[tuple[str, dict[str, Any]], None]:
@@ -154,6 +151,8 @@ class Running:
                 if answer.status_code != 200:
                     await answer.aread()
                     raise _refusal(answer)
+                if not answer.headers.get("content-type", "").startswith("text/event-stream"):
+                    raise self._stranger()
                 kind = "message"
                 async for line in answer.aiter_lines():
                     if line.startswith("event: "):
@@ -167,7 +166,7 @@ class Running:
     async def tokens(self, text: str, model: str, raw: bool) -> list[int]:
         """The ids that the gateway's preprocess makes of a user's message, or of plain text."""
         body: dict[str, Any] = {"prompt": text} if raw else {"messages": [{"role": "user", "content": text}]}
-        answer = await self._ask("POST", "/tokenize", {"model": model, **body})
+        answer = await self._ask("POST", "/tokenize", ("tokens",), {"model": model, **body})
         return list(answer["tokens"])
 
     async def workers(self) -> Sequence[WorkerState]:
@@ -204,14 +203,20 @@ class Running:
         return self._routers
 
     async def router_addresses(self) -> Sequence[str]:
-        """As the flag says, else as the gateway does, else the usual one."""
+        """As the flag says, else as the gateway does, else the usual one; but that belongs to the usual gateway only:
+        of another one NotReached, as its router is not the one that may run here."""
         if self.place.router:
             return [self.place.router]
         try:
-            return (await self.state())["nodes"]["router"]["serving"] or [USUAL_ROUTER]
+            serving: Sequence[str] = (await self.state())["nodes"]["router"]["serving"]
         except NotReached as error:
+            if self.place.gateway.rstrip("/") != USUAL_GATEWAY:
+                raise NotReached(f"{error} Nor is it known where the router is; --router says it.") from error
             self._problem = f"{error} "
             return [USUAL_ROUTER]
+        if not serving:
+            raise NotReached("The gateway reaches no router. --router says where one is.")
+        return serving
 
     async def look(self, address: str) -> Seen:
         """What a server says of its health, its version and its clock."""
@@ -237,7 +242,9 @@ class Running:
         if self._routers is not None:
             await self._routers.close()
 
-    async def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+    async def _ask(
+        self, method: str, path: str, fields: Sequence[str], body: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
         try:
             answer = await self._http.request(method, path, json=body)
         except httpx.HTTPError as error:
@@ -245,9 +252,17 @@ class Running:
         if answer.status_code >= 400 and path != "/ready":
             raise _refusal(answer)
         try:
-            return answer.json()
+            said = answer.json()
         except ValueError as error:
-            raise NotReached(f"{self.place.gateway} answers, but not as a Sluice gateway does.") from error
+            raise self._stranger() from error
+        if not isinstance(said, dict) or not said.keys() >= set(fields):
+            raise self._stranger()
+        return said
+
+    def _stranger(self) -> NotReached:
+        return NotReached(
+            f"{self.place.gateway} answers, but not as a Sluice gateway does. --gateway says where it is."
+        )
 
     def _gone(self, error: httpx.HTTPError) -> NotReached:
         problem = str(error) or type(error).__name__
@@ -262,10 +277,11 @@ async def reached(place: Place) -> AsyncIterator[Running]:
     place.check()
     headers = {"authorization": f"Bearer {place.api_key}"} if place.api_key else {}
     timeout = httpx.Timeout(ANSWER_S, connect=REACH_S)
+    credentials = place.credentials()
     async with httpx.AsyncClient(
         base_url=place.gateway, headers=headers, timeout=timeout, verify=place.context(), trust_env=False
     ) as http:
-        running = Running(place, http, place.credentials())
+        running = Running(place, http, credentials)
         try:
             yield running
         finally:
@@ -274,7 +290,16 @@ async def reached(place: Place) -> AsyncIterator[Running]:
 
 def _is_address(text: str) -> bool:
     host, _, port = text.rpartition(":")
-    return bool(host) and port.isdigit() and 0 < int(port) <= 65535
+    return bool(host) and port.isdecimal() and 0 < int(port) <= 65535
+
+
+def _is_url(text: str) -> bool:
+    try:
+        httpx.URL(text)
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except (ValueError, httpx.InvalidURL):
+        return False
 
 
 def _refusal(answer: httpx.Response) -> NotReached:

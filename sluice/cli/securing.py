@@ -18,7 +18,8 @@ KeysFile = Annotated[
 def add_to(app: typer.Typer) -> None:
     """Registers the commands."""
     app.command("certs")(certs)
-    keys_app = typer.Typer(help="API keys of the gateway.", no_args_is_help=True, rich_markup_mode=None)
+    keys_app = typer.Typer(rich_markup_mode=None)
+    keys_app.callback(invoke_without_command=True)(keys_help)
     for name, command in (("create", keys_create), ("list", keys_list), ("revoke", keys_revoke)):
         keys_app.command(name)(command)
     app.add_typer(keys_app, name="keys")
@@ -46,6 +47,12 @@ def certs(
             typer.echo(said)
     except command.BadFolder as error:
         raise BadFlag(str(error)) from error
+
+
+def keys_help(context: typer.Context) -> None:
+    """API keys of the gateway."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
 
 
 def keys_create(

@@ -28,7 +28,10 @@ def taken(processes: Sequence[Process]) -> str:
         for process in processes
         if (problem := ports.problem(process.host, process.port))
     ]
-    return "; ".join(found) + "." if found else ""
+    if not found:
+        return ""
+    advice = " --port and --base-grpc-port choose others." if any(ports.TAKEN in one for one in found) else ""
+    return f"{'; '.join(found)}.{advice}"
 
 
 def invitation(gateway: Process, model: str) -> str:

@@ -155,7 +155,10 @@ def test_taken_gateway_port_is_named(start: Start) -> None:
         port = server.getsockname()[1]
         up = start("--port", str(port))
         assert up.process.wait(DEADLINE_S) == 1
-    assert up.err == f"sluice up: gateway cannot listen on 127.0.0.1:{port}: the port is taken.\n"
+    assert up.err == (
+        f"sluice up: gateway cannot listen on 127.0.0.1:{port}: the port is taken. "
+        "--port and --base-grpc-port choose others.\n"
+    )
 
 
 def test_engine_that_does_not_load_is_said_in_the_workers_words(start: Start) -> None:

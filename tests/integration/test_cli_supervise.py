@@ -280,7 +280,10 @@ def test_taken_port_is_named_before_anything_starts(start: Start) -> None:
         port = server.getsockname()[1]
         suite = start(f"router,fake_http,{free_port()}", f"postprocess,fake_http,{port}")
         assert suite.ends() == 1
-    assert suite.err == f"sluice up: postprocess cannot listen on 127.0.0.1:{port}: the port is taken.\n"
+    assert suite.err == (
+        f"sluice up: postprocess cannot listen on 127.0.0.1:{port}: the port is taken. "
+        "--port and --base-grpc-port choose others.\n"
+    )
     assert "ARGS" not in suite.err
 
 

@@ -140,3 +140,33 @@ def test_the_command_says_what_it_made_and_refuses_in_one_sentence(
     assert err.count("\n") == 1
     assert err.startswith("sluice: 'ca' cannot be the name")
     assert run("--days", "0")[0] == 2
+
+
+def test_an_authority_whose_certificate_is_elsewhere_keeps_its_key(tmp_path: Path) -> None:
+    make(tmp_path, Options(names=("router",)))
+    key = (tmp_path / "ca.key").read_bytes()
+    (tmp_path / "ca.pem").unlink()
+    with pytest.raises(BadFolder, match=r"ca\.key without"):
+        make(tmp_path, Options(names=("router",)))
+    assert (tmp_path / "ca.key").read_bytes() == key
+
+
+def test_a_certificate_whose_key_is_gone_is_made_anew(tmp_path: Path) -> None:
+    make(tmp_path, Options(names=("router",)))
+    (tmp_path / "router.key").unlink()
+    (said,) = make(tmp_path, Options(names=("router",)))
+    assert said.startswith("made")
+    settings = TlsSettings(tls_cert=tmp_path / "router.pem", tls_key=tmp_path / "router.key")
+    assert server_credentials(settings) is not None
+
+
+@pytest.mark.parametrize("host", ["a.example,b.example", "a b", "", "h:443", "https://h", "-", "x" * 300])
+def test_what_is_no_host_name_is_refused(host: str, tmp_path: Path) -> None:
+    with pytest.raises(BadFolder, match="--host"):
+        make(tmp_path, Options(names=("router",), hosts=(host,)))
+
+
+def test_wildcards_and_names_of_containers_are_host_names(tmp_path: Path) -> None:
+    hosts = ("*.workers.example", "router_1", "router.sluice.svc.cluster.local", "x")
+    make(tmp_path, Options(names=("router",), hosts=hosts))
+    assert set(hosts) <= names_in(certificate(tmp_path, "router"))

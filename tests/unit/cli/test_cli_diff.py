@@ -105,3 +105,18 @@ def test_a_side_that_cannot_be_loaded_is_one_sentence(
     said = capsys.readouterr().err
     assert sentence in said
     assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("content", [b"", b"\n \n", b"\xff\xfe"])
+def test_a_file_without_a_chat_proves_nothing(content: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "chats"
+    file.write_bytes(content)
+    with pytest.raises(BadFlag, match="--chats"):
+        diff.read_chats(file)
+
+
+def test_a_chat_may_hold_any_character_but_the_end_of_a_line(tmp_path: Path) -> None:
+    file = tmp_path / "chats"
+    chat = {"messages": [{"role": "user", "content": "one\u2028two\x85three"}]}
+    file.write_text(json.dumps(chat, ensure_ascii=False) + "\r\n" + json.dumps(chat) + "\n", "utf-8", newline="")
+    assert list(diff.read_chats(file)) == ["line 1", "line 2"]

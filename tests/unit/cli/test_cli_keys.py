@@ -37,8 +37,18 @@ def test_mistakes_are_one_sentence(tmp_path: Path) -> None:
         ("revoke", "0" * 12, "--file", str(file)),
         ("list", "--file", str(file)),
         ("create", "x"),
+        ("create", "x", "--file", str(tmp_path)),
+        ("create", "x", "--file", "."),
+        ("revoke", "x", "--file", "/"),
     ):
         refused = sluice(*arguments)
         assert refused.returncode == 2
         assert refused.stderr.count("\n") == 1
         assert refused.stderr.startswith("sluice: ")
+
+
+def test_without_a_command_its_help_is_shown() -> None:
+    shown = sluice()
+    assert shown.returncode == 0
+    assert shown.stdout.startswith("Usage: ")
+    assert "revoke" in shown.stdout

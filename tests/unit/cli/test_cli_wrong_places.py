@@ -1,0 +1,111 @@
+"""Commands for a running suite that are pointed at something else: one sentence that says so, never a guess."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from cryptography.hazmat.primitives.serialization import BestAvailableEncryption, Encoding, PrivateFormat
+from cryptography.hazmat.primitives.serialization import load_pem_private_key as load_key
+
+from sluice.cli import certs
+from sluice.cli.examining import examine
+from sluice.cli.finding import State
+from sluice.cli.plan import BadFlag
+from sluice.cli.running import NotReached, Place, Running, reached
+
+Answer = Callable[[httpx.Request], httpx.Response]
+
+
+@asynccontextmanager
+async def asked(place: Place, answer: Answer) -> AsyncIterator[Running]:
+    """A suite whose gateway answers like this."""
+    async with httpx.AsyncClient(base_url=place.gateway, transport=httpx.MockTransport(answer)) as http:
+        running = Running(place, http, None)
+        yield running
+        await running.close()
+
+
+def says(body: object) -> Answer:
+    return lambda _: httpx.Response(200, json=body)
+
+
+def refuses(_: httpx.Request) -> httpx.Response:
+    raise httpx.ConnectError("refused")
+
+
+@pytest.mark.parametrize(
+    "gateway",
+    ["http://[::1", "http://h:abc", "http://h:99999", "http://h:0", "http://", "http://:8000", "ftp://h", "h:8000"],
+)
+async def test_what_is_no_url_is_a_wrong_flag(gateway: str) -> None:
+    with pytest.raises(BadFlag, match=r"--gateway .* is no URL"):
+        async with reached(Place(gateway)):
+            pass
+
+
+@pytest.mark.parametrize("gateway", ["http://h", "https://h:8443/", "http://[::1]:8000", "http://h:8000/prefix"])
+async def test_what_is_a_url_is_taken(gateway: str) -> None:
+    async with reached(Place(gateway)) as running:
+        assert running.place.gateway == gateway
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("certs")
+    certs.make(folder, certs.Options(names=("client", "router")))
+    return folder
+
+
+def _encrypted(key: Path) -> None:
+    found = load_key(key.read_bytes(), None)
+    key.write_bytes(found.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret")))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda folder: (folder / "ca.pem").write_text("no certificate"), "ca.pem holds no certificate"),
+        (lambda folder: (folder / "ca.pem").write_text(""), "ca.pem holds no certificate"),
+        (lambda folder: (folder / "client.key").unlink(), "client.key cannot be read: No such file"),
+        (lambda folder: shutil.copy(folder / "router.key", folder / "client.key"), "no certificate with its"),
+        (lambda folder: _encrypted(folder / "client.key"), "unencrypted key"),
+    ],
+)
+async def test_files_that_do_not_fit_are_a_wrong_flag(
+    spoil: Callable[[Path], object], said: str, sound: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "certs"
+    shutil.copytree(sound, folder)
+    spoil(folder)
+    with pytest.raises(BadFlag, match=f"--tls {folder}: .*{said}"):
+        async with reached(Place("https://h", tls=folder)):
+            pass
+
+
+@pytest.mark.parametrize("body", [{}, [], None, "x", {"nodes": {}}, {"detail": "Not Found"}])
+async def test_another_service_that_answers_json_is_no_gateway(body: object) -> None:
+    async with asked(Place("http://other"), says(body)) as running:
+        for question in (running.state, running.workers, lambda: running.tokens("hi", "m", False)):
+            with pytest.raises(NotReached, match="not as a Sluice gateway does"):
+                await question()
+        findings = await examine(running, "")
+        assert findings[0].state is State.FAIL
+        assert "not as a Sluice gateway does" in findings[0].found
+        async with asked(Place("http://other"), says(body)) as other:
+            with pytest.raises(NotReached, match="not as a Sluice gateway does"):
+                await anext(other.deltas())
+
+
+async def test_a_gateway_that_is_away_is_never_replaced_by_the_router_of_this_machine() -> None:
+    async with asked(Place("http://production:8000"), refuses) as running:
+        with pytest.raises(NotReached, match=r"http://production:8000 cannot be reached.*--router"):
+            await running.router_addresses()
+    async with asked(Place("http://127.0.0.1:8000/"), refuses) as running:
+        assert await running.router_addresses() == ["127.0.0.1:50052"]
+    async with asked(Place("http://production:8000", router="production:50052"), refuses) as running:
+        assert await running.router_addresses() == ["production:50052"]
