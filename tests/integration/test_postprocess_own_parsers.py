@@ -9,9 +9,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from services.common.errors import SluiceError
+from services.common.errors import SluiceError, unavailable
 from services.postprocess.opening import AnyParsed, Opener, OwnParsers
+from services.postprocess.parsers import host
 from services.postprocess.parsers.events import Degraded
+from services.postprocess.parsers.host import ParserHost
 from services.postprocess.parsers.remote import RemoteStream
 from services.postprocess.stream import FinishReason, Limits, StreamOptions
 from tests.support.parsing import Said, said
@@ -138,6 +140,34 @@ async def test_a_killed_process_is_replaced_and_streams_go_on_where_they_were(op
         heard = await listener.heard()
         assert (heard.content, heard.degraded) == ("FIRST SECOND THIRD", frozenset())
         assert [call[0] for call in heard.calls] == ["f"]
+
+
+async def test_a_parser_that_was_given_up_comes_back_under_load(
+    opener: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def one_more() -> str:
+        listener = Listener(opener)
+        listener.feed("fine again")
+        listener.end()
+        content = (await listener.heard()).content
+        listener.stream.close()
+        return content
+
+    async def cannot_start(self: ParserHost) -> None:
+        raise unavailable("There is no memory for it now.")
+
+    found = opener.host(SHOUTING)
+    assert found is not None
+    assert await one_more() == "FINE AGAIN"
+    monkeypatch.setattr(host, "RETRY_S", 1.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(ParserHost, "_start", cannot_start)
+        os.kill(found.pid, signal.SIGKILL)
+        for _ in range(host.DEATHS_AT_MOST + 1):
+            assert await one_more() == "fine again"
+    async with asyncio.timeout(WAIT_S):
+        while await one_more() != "FINE AGAIN":
+            await asyncio.sleep(0.01)  # no pause between streams is long enough for another chance of its own
 
 
 async def test_a_closed_stream_is_forgotten_there_too(opener: Opener) -> None:

@@ -258,8 +258,9 @@ class ParserHost:
             except SluiceError as error:
                 log.error("%s", error.message)
                 hopeless = True
-        if hopeless:
-            self._not_before = asyncio.get_running_loop().time() + RETRY_S
+        now = asyncio.get_running_loop().time()
+        if hopeless and now >= self._not_before:  # else nobody tried, and streams that come do not put it off
+            self._not_before = now + RETRY_S
         for number, stream in list(self._streams.items()):
             forgiven = reason == DIED and not stream.forgiven
             stream.forgiven |= number == blamed
