@@ -42,6 +42,7 @@ class Bookkeeper:
         self._link = link
         self._random = random
         self._locals: dict[str, _Local] = {}
+        self._settling = asyncio.Lock()
 
     async def select(
         self, model: str, offers: Sequence[Offer], terms: Terms, seen: Mapping[Slot, Load]
@@ -68,7 +69,9 @@ class Bookkeeper:
     async def mark_prefill_complete(self, model: str, request_ids: Sequence[str]) -> int:
         """Gives prefill load back; returns how many ids were unknown."""
         if (local := self._locals.get(model)) is not None:
+            known = [each for each in request_ids if local.book.holds(each)]  # as below, or it is being told now
             request_ids = local.book.mark_prefill_complete(request_ids)
+            _defer(local.marked, known)
         if self._link.there and request_ids:
             try:
                 return len(await self._store.mark_prefill_complete(model, request_ids))
@@ -116,16 +119,17 @@ class Bookkeeper:
 
     async def settle(self) -> None:
         """Tells the store what happened while it was away; StoreUnavailable when it is away again."""
-        for model, local in list(self._locals.items()):
-            local.book.expire()
-            while not local.empty:
-                # Many at a time: more are booked here all the while, and this has to catch up with them.
-                some = local.book.reservations[:SETTLED_AT_ONCE]
-                await asyncio.gather(*(self._store.book(model, each) for each in some))
-                local.book.free([each.request_id for each in some])
-                await _replay(self._store.mark_prefill_complete, model, local.marked)
-                await _replay(self._store.free, model, local.freed)
-            self._locals.pop(model)
+        async with self._settling:  # a store that is lost once more is found again while somebody still tells it
+            for model, local in list(self._locals.items()):
+                local.book.expire()
+                while not local.empty:
+                    # Many at a time: more are booked here all the while, and this has to catch up with them.
+                    some = local.book.reservations[:SETTLED_AT_ONCE]
+                    await asyncio.gather(*(self._store.book(model, each) for each in some))
+                    local.book.free([each.request_id for each in some])
+                    await _replay(self._store.mark_prefill_complete, model, local.marked)
+                    await _replay(self._store.free, model, local.freed)
+                self._locals.pop(model)
 
     def _local(self, model: str) -> _Local:
         found = self._locals.get(model)

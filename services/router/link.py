@@ -15,6 +15,7 @@ log = logging.getLogger(__name__)
 
 FIRST_RETRY_S = 0.1
 LAST_RETRY_S = 2.0
+STEADY_S = 5.0  # a store that is lost sooner answers, but does not work
 
 
 class Link:
@@ -59,6 +60,7 @@ class Link:
 
     async def keep(self, recover: Callable[[], Awaitable[None]]) -> None:
         """Reaches the store, again whenever it is lost, and runs `recover` before anybody else uses it."""
+        pause_s = 0.0
         while True:
             async for attempt in AsyncRetrying(
                 wait=wait_exponential(multiplier=FIRST_RETRY_S, max=LAST_RETRY_S) + wait_random(0, FIRST_RETRY_S),
@@ -74,6 +76,9 @@ class Link:
             self._there.set()
             log.info("the store is there")
             await self._away.wait()
+            unsteady = time.monotonic() - self._since < STEADY_S
+            pause_s = min(max(2 * pause_s, FIRST_RETRY_S), LAST_RETRY_S) if unsteady else 0.0
+            await asyncio.sleep(pause_s)
 
 
 def _say(state: RetryCallState) -> None:

@@ -150,6 +150,7 @@ class Router:
         await self._bookkeeper.settle()
         await self._keeper.discover()
         await self.owners.renew()
+        await self.workforce.take_leave()  # last: workers may go all the while
 
     async def query(self, query: Query) -> Route:
         """Chooses a worker, or a pair of them, and, with a request id, books the request there.

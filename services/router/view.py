@@ -104,6 +104,8 @@ class ModelView:
             self._meanwhile = []
             for asking in self._askings:
                 asking.overtaken = True
+            for worker in state.workers:
+                self._orphans.pop(worker.worker_id, None)
             index = await self._read(store, state.workers) if self._owns_index else self.index
         finally:
             meanwhile, self._meanwhile = self._meanwhile, None
@@ -124,10 +126,10 @@ class ModelView:
     def _missed(self, missing: list[Worker], old: BlockIndex, forgotten: bool) -> None:
         """Workers the store does not know are gone; but a store that lost everything hears of them again soon."""
         for worker in missing:
-            if not forgotten:
+            if not forgotten and worker.worker_id not in self._orphans:
                 self._registry.down(self.model, worker.worker_id, worker.epoch)
                 continue
-            self._orphans[worker.worker_id] = (worker.epoch, time.monotonic())
+            self._orphans.setdefault(worker.worker_id, (worker.epoch, time.monotonic()))
             for slot in worker.slots:
                 self.index.open(slot, worker.epoch, worker.total_blocks)
                 if (holding := old.holding(slot)) is not None:

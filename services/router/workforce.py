@@ -75,12 +75,17 @@ class Workforce:
         self._stopping = True
 
     async def recover(self) -> None:
-        """Tells the store what it missed; StoreUnavailable when it is away again."""
+        """Tells the store which workers are here; StoreUnavailable when it is away again."""
+        for key, attachment in list(self._attachments.items()):
+            if self._attachments.get(key) is attachment:  # else it went meanwhile
+                await attachment.reopen()
+
+    async def take_leave(self) -> None:
+        """Tells the store which workers went while it was away, up to this moment; StoreUnavailable when it is away
+        again."""
         while self._untold:
-            await self._untold[-1].remove()
-            self._untold.pop()
-        for attachment in list(self._attachments.values()):
-            await attachment.reopen()
+            await self._untold[0].remove()
+            del self._untold[0]
 
     async def _tell(self, attachment: Attachment) -> None:
         if not await attachment.close():

@@ -1,0 +1,244 @@
+"""The store comes back, perhaps only to go again: what happened meanwhile is told once, whatever comes in between."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from random import Random
+
+from services.router.book import Reservation, Terms
+from services.router.bookkeeper import Bookkeeper
+from services.router.cost import Offer
+from services.router.events import Snapshot
+from services.router.index import BlockIndex
+from services.router.link import Link
+from services.router.registry import Registry
+from services.router.router import Router
+from services.router.store.base import ModelState, StoreUnavailable
+from services.router.store.memory import MemoryStore
+from services.router.view import ModelView
+from services.router.workers import Role, Slot, Worker
+
+MODEL = "m"
+A = Slot("a", 0)
+OFFER = Offer(A, 5.0, 5.0, 0, 5_000, 7_000)
+TERMS = Terms("r", 600_000)
+
+
+class HeldStore(MemoryStore):
+    """Many routers' store, whose answers can be held back."""
+
+    embedded = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = asyncio.Event()
+        self.answering = asyncio.Event()
+        self.held = ""
+        self.generation = b""
+
+    def index(self, model: str) -> BlockIndex | None:  # type: ignore[override]
+        return None
+
+    def hold(self, what: str) -> None:
+        """From now on the answers to this question wait for `answering`."""
+        self.held = what
+        self.asked.clear()
+        self.answering.clear()
+
+    async def _wait(self, what: str) -> None:
+        if what == self.held:
+            self.asked.set()
+            await self.answering.wait()
+
+    async def register(self, worker: Worker, session: str, lease_ms: int) -> dict[int, int]:
+        await self._wait("register")
+        return await super().register(worker, session, lease_ms)
+
+    async def remove(self, model: str, worker_id: str, session: str, keep_reservations: bool = False) -> bool:
+        await self._wait("remove")
+        return await super().remove(model, worker_id, session, keep_reservations)
+
+    async def book(self, model: str, reservation: Reservation) -> None:
+        said = replace(reservation)  # it travels as it is now
+        await self._wait("book")
+        await super().book(model, said)
+
+    async def load(self, model: str) -> ModelState:
+        state = await super().load(model)
+        return ModelState(state.position, state.workers, self.generation)
+
+    async def blocks(self, model: str, slot: Slot) -> tuple[int, Snapshot] | None:
+        await self._wait("blocks")
+        return await super().blocks(model, slot)
+
+
+def worker(worker_id: str = "w", epoch: int = 1) -> Worker:
+    return Worker(worker_id, f"{worker_id}:1", epoch, MODEL, Role.AGGREGATED, 16, "sluice-xxh3-v1", 100, 1, b"")
+
+
+async def registered(store: MemoryStore) -> list[str]:
+    return [each.worker_id for each in (await MemoryStore.load(store, MODEL)).workers]
+
+
+async def turns(number: int = 50) -> None:
+    for _ in range(number):
+        await asyncio.sleep(0)
+
+
+# The load book
+
+
+async def test_two_who_settle_at_once_tell_everything_once() -> None:
+    store = HeldStore()
+    bookkeeper = Bookkeeper(store, Link(store), Random(1))
+    await bookkeeper.select(MODEL, [OFFER], TERMS, {})  # the store is away: booked here
+    store.hold("book")
+    settling = [asyncio.create_task(bookkeeper.settle()) for _ in range(2)]  # one tends, the other finds it back again
+    await store.asked.wait()
+    store.answering.set()
+    await asyncio.gather(*settling)
+    assert (await store.pulse(MODEL)).loads[A].requests == 1
+    await store.free(MODEL, ["r"])
+    assert (await store.pulse(MODEL)).loads == {}
+
+
+async def test_a_prompt_that_is_computed_while_its_booking_travels_is_no_load_any_more() -> None:
+    store = HeldStore()
+    bookkeeper = Bookkeeper(store, Link(store), Random(1))
+    await bookkeeper.select(MODEL, [OFFER], TERMS, {})
+    store.hold("book")
+    settling = asyncio.create_task(bookkeeper.settle())
+    await store.asked.wait()
+    assert await bookkeeper.mark_prefill_complete(MODEL, ["r"]) == 0
+    store.answering.set()
+    await settling
+    load = (await store.pulse(MODEL)).loads[A]
+    assert (load.prefill, load.decode, load.requests) == (0, 7, 1)
+
+
+# Workers
+
+
+async def test_a_worker_that_goes_while_others_are_registered_again_stays_gone() -> None:
+    store = HeldStore()
+    router = Router(store, random=Random(1))
+    await router.workforce.attach(worker("stays"))
+    gone, _ = await router.workforce.attach(worker("goes"))
+    store.hold("register")
+    recovering = asyncio.create_task(router._recover())
+    await store.asked.wait()
+    router.workforce.detach(gone)
+    await turns()
+    store.answering.set()
+    await recovering
+    assert await registered(store) == ["stays"]
+    await router.close()
+
+
+async def test_a_worker_that_goes_while_another_is_told_of_is_told_of_too() -> None:
+    store = HeldStore()
+    router = Router(store, random=Random(1))
+    pair = [(await router.workforce.attach(worker(name)))[0] for name in ("first", "second")]
+    router.workforce.detach(pair[0])
+    await turns()
+    store.hold("remove")
+    recovering = asyncio.create_task(router._recover())
+    await store.asked.wait()
+    router.workforce.detach(pair[1])
+    await turns()
+    store.answering.set()
+    await recovering
+    assert await registered(store) == []
+    await router.close()
+
+
+async def test_a_worker_that_goes_while_the_book_is_settled_is_told_of_too() -> None:
+    store = HeldStore()
+    router = Router(store, random=Random(1))
+    gone, _ = await router.workforce.attach(worker())
+    await router._bookkeeper.select(MODEL, [OFFER], TERMS, {})
+    store.hold("book")
+    recovering = asyncio.create_task(router._recover())
+    await store.asked.wait()
+    router.workforce.detach(gone)
+    await turns()
+    store.answering.set()
+    await recovering
+    assert await registered(store) == []
+    await router.close()
+
+
+# The view
+
+
+async def lost_its_store() -> tuple[HeldStore, ModelView, Registry]:
+    """A view that has a worker whose store has forgotten everything."""
+    store = HeldStore()
+    view = ModelView(MODEL, registry := Registry())
+    await store.register(worker(), "s", 60_000)
+    store.generation = b"first"
+    await view.rebuild(store)
+    await store.remove(MODEL, "w", "s")
+    store.generation = b"second"
+    await view.rebuild(store)
+    assert registry.get(MODEL, "w") is not None
+    return store, view, registry
+
+
+async def test_a_worker_that_a_second_look_at_the_store_found_is_no_orphan() -> None:
+    store, view, registry = await lost_its_store()
+    await store.register(worker(), "s", 60_000)
+    await view.rebuild(store)
+    view.drop_orphans(0)
+    assert registry.get(MODEL, "w") is not None
+
+
+async def test_an_orphan_that_is_given_up_while_the_store_brings_it_back_stays() -> None:
+    store, view, registry = await lost_its_store()
+    await store.register(worker(), "s", 60_000)
+    store.hold("blocks")
+    rebuilding = asyncio.create_task(view.rebuild(store))
+    await store.asked.wait()
+    view.drop_orphans(0)
+    store.answering.set()
+    await rebuilding
+    assert registry.get(MODEL, "w") is not None
+
+
+async def test_an_orphan_keeps_its_lease_however_often_the_store_is_read() -> None:
+    store, view, registry = await lost_its_store()
+    await view.rebuild(store)
+    assert registry.get(MODEL, "w") is not None
+    view.drop_orphans(0)
+    assert registry.get(MODEL, "w") is None
+
+
+# The link
+
+
+class Halfway(MemoryStore):
+    """Says that it is there and then does nothing, as a Redis that is full or was made a replica."""
+
+    embedded = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pings = 0
+
+    async def models(self) -> list[str]:
+        return [MODEL]
+
+    async def ping(self) -> None:
+        self.pings += 1
+
+    async def load(self, model: str) -> ModelState:
+        raise StoreUnavailable("a test")
+
+
+async def test_a_store_that_answers_nothing_but_pings_is_not_asked_without_a_pause() -> None:
+    router = Router(store := Halfway(), random=Random(1))
+    router.start()
+    await turns(5_000)
+    assert 1 <= store.pings < 100
+    await router.close()
