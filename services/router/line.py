@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import bisect
 import time
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import Awaitable, Callable, Coroutine, Hashable
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from services.common.errors import unavailable
 from services.common.tasks import TaskOwner
@@ -84,7 +84,7 @@ class Lines(Generic[T]):
         abandon: gives back what was placed for a caller that left meanwhile.
     """
 
-    def __init__(self, tasks: TaskOwner, most: int, abandon: Callable[[T], Awaitable[None]]) -> None:
+    def __init__(self, tasks: TaskOwner, most: int, abandon: Callable[[T], Coroutine[Any, Any, None]]) -> None:
         self._tasks = tasks
         self._most = most
         self._abandon = abandon
@@ -122,8 +122,7 @@ class Lines(Generic[T]):
         try:
             return await attempt(place=line is None), 0
         except AllBusy:
-            line = self._lines.get(model)
-            if not max_wait_ms and line is None:
+            if not max_wait_ms and line is None and self._lines.get(model) is None:
                 raise self._refusal(model) from None
         return await self._wait(model, attempt, priority, min(max_wait_ms, LONGEST_WAIT_MS), scope)
 
@@ -138,8 +137,12 @@ class Lines(Generic[T]):
             # The impatient ones are answered by the next round.
             async with asyncio.timeout(max_wait_ms / 1000 if max_wait_ms else LONGEST_WAIT_MS / 1000):
                 found = await answer
-        except TimeoutError:
-            raise self._refusal(model) from None
+        except BaseException as error:
+            if _placed(answer):  # in the moment in which its caller gave up
+                self._tasks.spawn(self._abandon(answer.result()), f"abandon-{model}")
+            if isinstance(error, TimeoutError):
+                raise self._refusal(model) from None
+            raise
         finally:
             if waiter in line.waiters:
                 line.waiters.remove(waiter)
@@ -207,6 +210,10 @@ class Lines(Generic[T]):
 def _fail(waiter: _Waiter[T], error: Exception) -> None:
     if not waiter.answer.done():
         waiter.answer.set_exception(error)
+
+
+def _placed(answer: asyncio.Future[T]) -> bool:
+    return answer.done() and not answer.cancelled() and answer.exception() is None
 
 
 async def _within(event: Awaitable[object], timeout_s: float) -> None:

@@ -194,6 +194,44 @@ async def test_what_was_booked_for_somebody_who_left_meanwhile_goes_to_the_next(
     assert desk.abandoned == ["a"]
 
 
+async def test_who_cannot_wait_is_not_refused_for_a_line_that_has_just_ended(lines: Lines[str], desk: Desk) -> None:
+    waiting = come(lines, desk, "a")
+    await settle()
+    asking, gone = asyncio.Event(), asyncio.Event()
+
+    async def attempt(*, place: bool = True) -> str:
+        if place:
+            return "b"
+        asking.set()
+        await gone.wait()  # the store takes its time
+        raise AllBusy
+
+    passing = asyncio.create_task(lines.admit(M, attempt))
+    await asking.wait()
+    await free(lines, desk, 5)
+    assert (await waiting)[0] == "a"
+    assert lines.length(M) == 0
+    gone.set()
+    assert (await asyncio.wait_for(passing, 20))[0] == "b"
+
+
+async def test_what_was_booked_for_somebody_who_leaves_in_that_moment_is_given_back(
+    lines: Lines[str], desk: Desk
+) -> None:
+    async def attempt(*, place: bool = True) -> str:
+        if not place or not desk.free:
+            raise AllBusy
+        asyncio.get_running_loop().call_soon(leaver.cancel)  # before the leaver hears of its place
+        return "a"
+
+    leaver = asyncio.create_task(lines.admit(M, attempt, 0, 60_000))
+    await settle()
+    await free(lines, desk)
+    with pytest.raises(asyncio.CancelledError):
+        await leaver
+    assert desk.abandoned == ["a"]
+
+
 async def test_an_error_is_for_the_one_who_made_it(lines: Lines[str], desk: Desk) -> None:
     async def broken(*, place: bool = True) -> str:
         if not place:
