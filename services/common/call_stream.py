@@ -15,8 +15,7 @@ from typing import Any, Generic, TypeVar, cast
 import grpc
 from google.protobuf.message import Message
 
-from services.common.errors import ErrorKind
-from services.common.grpc_errors import DETAIL_KEY, status_of
+from services.common.grpc_errors import DETAIL_KEY, from_detail, status_of
 from services.common.packing import pack_u32
 from services.common.session import ClientSession
 
@@ -154,4 +153,4 @@ def _fail(answer: asyncio.Future[Any], code: grpc.StatusCode) -> None:
 
 def _typed(detail: Any) -> grpc.aio.AioRpcError:
     said = grpc.aio.Metadata((DETAIL_KEY, detail.SerializeToString()))
-    return grpc.aio.AioRpcError(status_of(ErrorKind(detail.kind)), grpc.aio.Metadata(), said, detail.message)
+    return grpc.aio.AioRpcError(status_of(from_detail(detail).kind), grpc.aio.Metadata(), said, detail.message)

@@ -19,7 +19,7 @@ from services.common.grpc_errors import answer
 from services.common.replicas import ReplicaSet
 from services.common.server import GrpcServer
 from services.common.settings import GrpcServiceSettings
-from sluice.v1 import preprocess_pb2, preprocess_pb2_grpc
+from sluice.v1 import common_pb2, preprocess_pb2, preprocess_pb2_grpc
 
 DEADLINE_S = 20
 LATE_S = 0.2
@@ -162,6 +162,31 @@ async def test_refusals_are_typed_and_failures_keep_their_text() -> None:
         assert failed.value.kind is ErrorKind.INTERNAL
         assert "secret" not in failed.value.message
         assert service.unary == 0
+
+
+class Newer(Tokenizer):
+    """A version whose errors are of a kind that nobody knows here."""
+
+    async def Session(self, calls: Any, context: Any) -> None:  # type: ignore[override]
+        self.streams += 1
+        await context.write(preprocess_pb2.TokenizeAnswers())
+        async for message in calls:
+            for call in message.calls:
+                self.shared += 1
+                detail = common_pb2.ErrorDetail(kind=99, message="Of a new kind.")  # type: ignore[arg-type]
+                one = preprocess_pb2.TokenizeAnswer(number=call.number, error=detail)
+                await context.write(preprocess_pb2.TokenizeAnswers(answers=[one]))
+
+
+async def test_an_error_of_a_kind_that_is_not_known_here_costs_its_own_call_only() -> None:
+    service = Newer()  # type: ignore[abstract]
+    async with suite(service) as (_, chosen):
+        await opened(chosen, service)
+        for _ in range(2):
+            with pytest.raises(SluiceError, match="Of a new kind") as failed:
+                await ask(chosen)
+            assert failed.value.kind is ErrorKind.INTERNAL
+        assert (service.shared, service.unary, service.streams) == (2, 0, 1)
 
 
 async def test_a_call_that_is_late_or_left_stops_on_the_server() -> None:
