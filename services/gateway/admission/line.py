@@ -180,7 +180,8 @@ class Line:
         dropped = longest[-1]
         rank.remove(dropped)
         self.waiting -= 1
-        dropped.turn.set_exception(self._full())
+        if not dropped.turn.done():  # it may have given up in this moment
+            dropped.turn.set_exception(self._full())
         return True
 
     def _full(self) -> Refused:

@@ -152,6 +152,23 @@ async def test_whoever_gives_up_leaves_nothing_behind() -> None:
     assert (line.running, line.waiting) == (1, 0)
 
 
+async def test_the_one_that_is_dropped_may_have_given_up_already() -> None:
+    line = Line(1, 2, 60)
+    await line.enter(A)
+    waiting = [asyncio.create_task(line.enter(A)) for _ in range(2)]
+    await settle()
+    coming = asyncio.create_task(line.enter(B))
+    waiting[1].cancel()  # it has not heard of that yet when the next one comes
+    await settle()
+    assert not coming.done(), coming.exception()
+    assert (line.running, line.waiting) == (1, 2)
+    line.leave()
+    await settle()
+    line.leave()
+    await asyncio.gather(waiting[0], coming)
+    assert (line.running, line.waiting) == (1, 0)
+
+
 STEPS = st.lists(st.tuples(st.sampled_from(["come", "leave", "give up"]), st.integers(0, 3)), max_size=60)
 
 
