@@ -76,11 +76,11 @@ class EventStream(Response):
         self._opened.set()
         if self._sender is None:
             return
-        if first and not self._asked:
-            self._write()
-        elif self._sender.blocked:
+        if self._sender.blocked:
             if self._source.unsent > self._max_unsent:
                 self.cut()
+        elif first and not self._asked:
+            self._write()
         elif not self._asked:
             self._asked = True
             self._pacer.soon(self._round)

@@ -187,6 +187,22 @@ async def test_a_client_that_never_reads_is_cut() -> None:
     assert cancelled
 
 
+async def test_a_client_that_never_reads_is_cut_for_a_choice_that_it_has_not_heard_of() -> None:
+    choices, stream = make(2, max_unsent=100)
+    client = Client()
+    serving = serve(stream, client)
+    choices.sinks[0].text("a")
+    await settle()
+    client.reads.clear()
+    choices.sinks[0].text("b")
+    await settle_round()
+    assert stream.blocked
+    for _ in range(200):
+        choices.sinks[1].text("c")
+    await asyncio.wait_for(serving, 5)
+    assert not choices.sinks
+
+
 async def test_a_client_that_leaves_cancels() -> None:
     cancelled = []
     choices, stream = make()
