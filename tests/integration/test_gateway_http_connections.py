@@ -160,6 +160,7 @@ async def test_connections_over_the_bound_are_refused() -> None:
         kept = [await asyncio.open_connection(host, port) for _ in range(3)]
         said = await answer(host, port, post(b"{}", "content-length: 2"))
         assert said[9:12] == b"503"
+        assert b"\r\nretry-after: 1\r\n" in said
         kept[0][1].close()
         await kept[0][1].wait_closed()
         async with asyncio.timeout(WAIT_S):

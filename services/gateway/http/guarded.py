@@ -147,10 +147,14 @@ class GuardedProtocol(HttpToolsProtocol):
         self._headers_came()
         kind = "invalid_request_error" if status < 500 else "service_unavailable_error"
         body = orjson.dumps({"error": {"message": message, "type": kind, "param": None, "code": None}})
+        retry = b"retry-after: 1\r\n" if status == 503 else b""
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
             self.transport.write(
-                b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b"
-                % (status, _PHRASES[status], len(body), body)
+                b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
+                % (status, _PHRASES[status], len(body))
+                + retry
+                + b"connection: close\r\n\r\n"
+                + body
             )
         self.transport.close()
 
