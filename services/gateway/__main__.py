@@ -71,7 +71,14 @@ async def serve(settings: GatewaySettings, stop: Stop) -> None:
         settings.max_streams, router.prefill_complete, router.free, metrics, settings.postprocess_wait_s
     )
     metrics.watch(lambda: switchboard.live)
-    fleet = Fleet(settings.postprocess, credentials, settings.connect_timeout_s, switchboard, tasks)
+    fleet = Fleet(
+        settings.postprocess,
+        credentials,
+        settings.connect_timeout_s,
+        switchboard,
+        tasks,
+        settings.worker_message_mb << 20,
+    )
     catalogue = Catalogue(router.replicas, fleet.worker_up, fleet.worker_down, router.owner)
     components = Components(
         preprocess=preprocess,

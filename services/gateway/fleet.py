@@ -15,7 +15,7 @@ from services.common.replicas import ReplicaSet
 from services.common.tasks import TaskOwner
 from services.gateway.clients.catalogue import WorkerEntry
 from services.gateway.clients.post_link import PostLink
-from services.gateway.clients.worker_link import WorkerLink
+from services.gateway.clients.worker_link import MOST_START_BYTES, WorkerLink
 from services.gateway.switchboard import Switchboard
 from sluice.v1 import postprocess_pb2_grpc
 
@@ -35,11 +35,13 @@ class Fleet:
         connect_timeout_s: float,
         switchboard: Switchboard,
         tasks: TaskOwner,
+        worker_message_bytes: int = MOST_START_BYTES,
     ) -> None:
         self._credentials = credentials
         self._connect_timeout_s = connect_timeout_s
         self._switchboard = switchboard
         self._tasks = tasks
+        self._worker_message_bytes = worker_message_bytes
         self.makes_text = True  # streams are opened on the postprocess replicas
         self._workers: dict[str, WorkerLink] = {}
         self._running: dict[WorkerLink | PostLink, asyncio.Task[None]] = {}
@@ -64,6 +66,7 @@ class Fleet:
             self._connect_timeout_s,
             self._switchboard,
             self._switchboard.on_worker_lost,
+            self._worker_message_bytes,
         )
         self._workers[entry.worker_id] = link
         self._channels[link] = channel

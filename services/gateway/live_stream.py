@@ -171,9 +171,9 @@ class LiveStream:
 
     @property
     def seed(self) -> int | None:
-        """Each choice has its own."""
+        """Each choice has its own; after the largest comes the smallest, as there are 64 bits for it."""
         seed = self.request.sampling.seed
-        return None if seed is None else seed + self.index
+        return None if seed is None else (seed + self.index + 2**63) % 2**64 - 2**63
 
     @property
     def current_span(self) -> Span | None:

@@ -110,7 +110,7 @@ class Migrator:
     async def _move(self, stream: LiveStream, lost: WorkerLink) -> None:
         logs.request_id.set(stream.request_id)
         try:
-            async with self._at_once, asyncio.timeout(min(self._policy.wait_s, stream.deadline.left_s)):
+            async with asyncio.timeout(min(self._policy.wait_s, stream.deadline.left_s)):
                 placed = await self._find(stream, lost)
         except TimeoutError:
             self._give_up(stream, overdue() if stream.deadline.left_s <= 0 else _nobody())
@@ -134,7 +134,9 @@ class Migrator:
                 and not back.breaker.tripped
             )
             try:
-                return await self._placement.place(self._wanted(stream, attempt), () if returned else (lost.worker_id,))
+                async with self._at_once:  # not through the pause: a model without workers would hold up all others
+                    wanted = self._wanted(stream, attempt)
+                    return await self._placement.place(wanted, () if returned else (lost.worker_id,))
             except SluiceError as error:
                 if not error.retryable:
                     raise

@@ -10,7 +10,7 @@ from math import inf
 from typing import NamedTuple, Protocol
 
 from services.common import telemetry
-from services.common.errors import ErrorKind, SluiceError, unavailable
+from services.common.errors import ErrorKind, SluiceError, internal, unavailable
 from services.common.tasks import TaskOwner
 from services.gateway.capabilities import able, holding
 from services.gateway.clients.catalogue import Catalogue, WorkerEntry
@@ -224,7 +224,7 @@ class Placement:
             if self.own_route is not None:
                 workers = self._catalogue.of_model(request.model)
                 allowed = workers if candidates is None else [one for one in workers if one.worker_id in candidates]
-                return await self.own_route(wanted, allowed)
+                return await self._ask_own_route(self.own_route, wanted, allowed)
             return await self._router.route(
                 booking,
                 request.model,
@@ -241,6 +241,15 @@ class Placement:
             )
         except SluiceError as error:
             return error
+
+    async def _ask_own_route(self, route: OwnRoute, wanted: Wanted, allowed: Sequence[WorkerEntry]) -> Route:
+        try:
+            return await route(wanted, allowed)
+        except SluiceError:
+            raise
+        except Exception:
+            log.exception("the route stage failed", extra={"request": wanted.booking})
+            raise internal("The route stage of this gateway failed; its log has the details.") from None
 
     def _give_back(self, asked: asyncio.Task[Route | SluiceError]) -> None:
         if asked.cancelled() or asked.exception() is not None:

@@ -31,6 +31,13 @@ class GatewaySettings(HttpSettings, AuditSettings, HttpsSettings, RouterTokenSet
     )
 
     max_body_mb: float = Field(10, gt=0, le=1024, description="largest request body, MiB")
+    worker_message_mb: int = Field(
+        16,
+        ge=1,
+        le=64,
+        description="largest message that the workers take, their --max-message-mb, MiB; a request that would be "
+        "larger is refused with 413",
+    )
     max_choices: int = Field(16, ge=1, le=128, description="largest n, and most prompts of one completions request")
     max_streams: int = Field(4096, ge=1, description="generations under way at once; more are refused with 429")
     max_unsent_kb: int = Field(1024, ge=16, description="text held for one slow client before it is cut, KiB")

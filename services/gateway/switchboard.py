@@ -159,6 +159,10 @@ class Switchboard:
     def _start(
         self, stream: LiveStream, worker: WorkerLink, rank: int | None, name: str, resumed: int, part: Part | None
     ) -> None:
+        if not worker.connected:  # gone since it was chosen; a start would wait for a session that may never come
+            gone = SluiceError(ErrorKind.CANNOT_CONNECT, f"The {worker.peer} cannot be reached.")
+            self.interrupted(stream, gone)
+            return
         request = stream.request
         if stream.computed and request.prompt_logprobs is not None:  # the sink has them
             request = replace(request, prompt_logprobs=None)
@@ -313,16 +317,18 @@ class Switchboard:
             return
         if error.retryable and len(stream.tokens) == stream.resumed:
             worker.breaker.failed()
+        end = stream.known_end()
+        if end is not None:  # only the worker's word that this was all is missing
+            self._leave_worker(stream)
+            stream.completion_tokens = len(stream.tokens)
+            self._engine_done(stream, end)
+            return
         unsolved = self.rescue(stream, worker, error)
         if unsolved is None:
             return
-        error = unsolved
         self._leave_worker(stream)
-        end = stream.known_end()
-        if end is not None:  # only the worker's word that this was all is missing
-            self._engine_done(stream, end)
-        elif not self.migrate(stream, worker, error):
-            self.give_up(stream, error)
+        if not self.migrate(stream, worker, unsolved):
+            self.give_up(stream, unsolved)
 
     # --- from postprocess ---
 

@@ -131,7 +131,8 @@ class TextReplicas:
     def lost(self, link: PostLink, error: SluiceError) -> None:
         """A replica is gone: its streams go on elsewhere."""
         for stream in self._streams_of(link):
-            self._replay(stream, error)
+            if stream.post is link:  # else it ended with another choice of its answer
+                self._replay(stream, error)
 
     def refused(self, stream: LiveStream, error: SluiceError) -> bool:
         """A replica gave a stream up; False unless another one may do better."""

@@ -116,6 +116,8 @@ class PostLink(Link[postprocess_pb2.PostSessionRequest, postprocess_pb2.TextBatc
         """
         options = stream_options(request, prompt)
         resume = None if tokens is None or sent is None else _resume(tokens, sent)
+        if resume is not None:
+            self._drop_columns(slot)
         self._opens.append(
             postprocess_pb2.OpenStream(slot=slot, request_id=request_id, options=options, trace=trace, resume=resume)
         )
@@ -130,6 +132,22 @@ class PostLink(Link[postprocess_pb2.PostSessionRequest, postprocess_pb2.TextBatc
         if self._column_bytes > MAX_WAITING_BYTES:
             self.break_off()
         self._wake()
+
+    def _drop_columns(self, slot: int) -> None:
+        """Forgets tokens that still wait here for a stream: it is opened again, and told them as its past."""
+        name = pack_u32([slot])
+        if not any(name in slots for slots, _, _ in self._columns):
+            return
+        slots, counts, ids = (unpack_u32(b"".join(column)) for column in zip(*self._columns, strict=True))
+        kept, start = (array("I"), array("I"), array("I")), 0
+        for row, number in zip(slots, counts, strict=True):
+            if row != slot:
+                kept[0].append(row)
+                kept[1].append(number)
+                kept[2].extend(ids[start : start + number])
+            start += number
+        self._columns = [(pack_u32(kept[0]), pack_u32(kept[1]), pack_u32(kept[2]))] if kept[0] else []
+        self._column_bytes = 4 * len(kept[2])
 
     def end(self, slot: int, reason: FinishReason, stop_token_id: int | None) -> None:
         """Says that the engine is done; a finish event answers."""
@@ -170,8 +188,10 @@ class PostLink(Link[postprocess_pb2.PostSessionRequest, postprocess_pb2.TextBatc
 
     def _take_opens(self) -> list[postprocess_pb2.OpenStream]:
         taken, size = 0, 0
-        while taken < len(self._opens) and size < TOKEN_BYTES_PER_MESSAGE:
-            size += len(self._opens[taken].resume.token_ids)
+        while taken < len(self._opens):
+            size += self._opens[taken].ByteSize()
+            if taken and size > TOKEN_BYTES_PER_MESSAGE:
+                break
             taken += 1
         opens, self._opens = self._opens[:taken], self._opens[taken:]
         return opens

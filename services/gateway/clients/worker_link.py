@@ -11,7 +11,7 @@ from typing import Protocol
 import grpc
 import orjson
 
-from services.common.errors import SluiceError
+from services.common.errors import ErrorKind, SluiceError
 from services.common.grpc_errors import from_detail
 from services.common.packing import pack_u32
 from services.gateway.clients.link import Link
@@ -33,6 +33,9 @@ from services.gateway.generation import (
 from sluice.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 
 START_BYTES_PER_MESSAGE = 4 << 20
+MOST_START_BYTES = 16 << 20
+"""What workers take unless they are told otherwise."""
+_AROUND_START = 64
 NONE_YET: array[int] = array("I")
 
 
@@ -65,7 +68,11 @@ class WorkerEvents(TextEvents, Protocol):
 
 
 class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
-    """The session to one worker."""
+    """The session to one worker.
+
+    Args:
+        most_start_bytes: largest message that the worker takes; a larger one would end the session with all on it.
+    """
 
     def __init__(
         self,
@@ -75,6 +82,7 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
         connect_timeout_s: float,
         events: WorkerEvents,
         on_lost: Callable[[WorkerLink, SluiceError], None],
+        most_start_bytes: int = MOST_START_BYTES,
     ) -> None:
         super().__init__(f"worker {worker_id}", channel, connect_timeout_s, lambda error: on_lost(self, error))
         self.worker_id = worker_id
@@ -82,7 +90,8 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
         self.stub: worker_pb2_grpc.WorkerAsyncStub = worker_pb2_grpc.WorkerStub(channel)
         self._events = events
         self._heard_at = 0.0
-        self._starts: list[worker_pb2.SessionStart] = []
+        self._most_start_bytes = most_start_bytes
+        self._starts: list[tuple[worker_pb2.SessionStart, int]] = []  # each with its size, bytes
         self._cancels: list[int] = []
 
     @property
@@ -142,7 +151,12 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
             message.text = prompt.raw.text
         elif prompt.raw is not None:
             message.messages_json = _messages(prompt.raw)
-        self._starts.append(worker_pb2.SessionStart(slot=slot, request=message))
+        start = worker_pb2.SessionStart(slot=slot, request=message)
+        size = start.ByteSize()
+        if size + _AROUND_START > self._most_start_bytes:
+            self._events.on_failed(slot, _too_large(size, self._most_start_bytes))
+            return
+        self._starts.append((start, size))
         self._wake()
 
     def cancel(self, slot: int) -> None:
@@ -157,16 +171,17 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
         if not self._starts and not self._cancels:
             return None
         taken, size = 0, 0
-        while taken < len(self._starts) and size < START_BYTES_PER_MESSAGE:
-            request = self._starts[taken].request
-            size += len(request.tokens.token_ids) + len(request.messages_json) + len(request.text)
+        while taken < len(self._starts):
+            size += self._starts[taken][1]
+            if taken and size > START_BYTES_PER_MESSAGE:  # workers take messages of some size only
+                break
             taken += 1
         starts, self._starts = self._starts[:taken], self._starts[taken:]
         # A cancel must not overtake the start it belongs to.
         cancels: list[int] = []
         if not self._starts:
             cancels, self._cancels = self._cancels, []
-        return worker_pb2.WorkerSessionRequest(starts=starts, cancels=pack_u32(cancels))
+        return worker_pb2.WorkerSessionRequest(starts=[start for start, _ in starts], cancels=pack_u32(cancels))
 
     def _on_message(self, message: worker_pb2.TokenBatch) -> None:
         self._heard_at = monotonic()
@@ -202,6 +217,15 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
     def _reset(self) -> None:
         self._starts.clear()
         self._cancels.clear()
+
+
+def _too_large(size: int, most: int) -> SluiceError:
+    return SluiceError(
+        ErrorKind.TOO_LARGE,
+        f"The request is {size} bytes as a worker gets it, and workers take {most}: shorten the prompt, or raise the "
+        "workers' --max-message-mb and the gateway's --worker-message-mb.",
+        code="request_too_large",
+    )
 
 
 def _sampling(sampling: Sampling, seed: int | None) -> common_pb2.SamplingOptions:

@@ -42,6 +42,8 @@ class Worker:
 
     def __init__(self, name: str) -> None:
         self.worker_id = name
+        self.peer = f"worker {name}"
+        self.connected = True
         self.live = 0
         self.breaker = Breaker()
         self.slots: set[int] = set()

@@ -31,6 +31,8 @@ PROMPT = Tokenized(b"\1\0\0\0", b"", "", b"", b"", 100, b"")
 
 class FakeWorker:
     worker_id = "w"
+    peer = "worker w"
+    connected = True
 
     def __init__(self) -> None:
         self.live = 0

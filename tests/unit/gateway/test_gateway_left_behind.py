@@ -1,0 +1,288 @@
+"""Orders of events that are rare: what one request does leaves nothing behind for the others, or for itself."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import grpc
+import pytest
+
+from services.common.errors import ErrorKind, SluiceError, unavailable
+from services.common.replicas import Replica
+from services.common.tasks import TaskOwner
+from services.gateway.clients import post_link, worker_link
+from services.gateway.clients.post_link import PostLink, Sent
+from services.gateway.clients.worker_link import WorkerLink
+from services.gateway.generation import EmbedsPrompt, Finish, FinishReason, GenerationRequest, Parsing, Route
+from services.gateway.live_stream import LiveStream
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.migration import AT_ONCE, Migrator
+from services.gateway.moving import MigrationPolicy
+from services.gateway.placement import Placed, Placement, Wanted
+from services.gateway.text_replicas import MOST_REPLAYS
+from sluice.v1 import worker_pb2
+from tests.unit.gateway.test_gateway_survive import EOS, MAX_TOKENS, PROMPT, REQUEST, Board, Sink
+
+
+def link_to_nowhere(board: Board) -> WorkerLink:
+    channel = grpc.aio.insecure_channel("127.0.0.1:1")
+    return WorkerLink("w0", "127.0.0.1:1", channel, 1.0, board.board, board.board.on_worker_lost)
+
+
+async def test_the_largest_seed_has_further_choices() -> None:
+    board = Board()
+    link = link_to_nowhere(board)
+    link._connected.set()
+    largest = replace(REQUEST, choices=3, sampling=replace(REQUEST.sampling, seed=2**63 - 1))
+    for index in range(3):
+        board.board.connect(largest, index, PROMPT, Route("w0"), link, MAX_TOKENS, cast(Any, Sink()))
+    seeds = [start.request.sampling.seed for start, _ in link._starts]
+    assert seeds == [2**63 - 1, -(2**63), -(2**63) + 1]
+
+
+class Siblings(Sink):
+    """A choice whose failure ends the answer, and so the other choices."""
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        super().__init__()
+        self._end = end
+
+    def fail(self, error: SluiceError) -> None:
+        super().fail(error)
+        self._end()
+
+
+def test_choices_that_end_together_when_a_replica_dies_leave_nothing_on_the_next_one() -> None:
+    desk = Board(posts=2)
+    streams: list[LiveStream] = []
+
+    def end() -> None:
+        for stream in streams:
+            desk.board.cancel(stream)
+
+    for index in range(2):
+        route = Route("w0", reservation_id=desk.book())
+        worker = cast(WorkerLink, desk.workers[0])
+        sink = Siblings(end)
+        desk.posts[1].retired = True
+        streams.append(desk.board.connect(REQUEST, index, PROMPT, route, worker, MAX_TOKENS, cast(Any, sink)))
+        desk.posts[1].retired = False
+    streams[0].replays = MOST_REPLAYS  # its sibling was on luckier replicas
+    desk.lose_post(0)
+    assert desk.board.live == 0
+    desk.check()
+    desk.lose_post(1)
+    assert desk.board.texts.waiting == 0
+    desk.connect_post(0)
+    desk.check()
+
+
+def test_a_worker_that_is_gone_before_its_generation_starts_is_an_ordinary_loss() -> None:
+    desk = Board()
+    desk.workers[0].connected = False
+    stream, _ = desk.connect()
+    assert desk.moving == [stream]
+    assert not desk.workers[0].slots, "it would wait for a session that may never come"
+    desk.check()
+    desk.resume(stream, 1)
+    assert desk.workers[1].slots == {stream.slot}
+    desk.check()
+
+
+def test_a_pair_that_breaks_after_the_last_token_is_done() -> None:
+    desk = Board()
+    asked: list[LiveStream] = []
+
+    def rescue(stream: LiveStream, worker: WorkerLink, error: SluiceError) -> SluiceError | None:
+        asked.append(stream)
+        return None
+
+    desk.board.rescue = rescue
+    stream, _ = desk.connect()
+    desk.tokens([(stream, [10, 11, EOS])])
+    desk.lose_worker(0)
+    assert not asked, "nobody may go on after the end"
+    assert cast(Any, stream.post).ends == {stream.slot: FinishReason.STOP}
+    desk.check()
+
+
+def test_usage_of_text_that_the_worker_made_and_did_not_count() -> None:
+    desk = Board()
+    desk.board.text_here = False
+    sink = Sink()
+    request = replace(REQUEST, engine_text=True)
+    route = Route("w0", reservation_id=desk.book())
+    worker = cast(WorkerLink, desk.workers[0])
+    stream = desk.board.connect(request, 0, PROMPT, route, worker, MAX_TOKENS, cast(Any, sink))
+    desk.tokens([(stream, [10, 11, EOS])])
+    desk.lose_worker(0)
+    assert [end.completion_tokens for end in sink.ends if isinstance(end, Finish)] == [3]
+
+
+@dataclass
+class FakeReplica:
+    address: str = "127.0.0.1:2"
+    channel: Any = None
+    stub: Any = None
+
+
+def words(*values: int) -> bytes:
+    return array("I", values).tobytes()
+
+
+def test_a_stream_that_is_opened_again_on_its_replica_gets_each_token_once() -> None:
+    desk = Board()
+    link = PostLink(cast(Replica[Any], FakeReplica()), 1.0, desk.board)
+    link._connected.set()
+    prompt = PROMPT
+    link.open(7, "r", REQUEST, prompt, None)
+    link.open(8, "r", REQUEST, prompt, None)
+    link._drain()
+    link.feed(words(7, 8), words(1, 2), words(100, 200, 201))
+    link.feed(words(7), words(1), words(101))
+    link.open(7, "r", REQUEST, prompt, None, array("I", [100, 101]), Sent())  # refused; its tokens still wait here
+    link.feed(words(7), words(1), words(102))
+    message = link._drain()
+    assert message is not None
+    assert message.opens[0].resume.token_ids == words(100, 101)
+    assert message.tokens.slots == words(8, 7)
+    assert message.tokens.counts == words(2, 1)
+    assert message.tokens.token_ids == words(200, 201, 102)
+    assert link._column_bytes == 0
+
+
+async def test_starts_with_much_to_carry_do_not_travel_in_one_message() -> None:
+    board = Board()
+    link = link_to_nowhere(board)
+    embeds = EmbedsPrompt(bytes(4 * 256 * 1024), 1024)
+    prompt = replace(PROMPT, token_ids=b"", embeds=embeds)
+    for slot in range(16):
+        link.start(slot, f"r{slot}", REQUEST, prompt, None, 10, None, None)
+    link.cancel(3)
+    sizes, started, cancelled = [], 0, b""
+    while (message := link._drain()) is not None:
+        assert isinstance(message, worker_pb2.WorkerSessionRequest)
+        sizes.append(message.ByteSize())
+        started += len(message.starts)
+        cancelled += message.cancels
+    assert started == 16
+    assert cancelled == words(3)
+    assert max(sizes) <= worker_link.START_BYTES_PER_MESSAGE + 1024, "a worker would refuse it, and end the session"
+
+
+async def test_a_start_that_no_worker_would_take_ends_its_request_only() -> None:
+    board = Board()
+    channel = grpc.aio.insecure_channel("127.0.0.1:1")
+    link = WorkerLink("w0", "127.0.0.1:1", channel, 1.0, board.board, board.board.on_worker_lost, 1 << 20)
+    link._connected.set()
+    sinks = [Sink(), Sink()]
+    for sink, rows in zip(sinks, (300, 200), strict=True):
+        prompt = replace(PROMPT, token_ids=b"", embeds=EmbedsPrompt(bytes(4 * 1024 * rows), 1024))
+        route = Route("w0", reservation_id=board.book())
+        board.board.connect(REQUEST, 0, prompt, route, link, MAX_TOKENS, cast(Any, sink))
+    (error,) = sinks[0].ends
+    assert isinstance(error, SluiceError)
+    assert (error.kind, error.http_status) == (ErrorKind.TOO_LARGE, 413)
+    assert not sinks[1].ends
+    assert board.board.live == len(board.booked) == link.live == 1
+    message = link._drain()
+    assert isinstance(message, worker_pb2.WorkerSessionRequest)
+    assert len(message.starts) == 1
+
+
+def test_openings_with_much_to_carry_do_not_travel_in_one_message() -> None:
+    desk = Board()
+    link = PostLink(cast(Replica[Any], FakeReplica()), 1.0, desk.board)
+    link._connected.set()
+    request = replace(REQUEST, parsing=Parsing(tool_parser="auto", tools_json=b"[" + b" " * 500_000 + b"]"))
+    for slot in range(40):
+        link.open(slot, "r", request, PROMPT, None, array("I", [1, 2, 3]), Sent())
+        link.feed(words(slot), words(1), words(4))
+    sizes, opened = [], 0
+    while (message := link._drain()) is not None:
+        sizes.append(message.ByteSize())
+        opened += len(message.opens)
+        assert not message.tokens.slots or opened == 40, "nothing overtakes the opening of its stream"
+    assert opened == 40
+    assert max(sizes) <= 2 * post_link.TOKEN_BYTES_PER_MESSAGE
+
+
+class Entries:
+    """A catalogue of two models; the workers of one are gone."""
+
+    def of_model(self, name: str) -> list[Any]:
+        return []
+
+    def model(self, name: str) -> Any:
+        if name == "dead":
+            raise unavailable("No worker serves model 'dead' now; try again soon.", code="no_workers")
+        return cast(Any, type("Entry", (), {"block_size": 16}))
+
+
+class Places:
+    def __init__(self, worker: Any) -> None:
+        self.worker = worker
+
+    async def place(self, wanted: Wanted, excluded: Any = ()) -> Placed:
+        return Placed(Route("w1"), self.worker)
+
+
+class Nobody:
+    def find(self, worker_id: str) -> None:
+        return None
+
+
+async def test_generations_of_a_model_that_is_gone_do_not_hold_up_those_of_others() -> None:
+    desk = Board()
+    tasks = TaskOwner()
+    worker = cast(Any, desk.workers[0])
+    worker.sessions = 1
+    migrator = Migrator(
+        MigrationPolicy(wait_s=60),
+        cast(Any, Places(desk.workers[1])),
+        cast(Any, Entries()),
+        cast(Any, Nobody()),
+        desk.board,
+        GatewayMetrics(),
+        tasks,
+    )
+    desk.board.migrate = migrator.take_over
+
+    def connect(request: GenerationRequest) -> LiveStream:
+        route = Route("w0", reservation_id=desk.book())
+        return desk.board.connect(request, 0, PROMPT, route, worker, MAX_TOKENS, cast(Any, Sink()))
+
+    dead = [connect(replace(REQUEST, model="dead")) for _ in range(AT_ONCE)]
+    other = connect(REQUEST)
+    desk.lose_worker(0)
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert other.worker is cast(Any, desk.workers[1]), "it waits behind generations that nobody can take"
+    assert all(stream.mover is not None for stream in dead)
+    await tasks.close()
+
+
+async def test_a_route_stage_that_fails_does_not_end_the_gateway() -> None:
+    deaths: list[str] = []
+    tasks = TaskOwner(on_death=lambda name, error: deaths.append(name))
+
+    class Alone:
+        def eligible(self, workers: Any, prompt_tokens: int, alone: bool = False) -> Any:
+            return workers
+
+    placement = Placement(cast(Any, None), cast(Any, Entries()), cast(Any, Nobody()), tasks, 1.0, cast(Any, Alone()))
+
+    async def broken(wanted: Wanted, workers: Any) -> Route:
+        raise KeyError("inside")
+
+    placement.own_route = broken
+    wanted = Wanted(REQUEST, "b", PROMPT, 16, 0, cast(Any, type("D", (), {"share": lambda *_: 1.0})()))
+    with pytest.raises(SluiceError, match="route stage") as refused:
+        await placement.place(wanted)
+    assert refused.value.kind is ErrorKind.INTERNAL
+    await asyncio.sleep(0)
+    assert not deaths
