@@ -167,7 +167,7 @@ class CallParser(Parser):
 
     def _say(self, text: str, events: list[Event]) -> None:
         if text and (certain := self._gate.text(text)):
-            if self._unclosed and self._after_call:
+            if self._unclosed and self._after_call and self._marked:
                 events.append(Degraded(MALFORMED))
             self._after_call = False
             events.append(Content(certain))

@@ -7,11 +7,13 @@ import re
 
 from services.postprocess.parsers.calls import Body, CallParser, Named
 from services.postprocess.parsers.json_scan import Malformed, skip_spaces
+from services.postprocess.parsers.markers import Markers
 from services.postprocess.parsers.objects import Arguments, is_name, read_head
 
-SEPARATOR = "<｜tool▁sep｜>"
+SEPARATOR, END = "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 FENCE = "```"
 
+_EDGES = Markers("{", END)
 _HEAD = re.compile(rf"\s*(.*?)\s*{re.escape(SEPARATOR)}\s*(?:(\S.*?)\s*{FENCE}(?:json)?\s*)?", re.DOTALL).fullmatch
 
 
@@ -36,17 +38,20 @@ class DeepSeekBody(Body):
         return self._read_fence(text, at), None
 
     def _read_head(self, text: str, at: int) -> tuple[int, Named | None]:
-        stop, self._head = read_head(self._head, text, at)
-        if stop == len(text):
-            return stop, None
-        found = _HEAD(self._head)
+        at, self._head, edge = read_head(self._head, text, at, _EDGES)
+        if not edge:
+            return at, None
+        found = _HEAD(self._head if edge != END else self._head.rstrip().removesuffix(FENCE))
         name = (found[2] or found[1]) if found else ""
-        if found is None or not is_name(name) or (found[2] and found[1] != "function"):
-            raise Malformed(stop)
+        if found is None or not is_name(name) or SEPARATOR in name or (found[2] and found[1] != "function"):
+            raise Malformed(at)
+        if edge == END:
+            self.done = True
+            return at, Named(name, arguments="{}")
         self._fenced = bool(found[2])
         self._arguments = Arguments()
         self.calling = True
-        return stop, Named(name)
+        return at, Named(name)
 
     def _read_fence(self, text: str, at: int) -> int:
         if not self._fence:
@@ -64,7 +69,7 @@ class DeepSeekParser(CallParser):
     """Calls of DeepSeek's models."""
 
     starts = ("<｜tool▁call▁begin｜>",)
-    ends = ("<｜tool▁call▁end｜>",)
+    ends = (END,)
     swallowed = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
     markers = frozenset((*starts, *ends, *swallowed, SEPARATOR))
 

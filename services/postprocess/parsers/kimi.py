@@ -6,10 +6,12 @@ import re
 
 from services.postprocess.parsers.calls import Body, CallParser, Named
 from services.postprocess.parsers.json_scan import Malformed
+from services.postprocess.parsers.markers import Markers
 from services.postprocess.parsers.objects import Arguments, is_name, read_head
 
-SEPARATOR = "<|tool_call_argument_begin|>"
+SEPARATOR, END = "<|tool_call_argument_begin|>", "<|tool_call_end|>"
 
+_EDGES = Markers("{", END)
 _HEAD = re.compile(rf"\s*((?:functions\.)?(\S+?)(?::\d+)?)\s*{re.escape(SEPARATOR)}\s*").fullmatch
 
 
@@ -26,21 +28,24 @@ class KimiBody(Body):
             at, news = self._arguments.push(text, at)
             self.done, self.calling = self._arguments.done, self._arguments.calling
             return at, news
-        stop, self._head = read_head(self._head, text, at)
-        if stop == len(text):
-            return stop, None
+        at, self._head, edge = read_head(self._head, text, at, _EDGES)
+        if not edge:
+            return at, None
         found = _HEAD(self._head)
-        if found is None or not is_name(found[2]):
-            raise Malformed(stop)
+        if found is None or not is_name(found[2]) or SEPARATOR in found[2]:
+            raise Malformed(at)
+        if edge == END:
+            self.done = True
+            return at, Named(found[2], found[1], "{}")
         self._arguments, self.calling = Arguments(), True
-        return stop, Named(found[2], found[1])
+        return at, Named(found[2], found[1])
 
 
 class KimiParser(CallParser):
     """Calls of Kimi K2."""
 
     starts = ("<|tool_call_begin|>",)
-    ends = ("<|tool_call_end|>",)
+    ends = (END,)
     swallowed = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
     markers = frozenset((*starts, *ends, *swallowed, SEPARATOR))
 

@@ -7,8 +7,10 @@ import re
 
 from services.postprocess.parsers.calls import Body, CallParser, Named
 from services.postprocess.parsers.json_scan import Malformed, skip_spaces
+from services.postprocess.parsers.markers import Markers
 from services.postprocess.parsers.objects import Arguments, CallArray, CallObject, is_name, read_head
 
+_BRACE = Markers("{")
 _HEAD = re.compile(r"\s*([^\s\[{]+?)\s*(?:\[CALL_ID\]\s*([A-Za-z0-9]{1,64})\s*)?(?:\[ARGS\]\s*)?").fullmatch
 
 
@@ -37,10 +39,10 @@ class MistralBody(Body):
             if at < len(text) and text[at] in "[{":
                 self._inner = CallArray() if text[at] == "[" else CallObject()
                 return at
-        stop, self._head = read_head(self._head, text, at)
-        if stop < len(text):
+        at, self._head, edge = read_head(self._head, text, at, _BRACE)
+        if edge:
             self._inner = Arguments()
-        return stop
+        return at
 
     def _named(self, at: int) -> Named:
         found, self._head = _HEAD(self._head), ""

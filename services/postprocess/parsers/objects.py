@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection
+from typing import NamedTuple
 
 from services.postprocess.parsers.calls import Body, Named
 from services.postprocess.parsers.json_scan import JsonValue, Malformed, skip_spaces
+from services.postprocess.parsers.markers import Markers
 
 NAME_AT_MOST = 256
 HEAD_AT_MOST = 512
@@ -20,18 +22,27 @@ def is_name(text: object) -> bool:
     return isinstance(text, str) and 0 < len(text) <= NAME_AT_MOST and text.isprintable() and text == text.strip()
 
 
-def read_head(head: str, text: str, at: int) -> tuple[int, str]:
-    """What stands before a call's opening brace, read so far; at most HEAD_AT_MOST characters.
+class Head(NamedTuple):
+    """What stands before a call's arguments, as far as it was read.
 
-    Returns:
-        The place of the brace, the end of `text` when it did not come yet, and the head so far.
+    Attributes:
+        at: where reading stopped: at the edge, or at what may become one.
+        text: all of it so far.
+        edge: what ends it: the opening brace, or the end of a call without arguments; empty when neither came yet.
     """
-    stop = text.find("{", at)
-    room = at + HEAD_AT_MOST - len(head)
-    if room < (stop if stop >= 0 else len(text)):
-        raise Malformed(room)
-    stop = stop if stop >= 0 else len(text)
-    return stop, head + text[at:stop]
+
+    at: int
+    text: str
+    edge: str
+
+
+def read_head(head: str, text: str, at: int, edges: Markers) -> Head:
+    """Reads on from `at`; Malformed beyond HEAD_AT_MOST characters."""
+    before, edge, _ = edges.split(text[at:])
+    room = HEAD_AT_MOST - len(head)
+    if room < len(before):
+        raise Malformed(at + room)
+    return Head(at + len(before), head + before, edge)
 
 
 class Arguments(Body):
@@ -107,10 +118,10 @@ class CallObject(Body):
 
     def _value_begins(self, char: str, at: int) -> Named | None:
         if self._is_arguments:
-            if char != "{" or self._told or self._early:
+            if char not in "{n" or self._told or self._early:
                 raise Malformed(at)
             self._begin(_IN_VALUE)
-            if self._name:
+            if self._name and char == "{":
                 return self._tell("", at)
             return None
         self._begin(_IN_VALUE)
@@ -146,7 +157,7 @@ class CallObject(Body):
 
     def _take_value(self, at: int) -> Named | None:
         if self._is_arguments:
-            self._early = self._text
+            self._early = "{}" if self._text == "null" else self._text
         elif self._key == "name":
             name = json.loads(self._text)
             if not is_name(name) or self._name:

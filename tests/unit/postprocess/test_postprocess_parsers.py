@@ -95,6 +95,41 @@ def test_the_outer_tags_may_be_missing_and_a_values_own_line_breaks_stay() -> No
     assert json.loads(said.calls[0][1]) == {"city": "\na\n"}
 
 
+NOTHING = {
+    "hermes": '<tool_call>{"name": "f", "arguments": null}</tool_call>',
+    "llama3_json": '{"name": "f", "parameters": null}',
+    "mistral": '[TOOL_CALLS][{"arguments": null, "name": "f"}]',
+    "kimi_k2": "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|><|tool_call_end|>",
+    "deepseek_v3": "<｜tool▁call▁begin｜>f<｜tool▁sep｜><｜tool▁call▁end｜>",
+    "deepseek_r1": "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n\n```<｜tool▁call▁end｜>",
+}
+
+
+@pytest.mark.parametrize("name", NOTHING)
+def test_a_call_without_arguments_takes_nothing_of_what_follows(name: str) -> None:
+    text = f"{NOTHING[name]}\n{SHAPES.get(name, SHAPES['deepseek_v3'])}"
+    for size in (1, 2, len(text)):
+        pieces = [text[at : at + size] for at in range(0, len(text), size)]
+        said = parsed(ParserNames(name), pieces)
+        assert [call[0] for call in said.calls] == ["f", "get_weather", "f"]
+        assert [json.loads(call[1]) for call in said.calls] == [{}, json.loads(CITY), {}]
+        assert (said.content, said.degraded) == ("", frozenset())
+
+
+@pytest.mark.parametrize("name", ["kimi_k2", "deepseek_v3"])
+def test_a_call_that_never_ends_does_not_lend_its_name_to_the_next(name: str) -> None:
+    broken = NOTHING[name].rpartition("<")[0]
+    said = one(name, f"{broken}\n{SHAPES[name]}")
+    assert [call[0] for call in said.calls] == ["f"]
+    assert said.degraded == {"tool_call_malformed"}
+    assert broken in said.content
+
+
+def test_text_after_a_call_that_no_marker_announced_is_just_text() -> None:
+    said = one("pythonic", "[f()] There.")
+    assert (said.content, said.degraded) == (" There.", frozenset())
+
+
 def test_the_ids_of_kimi_are_the_models_own() -> None:
     assert [call[2] for call in one("kimi_k2", SHAPES["kimi_k2"]).calls] == ["functions.get_weather:0", "functions.f:1"]
 
