@@ -97,6 +97,7 @@ def test_a_line_that_is_no_chat_is_named(tmp_path: Path, line: str, sentence: st
         ("x@robot", "processor 'robot' is unknown"),
         (f"{tiny_folder()}@vllm", "--vllm-python"),
     ],
+    ids=["no folder", "no processor", "no interpreter"],
 )
 def test_a_side_that_cannot_be_loaded_is_one_sentence(
     side: str, sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
