@@ -17,7 +17,7 @@ from pydantic import Field
 from pydantic_settings import BaseSettings
 
 from services.common.channels import open_channel
-from services.common.errors import SluiceError, invalid
+from services.common.errors import ErrorKind, SluiceError, invalid
 from services.common.grpc_errors import from_rpc_error
 from services.common.instruments import Counter
 from services.common.models import ENGINE_PROCESSORS, PROCESSORS, ModelSpec
@@ -201,7 +201,8 @@ async def fetch_tokenizer(
     """A tokenizer's files, streamed from a worker, checked and stored.
 
     Raises:
-        SluiceError: as the worker said; INVALID_ARGUMENT when what came is not what was announced.
+        SluiceError: as the worker said; INVALID_ARGUMENT when what came is not what was announced;
+            FAILED_PRECONDITION when the disk does not take it.
     """
     channel = open_channel(address, credentials)
     incoming: Incoming | None = None
@@ -219,6 +220,10 @@ async def fetch_tokenizer(
         return path
     except grpc.aio.AioRpcError as error:
         raise from_rpc_error(error, "worker") from error
+    except OSError as error:
+        raise SluiceError(
+            ErrorKind.FAILED_PRECONDITION, f"The worker's tokenizer cannot be kept: {error.strerror or error}."
+        ) from error
     finally:
         if incoming is not None:
             await asyncio.to_thread(incoming.drop)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import os
 import re
@@ -131,7 +132,8 @@ class Incoming:
     def drop(self) -> None:
         """Forgets what came so far."""
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):  # a full disk
+                self._file.close()
             self._file = None
         shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -20,7 +22,7 @@ from services.common.models import fingerprint
 from services.common.packing import pack_u32, unpack_u32
 from services.common.runner import Stop
 from services.common.tokenizer_delivery import Learned, TokenizerDelivery, fetch_tokenizer
-from services.common.tokenizer_store import TokenizerStore
+from services.common.tokenizer_store import Incoming, TokenizerStore
 from services.common.worker_watch import WorkerWatch
 from services.postprocess import service as postprocess
 from services.postprocess.settings import PostprocessSettings
@@ -71,6 +73,23 @@ async def test_a_worker_that_is_gone_is_a_typed_error(store: TokenizerStore) -> 
     with pytest.raises(SluiceError) as caught:
         await fetch_tokenizer(f"127.0.0.1:{free_port()}", "0" * 64, store)
     assert caught.value.kind is ErrorKind.UNAVAILABLE
+
+
+async def test_a_full_disk_is_a_typed_error_and_nothing_stays_on_it(
+    store: TokenizerStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(incoming: Incoming, name: str, size: int, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    async with hosted(tiny_folder()) as host:
+        with monkeypatch.context() as patched:
+            patched.setattr(Incoming, "add", full)
+            with pytest.raises(SluiceError, match="No space left on device"):  # who learns models tries again
+                await delivered(host, store)
+        assert list((tmp_path / "cache").iterdir()) == []
+        assert store.find(host.worker.config.fingerprint) is None
+        await delivered(host, store)
+    assert store.find(host.worker.config.fingerprint) is not None
 
 
 async def test_a_model_is_learned_again_when_its_files_change(tmp_path: Path, store: TokenizerStore) -> None:
