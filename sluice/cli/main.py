@@ -1,57 +1,22 @@
-"""The `sluice` command; its subcommands are in `starting`, `operating`, `proving` and `securing`."""
+"""Where `sluice` begins. The commands are in `commands`, whose imports take a second."""
 
 from __future__ import annotations
 
 import sys
-from importlib import metadata
-from typing import NoReturn, Protocol, cast
+from typing import NoReturn
 
-import typer
-
-from sluice.cli import operating, proving, securing, starting
-from sluice.cli.plan import BadFlag
-
-app = typer.Typer(
-    name="sluice",
-    help="Serve large language models as a suite of small gRPC services.",
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-)
-
-# Typer carries its own copy of click in some versions: this is the base of its errors in all of them.
-_CommandLineError = cast(type[Exception], typer.BadParameter.__mro__[2])
-
-
-class _Speaks(Protocol):
-    def format_message(self) -> str: ...
-
-
-@app.command()
-def version() -> None:
-    """Print the version."""
-    typer.echo(metadata.version("sluice"))
-
-
-for _commands in (starting, operating, proving, securing):
-    _commands.add_to(app)
+INTERRUPTED = 130
 
 
 def main() -> NoReturn:
-    """Entry point: a mistake on the command line is one sentence on standard error and exit code 2."""
+    """Entry point; Ctrl-C is an exit code from the first moment on, not a traceback."""
     try:
-        code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
-    except _CommandLineError as error:
-        _refuse(cast(_Speaks, error).format_message())
-    except BadFlag as error:
-        _refuse(str(error))
+        from sluice.cli.commands import invoke
+
+        code = invoke(sys.argv[1:] or ["--help"])
+    except KeyboardInterrupt:
+        code = INTERRUPTED
     sys.exit(code)
-
-
-def _refuse(message: str) -> NoReturn:
-    sentence = " ".join(message.split())
-    print(f"sluice: {sentence if sentence.endswith('.') else sentence + '.'}", file=sys.stderr)
-    sys.exit(2)
 
 
 if __name__ == "__main__":

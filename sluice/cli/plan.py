@@ -118,6 +118,8 @@ def check(options: Options) -> models.ModelSpec:
             target.parse(options.redis, setting="--redis")
         except SluiceError as error:
             raise BadFlag(error.message) from error
+    if not options.host:
+        raise BadFlag("--host must not be empty; 0.0.0.0 or :: is every address of this machine.")
     if not 0 <= options.port <= 65535:
         raise BadFlag("--port must be between 0 and 65535.")
     highest = max(_offsets(options).values())

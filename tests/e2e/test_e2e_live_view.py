@@ -17,7 +17,7 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from sluice.cli.main import app
+from sluice.cli.commands import app
 from tests.support.suite import SLUICE, Suite
 
 WITHIN_S = 30

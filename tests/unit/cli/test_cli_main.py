@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -25,6 +29,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         ("up", "--workers", "-1"),
         ("up", "--workers", "many"),
         ("up", "--port", "70000"),
+        ("up", "--host", ""),
         ("up", "--engine", "steam"),
         ("up", "--processor", "word"),
         ("up", "--log-level", "loud"),
@@ -72,3 +77,11 @@ def test_redis_url_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch
     assert run(monkeypatch, "up", "--routers", "2", "--port", "0", "--base-grpc-port", "0") == 0
     routers = [process for process in started if process.kind == "router"]
     assert [dict(router.env) for router in routers] == [{"SLUICE_ROUTER_REDIS_URL": "redis://localhost:1/0"}] * 2
+
+
+def test_ctrl_c_while_it_still_imports_is_an_exit_code(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("raise KeyboardInterrupt")
+    path = os.pathsep.join([str(tmp_path), str(Path(main.__file__).parents[2])])
+    command = [sys.executable, "-P", "-m", "sluice.cli.main", "up"]
+    ended = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")

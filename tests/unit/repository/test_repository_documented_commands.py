@@ -17,7 +17,7 @@ from services.postprocess.settings import PostprocessSettings
 from services.preprocess.settings import PreprocessSettings
 from services.router.settings import RouterSettings
 from services.worker.settings import WorkerSettings
-from sluice.cli.main import app
+from sluice.cli.commands import app
 from tests.support.documented import ROOT, Document, documents, flags_of
 
 SETTINGS: dict[str, type[ServiceSettings]] = {
