@@ -90,20 +90,22 @@ class Controls:
     async def _sleep(self, arguments: Mapping[str, str]) -> dict[str, str]:
         """Takes nothing new, lets what runs end, and only then lets the engine sleep."""
         error = SluiceError(ErrorKind.UNAVAILABLE, "The worker sleeps; wake it, or use another one.", code="asleep")
-        self._worker.gate.suspend(ASLEEP, error)
+        gate = self._worker.gate
+        awake = gate.suspend(ASLEEP, error)
         try:
             async with asyncio.timeout(QUIET_S):
                 await self._worker.wait_idle()
             return await self._worker.engine.control("sleep", arguments)
         except TimeoutError as timeout:
-            self._worker.gate.resume(ASLEEP)
+            gate.resume(ASLEEP)
             raise SluiceError(
                 ErrorKind.FAILED_PRECONDITION,
                 f"{self._worker.live_requests} requests still run after {QUIET_S:.0f} seconds; abort them first.",
                 param="action",
             ) from timeout
         except BaseException:
-            self._worker.gate.resume(ASLEEP)
+            if awake:  # what sleeps already still does
+                gate.resume(ASLEEP)
             raise
 
     async def _change_adapters(self, action: str, arguments: Mapping[str, str]) -> dict[str, str]:

@@ -43,11 +43,13 @@ class Gate:
         """From now on requests are refused, for good."""
         self._closed = error
 
-    def suspend(self, why: str, error: SluiceError) -> None:
-        """Refuses requests with `error`, out of discovery, until `resume`; live ones go on."""
+    def suspend(self, why: str, error: SluiceError) -> bool:
+        """Refuses requests with `error`, out of discovery, until `resume`; live ones go on. False: it did already."""
+        fresh = why not in self._suspended
         self._suspended[why] = error
         self._phases.enter(why)
         self.on_serving(why)
+        return fresh
 
     def resume(self, why: str) -> None:
         """The reason is gone; the worker serves when no other is left."""

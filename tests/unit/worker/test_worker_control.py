@@ -110,6 +110,21 @@ async def test_sleep_waits_for_what_runs_and_refuses_until_wake(folder: Path) ->
         assert await served(worker)
 
 
+async def test_a_worker_that_sleeps_is_not_woken_by_a_sleep_that_is_refused(folder: Path) -> None:
+    async with mock(folder) as (worker, controls):
+        await controls.run("sleep", {})
+        with pytest.raises(SluiceError, match="level"):
+            await controls.run("sleep", {"level": "7"})
+        assert worker.phases.name == ASLEEP
+        assert worker.gate.refusal is not None
+        assert worker.gate.refusal.code == "asleep"
+        await controls.run("wake", {})
+        assert await served(worker)
+        with pytest.raises(SluiceError, match="level"):
+            await controls.run("sleep", {"level": "7"})
+        assert worker.gate.refusal is None
+
+
 async def test_sleep_gives_up_on_requests_that_do_not_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "QUIET_S", 0.01)
     async with mock(folder, fault=["hang"]) as (worker, controls):
