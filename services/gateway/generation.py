@@ -137,6 +137,7 @@ class Parsing:
     tool_choice_json: bytes = b""
     single_tool_call: bool = False
     drop_reasoning: bool = False  # the client does not want to hear it
+    template_kwargs_json: bytes = b""  # what the chat template was told: some models only think when that says so
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +254,7 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """How one choice ended."""
+    """How one choice ended; `stop_token_id` is told to sinks only where the client asked for that id to end it."""
 
     reason: FinishReason
     stop_string: str = ""

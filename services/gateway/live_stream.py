@@ -222,6 +222,11 @@ class LiveStream:
         if prompt.context_length:
             self.max_tokens = min(self.max_tokens, prompt.context_length - self.prompt.length)
 
+    def asked_to_end_at(self, token_id: int) -> bool:
+        """Whether it is the client that wanted this id to end it, not the model."""
+        stop = self.request.stop
+        return token_id in stop.token_ids and (stop.ignore_eos or token_id not in unpack_u32(self.prompt.eos_token_ids))
+
     def known_end(self) -> EngineEnd | None:
         """How the tokens so far end the generation, if they do, whoever computed them."""
         stop, prompt, count = self.request.stop, self.prompt, len(self.tokens)

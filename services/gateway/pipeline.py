@@ -153,7 +153,10 @@ class Pipeline:
                 "worker would be chosen.",
                 code="query_only",
             )
-        self.switchboard.admit(request.choices)
+        with self.switchboard.expecting(request.choices):
+            return await self._started(request, sinks)
+
+    async def _started(self, request: GenerationRequest, sinks: Sequence[Sink]) -> Generation:
         deadline = deadlines.current()
         request, entry, prompt = await self._prepared(request)
         max_tokens = _fit(request, prompt, entry)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
 from math import inf
@@ -73,6 +74,7 @@ class Switchboard:
         self._free = free
         self._metrics = metrics
         self._slots = count(1)
+        self._expected = 0
         self._streams: dict[int, LiveStream] = {}
         self._keep: dict[int, Callable[[int], None]] = {}  # each stream's tokens.append: most rows are one token
         self.texts = TextReplicas(self._streams, self.give_up, self.on_degraded, metrics, post_wait_s)
@@ -94,8 +96,19 @@ class Switchboard:
 
     def admit(self, choices: int) -> None:
         """SluiceError(OVERLOADED) when `choices` more streams would be over the bound."""
-        if len(self._streams) + choices > self._max_streams:
-            raise overloaded(f"The gateway runs {len(self._streams)} generations, its limit; try again soon.")
+        running = len(self._streams) + self._expected
+        if running + choices > self._max_streams:
+            raise overloaded(f"The gateway runs {running} generations, its limit; try again soon.")
+
+    @contextmanager
+    def expecting(self, choices: int) -> Iterator[None]:
+        """As `admit`, and the places are kept while the streams are on their way: many may come at the same time."""
+        self.admit(choices)
+        self._expected += choices
+        try:
+            yield
+        finally:
+            self._expected -= choices
 
     # --- from the pipeline ---
 
@@ -392,6 +405,8 @@ class Switchboard:
         _stop(stream, worker, None)
         self._metrics.finished(stream, perf_counter())
         stream.end_spans()
+        if finish.stop_token_id is not None and not stream.asked_to_end_at(finish.stop_token_id):
+            finish = replace(finish, stop_token_id=None)
         if stream.degraded or stream.migrations:
             finish = replace(finish, degraded=stream.degraded, migrations=stream.migrations)
         stream.sink.finish(finish)

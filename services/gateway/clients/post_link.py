@@ -15,7 +15,7 @@ from services.common.grpc_errors import from_detail
 from services.common.packing import pack_u32, unpack_u32
 from services.common.replicas import Replica
 from services.gateway.clients.link import Link
-from services.gateway.generation import ChatPrompt, Finish, FinishReason, GenerationRequest, Tokenized
+from services.gateway.generation import Finish, FinishReason, GenerationRequest, Tokenized
 from sluice.v1 import common_pb2, postprocess_pb2, postprocess_pb2_grpc
 
 MAX_WAITING_BYTES = 16 << 20
@@ -257,8 +257,7 @@ def stream_options(request: GenerationRequest, prompt: Tokenized) -> postprocess
         options.tools_json = parsing.tools_json
         options.tool_choice_json = parsing.tool_choice_json
         options.single_tool_call = parsing.single_tool_call
-        if isinstance(request.prompt, ChatPrompt):
-            options.chat_template_kwargs_json = request.prompt.template_kwargs_json
+        options.chat_template_kwargs_json = parsing.template_kwargs_json
     return options
 
 

@@ -29,7 +29,7 @@ def finish_reason(finish: Finish) -> str:
 
 def stop_reason(finish: Finish) -> str | int | None:
     """The stop string or id that was hit, an extension the engines share; None for the model's own end."""
-    return finish.stop_string or None
+    return finish.stop_string or finish.stop_token_id
 
 
 @dataclass(frozen=True, slots=True)

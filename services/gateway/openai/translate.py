@@ -202,6 +202,7 @@ def _parsing(fields: ChatCompletionRequest, prompt: ChatPrompt, demanded: Guided
         tool_choice_json=prompt.tool_choice_json,
         single_tool_call=fields.parallel_tool_calls is False,
         drop_reasoning=fields.include_reasoning is False,
+        template_kwargs_json=prompt.template_kwargs_json,
     )
 
 

@@ -15,14 +15,26 @@ from services.common.errors import ErrorKind, SluiceError, unavailable
 from services.common.replicas import Replica
 from services.common.tasks import TaskOwner
 from services.gateway.clients import post_link, worker_link
-from services.gateway.clients.post_link import PostLink, Sent
+from services.gateway.clients.post_link import PostLink, Sent, stream_options
 from services.gateway.clients.worker_link import WorkerLink
-from services.gateway.generation import EmbedsPrompt, Finish, FinishReason, GenerationRequest, Parsing, Route
+from services.gateway.generation import (
+    EmbedsPrompt,
+    Finish,
+    FinishReason,
+    GenerationRequest,
+    Parsing,
+    Route,
+    TokenPrompt,
+)
 from services.gateway.live_stream import LiveStream
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.migration import AT_ONCE, Migrator
 from services.gateway.moving import MigrationPolicy
+from services.gateway.openai.answers import stop_reason
+from services.gateway.openai.schemas import ChatCompletionRequest
+from services.gateway.openai.translate import chat_request
 from services.gateway.placement import Placed, Placement, Wanted
+from services.gateway.switchboard import Switchboard
 from services.gateway.text_replicas import MOST_REPLAYS
 from sluice.v1 import worker_pb2
 from tests.unit.gateway.test_gateway_survive import EOS, MAX_TOKENS, PROMPT, REQUEST, Board, Sink
@@ -286,3 +298,37 @@ async def test_a_route_stage_that_fails_does_not_end_the_gateway() -> None:
     assert refused.value.kind is ErrorKind.INTERNAL
     await asyncio.sleep(0)
     assert not deaths
+
+
+def test_the_stop_id_that_was_asked_for_is_told() -> None:
+    desk = Board()
+    told = []
+    for asked, hit in (((9, 10), 10), ((9, 10), EOS), ((), 10), ((0,), 0)):
+        sink = Sink()
+        request = replace(REQUEST, stop=replace(REQUEST.stop, token_ids=asked))
+        route = Route("w0", reservation_id=desk.book())
+        worker = cast(WorkerLink, desk.workers[0])
+        stream = desk.board.connect(request, 0, PROMPT, route, worker, MAX_TOKENS, cast(Any, sink))
+        desk.board.on_finished(stream.slot, Finish(FinishReason.STOP, stop_token_id=hit, completion_tokens=1))
+        (finish,) = sink.ends
+        assert isinstance(finish, Finish)
+        told.append(stop_reason(finish))
+    assert told == [10, None, None, 0]
+
+
+def test_choices_that_are_being_placed_count_against_the_bound() -> None:
+    board = Switchboard(4, lambda reservation: None, lambda *_: None, GatewayMetrics())
+    with board.expecting(3):
+        with pytest.raises(SluiceError) as refused:
+            board.admit(2)
+        assert refused.value.kind is ErrorKind.OVERLOADED
+        board.admit(1)
+    board.admit(4)
+
+
+def test_a_parser_hears_how_the_template_was_told_to_think_whatever_the_prompt_became() -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"thinking": False}}
+    request = chat_request(body, ChatCompletionRequest.model_validate(body), "r", 1)
+    cut = replace(request, prompt=TokenPrompt(b"\1\0\0\0"))  # as truncate_prompt_tokens makes it
+    for one in (request, cut):
+        assert stream_options(one, PROMPT).chat_template_kwargs_json == b'{"thinking":false}'
