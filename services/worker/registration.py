@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine
 
 import grpc
 
-from services.common.errors import SluiceError
+from services.common.errors import ErrorKind, SluiceError
 from services.common.grpc_errors import from_rpc_error
 from services.common.instruments import Counter
 from services.common.replicas import Replica, ReplicaSet
@@ -157,6 +157,13 @@ class Registration:
             self._note_lost(attachment, router, from_rpc_error(error, "router"))
         except SluiceError as error:
             self._note_lost(attachment, router, error)
+        except asyncio.CancelledError:
+            carrier = asyncio.current_task()
+            if carrier is not None and carrier.cancelling():
+                raise
+            # Not this task but the call was cancelled: its channel is closed once the name of a router is gone.
+            gone = SluiceError(ErrorKind.DISCONNECTED, "The stream to the router is gone.")
+            self._note_lost(attachment, router, gone)
 
     def _pick(self) -> Replica[router_pb2_grpc.RouterAsyncStub]:
         """Another router than the one that was lost last, while there is another."""

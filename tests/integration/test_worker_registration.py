@@ -230,6 +230,25 @@ async def test_leaving_comes_before_everything_else_of_a_shutdown(folder: Path) 
         assert log.lost == 1
 
 
+async def test_a_router_whose_name_goes_while_it_takes_the_worker_in_is_not_the_end(folder: Path) -> None:
+    class Stuck(RouterLog):
+        """Does not answer the first registration."""
+
+        async def Attach(self, request_iterator: object, context: Any) -> None:
+            if self.registrations:
+                return await super().Attach(request_iterator, context)
+            self.registrations.append((await context.read()).registration)
+            await asyncio.Event().wait()
+
+    log = Stuck()
+    async with router(log) as server, hosted(folder, routers=[f"127.0.0.1:{server.port}"]) as host:
+        await until(lambda: log.registrations)
+        assert host._routers is not None
+        await host._routers._remove(f"127.0.0.1:{server.port}")  # as when it leaves the name service
+        await host._routers._resolve_all()
+        await until(lambda: len(log.registrations) > 1 and log.heartbeats)
+
+
 async def test_no_router_is_no_reason_not_to_serve(folder: Path) -> None:
     async with router(RouterLog()) as server:
         taken = server.port
