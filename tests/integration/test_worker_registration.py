@@ -235,10 +235,10 @@ async def test_a_router_whose_name_goes_while_it_takes_the_worker_in_is_not_the_
         """Does not answer the first registration."""
 
         async def Attach(self, request_iterator: object, context: Any) -> None:
-            if self.registrations:
-                return await super().Attach(request_iterator, context)
-            self.registrations.append((await context.read()).registration)
-            await asyncio.Event().wait()
+            if not self.registrations:
+                self.registrations.append((await context.read()).registration)
+                await asyncio.Event().wait()
+            await super().Attach(request_iterator, context)
 
     log = Stuck()
     async with router(log) as server, hosted(folder, routers=[f"127.0.0.1:{server.port}"]) as host:
