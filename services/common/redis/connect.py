@@ -56,6 +56,15 @@ def connect(target: Target, timeout_s: float, connections: int) -> Any:
     return Redis.from_pool(pool)
 
 
+async def hang_up(client: Any) -> None:
+    """Drops connections that nobody uses now: the server was made a replica, and its name may stand for another one.
+
+    A cluster says itself where to go.
+    """
+    if not isinstance(client, RedisCluster):
+        await client.connection_pool.disconnect(inuse_connections=False)
+
+
 def _address(target: Target) -> dict[str, Any]:
     if target.path:
         return {"connection_class": UnixDomainSocketConnection, "path": target.path}

@@ -8,9 +8,9 @@ from hashlib import sha1
 from typing import Any
 
 from redis.asyncio.cluster import RedisCluster
-from redis.exceptions import NoScriptError, RedisClusterException, RedisError
+from redis.exceptions import NoScriptError, ReadOnlyError, RedisClusterException, RedisError
 
-from services.common.redis.connect import connect
+from services.common.redis.connect import connect, hang_up
 from services.common.redis.target import Target
 
 FAILURES = (RedisError, RedisClusterException, OSError)
@@ -41,11 +41,18 @@ class ScriptRunner:
     async def run(self, script: Script, keys: Sequence[str], arguments: Sequence[Any]) -> Any:
         """What the script answers; one of FAILURES when it does not. In a cluster the keys are of one slot."""
         async with asyncio.timeout(self._timeout_s), self._turns:
-            where = await self._node(keys[0])
             try:
-                return await self._redis.execute_command("EVALSHA", script.sha, len(keys), *keys, *arguments, **where)
-            except NoScriptError:
-                return await self._redis.execute_command("EVAL", script.text, len(keys), *keys, *arguments, **where)
+                return await self._ask(script, keys, arguments)
+            except ReadOnlyError:
+                await hang_up(self._redis)
+                raise
+
+    async def _ask(self, script: Script, keys: Sequence[str], arguments: Sequence[Any]) -> Any:
+        where = await self._node(keys[0])
+        try:
+            return await self._redis.execute_command("EVALSHA", script.sha, len(keys), *keys, *arguments, **where)
+        except NoScriptError:
+            return await self._redis.execute_command("EVAL", script.text, len(keys), *keys, *arguments, **where)
 
     async def _node(self, key: str) -> dict[str, Any]:
         if not isinstance(self._redis, RedisCluster):

@@ -10,9 +10,9 @@ from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
 
 from redis.asyncio.cluster import RedisCluster
-from redis.exceptions import NoScriptError, RedisClusterException, RedisError
+from redis.exceptions import NoScriptError, ReadOnlyError, RedisClusterException, RedisError
 
-from services.common.redis.connect import connect
+from services.common.redis.connect import connect, hang_up
 from services.common.redis.target import Target
 from services.common.tasks import TaskOwner
 from services.router.store.base import StoreUnavailable
@@ -145,6 +145,8 @@ class RedisClient:
                 errand.succeed(found)
             else:
                 errand.fail(_reason(failed))
+        if any(isinstance(each, ReadOnlyError) for found in answers for each in found):
+            await hang_up(self.redis)
 
     async def _pipeline(self, errands: list[_Errand], known: bool) -> list[list[Any]]:
         pipe = self.redis.pipeline(transaction=False)
