@@ -98,6 +98,7 @@ class LiveStream:
         "slot",
         "span",
         "started_at",
+        "swept",
         "text_sent",
         "tokens",
         "waiting_since",
@@ -147,6 +148,7 @@ class LiveStream:
         self.reasoning_tokens = 0
         self.degraded: tuple[str, ...] = ()
         self.active = True  # said something since the last sweep
+        self.swept = 0  # tokens at the last sweep
         self.started_at = perf_counter()
         self.first_text_at = 0.0
         self.span: Span | None = None

@@ -432,14 +432,15 @@ class Switchboard:
     # --- ends ---
 
     def sweep_stalled(self) -> None:
-        """Fails every stream that has said nothing since the last sweep, or whose worker does not know when to stop."""
+        """Fails every stream without text or a token since the last sweep, or whose worker knows no end."""
         for stream in list(self._streams.values()):
-            if not stream.active or len(stream.tokens) > stream.max_tokens:
+            silent = not stream.active and len(stream.tokens) == stream.swept
+            if silent or len(stream.tokens) > stream.max_tokens:
                 stalled = SluiceError(
                     ErrorKind.RESPONSE_TIMEOUT, "The worker has stopped answering.", code="stalled", retryable=False
                 )
                 self.give_up(stream, stalled)
-            stream.active = False
+            stream.active, stream.swept = False, len(stream.tokens)
 
     def give_up(self, stream: LiveStream, error: SluiceError) -> None:
         """A stream cannot go on; one that is over already stays as it is."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -48,8 +49,9 @@ class MessageTeller:
         self._signature = Signature()
 
     def opening(self, counts: Counts) -> bytes:
-        """See Teller."""
-        return _event("message_start", message=begun(self._message_id, self._model, counts))
+        """See Teller; the engine may be far ahead, of what is written later."""
+        before = replace(counts, generated=0, reasoning=0)
+        return _event("message_start", message=begun(self._message_id, self._model, before))
 
     def text(self, piece: str, tokens: Sequence[ShownToken]) -> bytes:
         """See Teller."""

@@ -274,3 +274,20 @@ async def test_a_key_is_shown_in_one_way() -> None:
     both = [(b"x-api-key", b"k"), (b"authorization", b"Bearer other")]
     _, _, seen = await answer_of("/v1/models", 200, b"{}", [*both, (b"anthropic-version", b"2023-06-01")])
     assert dict(seen["headers"])[b"authorization"] == b"Bearer other"
+
+
+def test_a_message_begins_with_no_output_however_far_the_engine_is() -> None:
+    teller = MessageTeller("msg_1", "m", lambda error: {}, clipped=False, thinking=True, omitted=False)
+    turn = streamed(teller)
+    # The engine has run on past a stop string before the first of the text goes out.
+    counted = SimpleNamespace(prompt_tokens=7, cached_tokens=3, completion_tokens=5, reasoning_tokens=2)
+    turn.generation = cast(Any, counted)
+    turn.text("one")
+    turn.text(" two")
+    counted.completion_tokens, counted.reasoning_tokens = 3, 0
+    turn.finish(Finish(FinishReason.STOP, stop_string=" three"))
+    events = [orjson.loads(event.split(b"data: ")[1]) for event in turn.take().split(b"\n\n")[:-1]]
+    begun, ended = events[0]["message"]["usage"], events[-2]["usage"]
+    assert (begun["input_tokens"], begun["cache_read_input_tokens"]) == (4, 3)
+    assert (begun["output_tokens"], begun["output_tokens_details"]["thinking_tokens"]) == (0, 0)
+    assert (ended["output_tokens"], ended["output_tokens_details"]["thinking_tokens"]) == (3, 0)

@@ -207,6 +207,18 @@ def test_a_silent_stream_is_given_up_at_the_second_sweep() -> None:
     assert not talking_sink.ends
 
 
+def test_tokens_that_a_parser_holds_back_for_long_are_no_silence_of_the_worker() -> None:
+    desk = Desk()
+    stream, sink = desk.connect()
+    for token in range(4):
+        desk.board.sweep_stalled()
+        desk.board.on_tokens(packed(stream.slot), packed(1), packed(token))
+    assert not sink.ends
+    desk.board.sweep_stalled()
+    desk.board.sweep_stalled()
+    assert [type(end) for end in sink.ends] == [SluiceError]
+
+
 def test_the_bound_on_streams() -> None:
     desk = Desk(max_streams=2)
     desk.connect()
