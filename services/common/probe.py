@@ -53,6 +53,7 @@ def probe_http(url: str, service: str = "") -> str:
         service: whose HTTPS variables apply to an https:// address; empty: what the machine trusts.
     """
     # Here, because every probe of a gRPC service would pay for it, and a suite is probed every second.
+    import http.client
     import urllib.error
     import urllib.request
 
@@ -66,8 +67,8 @@ def probe_http(url: str, service: str = "") -> str:
             return ""
     except urllib.error.HTTPError as error:
         return f"answers {error.code}"
-    except OSError as error:
-        return f"cannot be reached: {getattr(error, 'reason', error)}"
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        return "cannot be reached: " + " ".join(str(getattr(error, "reason", error)).split())
 
 
 def _https_context(service: str) -> ssl.SSLContext | None:

@@ -66,6 +66,9 @@ class GrpcServer:
         await self.set_serving(False)
         credentials = server_credentials(self._settings)
         listen = self._settings.listen
+        host, _, port = listen.rpartition(":")
+        if not port.isdecimal() or int(port) > 65535:  # gRPC would take 65536 less
+            raise SluiceError(ErrorKind.INVALID_ARGUMENT, f"--listen {listen!r} is no host:port.")
         try:
             self.port = (
                 self.server.add_insecure_port(listen)
@@ -78,7 +81,6 @@ class GrpcServer:
                 f"Cannot listen on {listen}: the port is taken or the address is not one of this machine.",
             ) from error
         await self.server.start()
-        host = listen.rpartition(":")[0]
         log.info("gRPC server listens", extra={"address": f"{host}:{self.port}", "tls": credentials is not None})
 
     async def set_serving(self, serving: bool) -> None:

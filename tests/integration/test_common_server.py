@@ -152,6 +152,15 @@ async def test_message_over_the_limit_is_too_large() -> None:
         assert await info(channel) == "w"
 
 
+@pytest.mark.parametrize("listen", ["127.0.0.1:99999", "127.0.0.1:65536", "127.0.0.1:", "127.0.0.1:http", "h", "-1"])
+async def test_an_address_that_is_none_is_refused(listen: str) -> None:
+    server = GrpcServer(GrpcServiceSettings(listen=listen), worker_pb2.DESCRIPTOR)
+    with pytest.raises(SluiceError, match=r"--listen .* is no host:port") as refused:
+        await server.start()
+    assert refused.value.kind is ErrorKind.INVALID_ARGUMENT
+    await server.server.stop(None)
+
+
 @pytest.mark.parametrize("listen", ["{taken}", "192.0.2.1:0", "not a host:1"])
 async def test_address_that_cannot_be_used_is_one_typed_sentence(listen: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:

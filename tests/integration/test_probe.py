@@ -121,3 +121,25 @@ def test_an_http_address_passes_when_it_answers_ok(
     status[0] = 503
     assert probe.main([url]) == 1
     assert capsys.readouterr().err == f"probe: {url} answers 503\n"
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "http://h:abc", "http://h h/"])
+async def test_what_is_no_url_is_a_sentence(url: str) -> None:
+    code, said = await ask(url)
+    assert code == 1
+    assert said.startswith(f"probe: {url} cannot be reached")
+    assert said.count("\n") == 1
+
+
+async def test_what_speaks_no_http_is_a_sentence() -> None:
+    async def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"220 mail.example ready\r\n")
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(greet, "127.0.0.1", 0)
+    async with server:
+        code, said = await ask(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/ready")
+    assert code == 1
+    assert "Traceback" not in said
+    assert said.count("\n") == 1
