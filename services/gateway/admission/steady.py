@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from time import monotonic
 
 from services.common.breaker import Breaker
 from services.gateway.admission.keys import ApiKey
@@ -15,12 +16,14 @@ log = logging.getLogger(__name__)
 
 LOCAL = "limits_local"
 """The reason that answers carry while this gateway counts alone."""
+MOST_OWED = 1000
 
 
 class SteadyLimiter(Limiter):
     """Asks the shared limits, and counts alone while they do not answer: then every gateway allows what the key has.
 
-    A request is charged and settled where it entered; one whose end Redis does not hear loses its place there by time.
+    A request is charged and settled where it entered. A place that Redis may hold for one that is counted elsewhere, or
+    whose end it did not hear, is given up with the key's next request that it does hear of, or by time.
     """
 
     def __init__(self, shared: SharedLimiter) -> None:
@@ -28,6 +31,9 @@ class SteadyLimiter(Limiter):
         self._local = MemoryLimiter()
         self._breaker = Breaker()
         self._live: dict[str, ApiKey] = {}  # entered at the shared limits, by request id
+        self._owed: dict[
+            str, dict[str, float]
+        ] = {}  # places to give up there, and until when, by key id and request id
         self._away = False
 
     @property
@@ -38,8 +44,10 @@ class SteadyLimiter(Limiter):
         if self._breaker.passable:
             self._breaker.try_pass()
             try:
+                await self._give_up_places(key)
                 decision = await self._shared.enter(key, request_id)
             except LimitsUnavailable as error:
+                self._owe(key, request_id)
                 self._failed(error)
             else:
                 self._answered()
@@ -55,15 +63,19 @@ class SteadyLimiter(Limiter):
             except LimitsUnavailable as error:
                 self._failed(error)
                 del self._live[request_id]
+                self._owe(key, request_id)
         return await self._local.charge(key, request_id, tokens)
 
     async def settle(self, key: ApiKey, request_id: str, give_back: int) -> None:
         if self._live.pop(request_id, None) is None:
             await self._local.settle(key, request_id, give_back)
-        elif not self._away:
+        elif self._away:
+            self._owe(key, request_id)
+        else:
             try:
                 await self._shared.settle(key, request_id, give_back)
             except LimitsUnavailable as error:
+                self._owe(key, request_id)
                 self._failed(error)
 
     async def run(self) -> None:
@@ -81,6 +93,23 @@ class SteadyLimiter(Limiter):
 
     async def close(self) -> None:
         await self._shared.close()
+
+    def _owe(self, key: ApiKey, request_id: str) -> None:
+        owed = self._owed.setdefault(key.id, {})
+        if len(owed) < MOST_OWED:
+            owed[request_id] = monotonic() + LEASE_S
+
+    async def _give_up_places(self, key: ApiKey) -> None:
+        owed = self._owed.pop(key.id, None)
+        while owed:
+            request_id, until = next(iter(owed.items()))
+            if until > monotonic():
+                try:
+                    await self._shared.settle(key, request_id, 0)
+                except LimitsUnavailable:
+                    self._owed.setdefault(key.id, {}).update(owed)
+                    raise
+            del owed[request_id]
 
     def _failed(self, error: LimitsUnavailable) -> None:
         self._breaker.failed()
