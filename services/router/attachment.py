@@ -261,11 +261,13 @@ class Attachment:
             replies.acks[batch.rank] = max(sequence, replies.acks.get(batch.rank, 0))
 
     def _ask_for_unstored(self, replies: Replies) -> None:
-        """Once the store is there, not before: a snapshot that came earlier would reach the view only."""
+        """Once the store is there, not before: a snapshot that came earlier would reach the view only. And not while
+        one arrives: the rest of it would pass for the whole of the next."""
         if self._link.there:
-            for rank in self._unstored:
+            arriving = {rank for rank, assembly in self._assemblies.items() if assembly.sequence}
+            for rank in self._unstored - arriving:
                 self._ask(rank, "the store does not hold your last events", replies)
-            self._unstored.clear()
+            self._unstored &= arriving
 
     def _keep_back(self, batch: EventBatch, replies: Replies) -> None:
         later = self._assemblies[batch.rank].later

@@ -6,10 +6,13 @@ import asyncio
 from dataclasses import replace
 from random import Random
 
+from services.common.packing import pack_u64, unpack_u64
+from services.router.attachment import Attachment
 from services.router.book import Reservation, Terms
 from services.router.bookkeeper import Bookkeeper
 from services.router.cost import Offer
-from services.router.events import Snapshot
+from services.router.dialogue import SnapshotChunk
+from services.router.events import BlockOp, EventBatch, Kind, Snapshot, Tier
 from services.router.index import BlockIndex
 from services.router.link import Link
 from services.router.registry import Registry
@@ -167,6 +170,28 @@ async def test_a_worker_that_goes_while_the_book_is_settled_is_told_of_too() -> 
     await recovering
     assert await registered(store) == []
     await router.close()
+
+
+async def test_a_snapshot_on_its_way_when_the_store_returns_is_taken_as_a_whole() -> None:
+    store = MemoryStore()
+    link = Link(store)
+    keeping = asyncio.create_task(link.keep(_nothing))
+    await link.wait()
+    attachment = Attachment(worker(), store, link, ModelView(MODEL, Registry(), store.index(MODEL)), 60_000)
+    await attachment.open()
+    await attachment.handle([EventBatch(0, 2, (BlockOp(Kind.STORED, Tier.DEVICE, pack_u64([2])),))])  # 1 was lost
+    await attachment.handle([SnapshotChunk(0, 2, Tier.DEVICE, pack_u64([1]), False)])
+    await attachment.reopen()  # the store does not hold what the worker has said
+    replies = await attachment.handle([SnapshotChunk(0, 2, Tier.DEVICE, pack_u64([2]), True)])
+    found = await store.blocks(MODEL, Slot("w", 0))
+    assert found is not None
+    assert sorted(unpack_u64(found[1].tiers[Tier.DEVICE])) == [1, 2]
+    assert replies.acks == {0: 2}
+    keeping.cancel()
+
+
+async def _nothing() -> None:
+    return None
 
 
 # The view
