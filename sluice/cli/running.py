@@ -54,6 +54,9 @@ class Place:
             raise BadFlag(f"--gateway {self.gateway} is no URL such as {USUAL_GATEWAY}")
         if self.router and not _is_address(self.router):
             raise BadFlag(f"--router {self.router} is no host:port such as {USUAL_ROUTER}")
+        for flag, secret in (("--api-key", self.api_key), ("--router-token", self.router_token)):
+            if not (secret.isascii() and secret.isprintable()):
+                raise BadFlag(f"{flag} holds characters that cannot be sent: it is one line of ASCII")
         if self.tls is not None and not (self.tls / "ca.pem").is_file():
             raise BadFlag(f"--tls {self.tls} holds no ca.pem; `sluice certs {self.tls}` makes a set")
 
@@ -265,9 +268,10 @@ class Running:
         )
 
     def _gone(self, error: httpx.HTTPError) -> NotReached:
-        problem = str(error) or type(error).__name__
+        problem = str(error).rstrip(".") or type(error).__name__
         return NotReached(
-            f"The gateway at {self.place.gateway} cannot be reached: {problem}. --gateway says where it is."
+            f"The gateway at {self.place.gateway} cannot be reached: {problem}. --gateway says where it is, --tls what "
+            "it trusts."
         )
 
 

@@ -54,6 +54,15 @@ async def test_what_is_a_url_is_taken(gateway: str) -> None:
         assert running.place.gateway == gateway
 
 
+@pytest.mark.parametrize("secret", ["schlüssel", "one\ntwo", "sluice-1\n"])
+async def test_secrets_that_cannot_be_sent_are_a_wrong_flag_that_does_not_show_them(secret: str) -> None:
+    for place, flag in ((Place(api_key=secret), "--api-key"), (Place(router_token=secret), "--router-token")):
+        with pytest.raises(BadFlag, match=flag) as refused:
+            async with reached(place):
+                pass
+        assert secret not in str(refused.value)
+
+
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("certs")
