@@ -69,9 +69,7 @@ class Bookkeeper:
     async def mark_prefill_complete(self, model: str, request_ids: Sequence[str]) -> int:
         """Gives prefill load back; returns how many ids were unknown."""
         if (local := self._locals.get(model)) is not None:
-            known = [each for each in request_ids if local.book.holds(each)]  # as below, or it is being told now
             request_ids = local.book.mark_prefill_complete(request_ids)
-            _defer(local.marked, known)
         if self._link.there and request_ids:
             try:
                 return len(await self._store.mark_prefill_complete(model, request_ids))
@@ -126,6 +124,8 @@ class Bookkeeper:
                     # Many at a time: more are booked here all the while, and this has to catch up with them.
                     some = local.book.reservations[:SETTLED_AT_ONCE]
                     await asyncio.gather(*(self._store.book(model, each) for each in some))
+                    # Some were computed while they travelled, or booked there by a select that seemed to have failed.
+                    local.marked |= {each.request_id: None for each in some if not each.prefill}
                     local.book.free([each.request_id for each in some])
                     await _replay(self._store.mark_prefill_complete, model, local.marked)
                     await _replay(self._store.free, model, local.freed)

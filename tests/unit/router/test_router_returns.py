@@ -120,6 +120,17 @@ async def test_a_prompt_that_is_computed_while_its_booking_travels_is_no_load_an
     assert (load.prefill, load.decode, load.requests) == (0, 7, 1)
 
 
+async def test_a_prompt_is_computed_although_the_store_had_booked_it_unheard() -> None:
+    store = HeldStore()
+    bookkeeper = Bookkeeper(store, Link(store), Random(1))
+    await store.select(MODEL, [OFFER], TERMS)  # its answer was lost
+    await bookkeeper.select(MODEL, [OFFER], TERMS, {})
+    await bookkeeper.mark_prefill_complete(MODEL, ["r"])
+    await bookkeeper.settle()
+    load = (await store.pulse(MODEL)).loads[A]
+    assert (load.prefill, load.decode, load.requests) == (0, 7, 1)
+
+
 # Workers
 
 
