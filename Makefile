@@ -15,7 +15,7 @@ run: ## start the suite on this machine; ARGS="--workers 4 --port 8080" passes f
 	@scripts/setup.sh all
 	@.venv/bin/sluice up $(ARGS)
 
-test: check ## check, then every test that needs no Docker; ARGS="-k router" passes flags to pytest
+test: check ## check, then the tests that need no target of their own (below); ARGS="-k router" passes flags to pytest
 	@scripts/redis.sh
 	@PATH="$(CURDIR)/.venv/bin:$(CURDIR)/.venv/opt/redis/bin:$$PATH" pytest $(ARGS)
 
