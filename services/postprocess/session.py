@@ -250,6 +250,15 @@ class PostSession:
         if stream.finish is not None:
             self._finished(slot, stream.finish)
 
+    def lags(self, slot: int) -> bool:
+        """What a stream says comes later than its tokens: it waits to begin, or its parser is in another process."""
+        return slot in self._waiting or isinstance(self._parsed.get(slot), RemoteStream)
+
+    def behind(self, slot: int) -> bool:
+        """Something is still to be said about the tokens that came."""
+        parsed = self._parsed.get(slot)
+        return slot in self._waiting or (isinstance(parsed, RemoteStream) and parsed.behind)
+
     def close(self, slots: Iterable[int]) -> None:
         """Forgets streams without an answer; unknown slots are ignored."""
         gone = set(slots)

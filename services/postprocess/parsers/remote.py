@@ -75,6 +75,11 @@ class RemoteStream:
         """Tokens taken so far."""
         return self._stream.tokens_seen
 
+    @property
+    def behind(self) -> bool:
+        """The process has not answered everything yet."""
+        return self.told < len(self.pieces)
+
     def take_events(self) -> list[Event]:
         """What became certain since the last time."""
         events, self.events = self.events, []

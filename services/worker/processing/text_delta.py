@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from services.postprocess.parsers.events import Event
+from services.postprocess.answers import Batch
+from services.postprocess.parsers.events import Content, Event
 from services.postprocess.stream import Finish
 from services.postprocess.token_texts import TokenTexts
 
@@ -33,3 +34,21 @@ class TextDelta:
             self.tokens.lengths.extend(later.tokens.lengths)
             self.tokens.pieces += later.tokens.pieces
             self.tokens.offsets.extend(later.tokens.offsets)
+
+
+def by_slot(batch: Batch | None) -> dict[int, TextDelta]:
+    """What a session said, by slot; nothing for None."""
+    said: dict[int, TextDelta] = {}
+    if batch is None:
+        return said
+    end = 0
+    for slot, length in zip(batch.slots, batch.text_lengths, strict=True):
+        start, end = end, end + length
+        said[slot] = TextDelta([Content(batch.text[start:end])])
+    for slot, events in batch.events:
+        said.setdefault(slot, TextDelta()).events += events
+    for slot, tokens in batch.tokens:
+        said.setdefault(slot, TextDelta()).add(TextDelta(tokens=tokens))
+    for slot, finish in batch.finishes:
+        said.setdefault(slot, TextDelta()).finish = finish
+    return said

@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from services.common.errors import internal, invalid
-from services.postprocess.answers import Batch
-from services.postprocess.parsers.events import Content
 from services.postprocess.session import PostSession
 from services.postprocess.stream import Finish
 from services.postprocess.stream import FinishReason as TextReason
 from services.worker.delivery import Delivery, Terms
 from services.worker.generation import FinishReason, GenerateRequest, PositionLogprobs
-from services.worker.processing.text_delta import TextDelta
+from services.worker.processing.columns import Columns
+from services.worker.processing.lagging import Lagging
+from services.worker.processing.text_delta import TextDelta, by_slot
 from services.worker.processing.text_sink import TextSink
 
 log = logging.getLogger(__name__)
@@ -43,10 +43,10 @@ class TextDesk:
         self._sinks: dict[int, TextSink] = {}
         self._slots: dict[str, int] = {}
         self._last_slot = 0
-        self._rows: list[tuple[TextSink, Sequence[PositionLogprobs]]] = []
-        self._counts, self._token_ids = array("I"), array("I")
+        self._step = Columns()
         self._ended: list[TextSink] = []
         self._early: list[tuple[TextSink, Finish]] = []
+        self._lagging = Lagging(lambda slot: self._session.behind(slot))
         self._due: asyncio.Handle | None = None
 
     def __len__(self) -> int:
@@ -84,7 +84,9 @@ class TextDesk:
 
     def _opened(self, request_id: str, sink: TextSink) -> None:
         """What the session says before the first token."""
-        text = _by_slot(self._session.drain()).get(sink.slot)
+        text = by_slot(self._session.drain()).get(sink.slot)
+        if self._session.lags(sink.slot):
+            self._lagging.add(sink.slot, bool(sink.before))
         if text is None:
             return
         if text.finish is not None and text.finish.error is not None:
@@ -100,6 +102,7 @@ class TextDesk:
         """Nobody waits for this text any more; unknown ones are ignored."""
         slot = self._slots.pop(request_id, None)
         if slot is not None and self._sinks.pop(slot, None) is not None:
+            self._lagging.forget(slot)
             self._session.close([slot])
 
     async def close(self) -> None:
@@ -111,9 +114,7 @@ class TextDesk:
         await self._session.aclose()
 
     def _put(self, sink: TextSink, token_ids: Sequence[int], logprobs: Sequence[PositionLogprobs]) -> None:
-        self._rows.append((sink, logprobs))
-        self._counts.append(len(token_ids))
-        self._token_ids.extend(token_ids)
+        self._step.add(sink, token_ids, logprobs)
         if self._due is None:
             self._wake()
 
@@ -130,47 +131,55 @@ class TextDesk:
         if self._due is not None:
             self._due.cancel()
             self._due = None
-        rows, counts, token_ids, ended, early = self._rows, self._counts, self._token_ids, self._ended, self._early
-        self._rows, self._counts, self._token_ids, self._ended, self._early = [], array("I"), array("I"), [], []
+        step, ended, early = self._step, self._ended, self._early
+        self._step, self._ended, self._early = Columns(), [], []
         try:
-            said = self._said(rows, counts, token_ids, ended)
+            if self._lagging:
+                busy = self._lagging.busy
+                self._step, step = step.parted(busy)
+                self._ended, ended = _parted(ended, busy)
+                self._pass_answers()
+            said = self._said(step, ended)
         except Exception:
             log.exception("the text of a step could not be made")
             self._fail_all()
             return
         for sink, finish in early:
             said.setdefault(sink.slot, TextDelta()).finish = finish
-        self._pass_tokens(zip(rows, counts, strict=True), token_ids, said)
+        if self._lagging:
+            given, step = step.parted(self._lagging.busy)
+            self._lagging.give(given)
+        self._pass_tokens(step, said)
+        self._pass_texts(said)
+
+    def _pass_texts(self, said: Mapping[int, TextDelta]) -> None:
         for slot, text in said.items():
             if (found := self._sinks.get(slot)) is not None:
                 found.target.deliver_text(text)
                 if text.finish is not None:
                     self._finish(found, text.finish)
 
-    def _said(
-        self,
-        rows: Sequence[tuple[TextSink, Sequence[PositionLogprobs]]],
-        counts: array[int],
-        token_ids: array[int],
-        ended: Iterable[TextSink],
-    ) -> dict[int, TextDelta]:
-        if rows:
-            self._session.feed(array("I", [sink.slot for sink, _ in rows]), counts, token_ids)
+    def _pass_answers(self) -> None:
+        """What parsers in other processes have answered, with the tokens it is about."""
+        for slot, text in by_slot(self._session.drain()).items():
+            self._lagging.hear(slot, text)
+        for slot, tokens, text in self._lagging.answered():
+            self._pass_tokens(tokens, {slot: text})
+            self._pass_texts({slot: text})
+
+    def _said(self, step: Columns, ended: Iterable[TextSink]) -> dict[int, TextDelta]:
+        if step.rows:
+            self._session.feed(array("I", [sink.slot for sink, _ in step.rows]), step.counts, step.token_ids)
         for sink in ended:
             terminal = sink.terminal
             if sink.slot in self._sinks and terminal is not None and terminal.finish_reason is not None:
                 self._session.end(sink.slot, TextReason(terminal.finish_reason), terminal.stop_token_id)
-        return _by_slot(self._session.drain())
+        return by_slot(self._session.drain())
 
-    def _pass_tokens(
-        self,
-        rows: Iterable[tuple[tuple[TextSink, Sequence[PositionLogprobs]], int]],
-        token_ids: array[int],
-        said: Mapping[int, TextDelta],
-    ) -> None:
+    def _pass_tokens(self, step: Columns, said: Mapping[int, TextDelta]) -> None:
         """The tokens go on, but none after the end of their text."""
-        end = 0
-        for (sink, logprobs), count in rows:
+        end, token_ids = 0, step.token_ids
+        for (sink, logprobs), count in zip(step.rows, step.counts, strict=True):
             start, end = end, end + count
             if sink.slot not in self._sinks:
                 continue
@@ -184,6 +193,7 @@ class TextDesk:
         """Ends a request whose text has ended, and the engine's part of it if that still runs."""
         self._slots.pop(sink.context.request_id, None)
         self._sinks.pop(sink.slot, None)
+        self._lagging.forget(sink.slot)
         target, terminal, usage = sink.target, sink.terminal, sink.usage()
         if finish.error is not None:
             target.finish(FinishReason.ERROR, usage, error=finish.error)
@@ -218,23 +228,13 @@ def _passed_on(terms: Terms, target: Delivery) -> Terms:
     )
 
 
+def _parted(sinks: Iterable[TextSink], apart: Callable[[int], bool]) -> tuple[list[TextSink], list[TextSink]]:
+    found: tuple[list[TextSink], list[TextSink]] = [], []
+    for sink in sinks:
+        found[not apart(sink.slot)].append(sink)
+    return found
+
+
 def _ends_before(finish: Finish, reason: FinishReason) -> bool:
     """The text found an end that the engine did not see."""
     return bool(finish.stop_string) or (finish.stop_token_id is not None and reason is not FinishReason.STOP)
-
-
-def _by_slot(batch: Batch | None) -> dict[int, TextDelta]:
-    said: dict[int, TextDelta] = {}
-    if batch is None:
-        return said
-    end = 0
-    for slot, length in zip(batch.slots, batch.text_lengths, strict=True):
-        start, end = end, end + length
-        said[slot] = TextDelta([Content(batch.text[start:end])])
-    for slot, events in batch.events:
-        said.setdefault(slot, TextDelta()).events += events
-    for slot, tokens in batch.tokens:
-        said.setdefault(slot, TextDelta()).add(TextDelta(tokens=tokens))
-    for slot, finish in batch.finishes:
-        said.setdefault(slot, TextDelta()).finish = finish
-    return said
