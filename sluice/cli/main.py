@@ -5,18 +5,24 @@ from __future__ import annotations
 import sys
 from typing import NoReturn
 
-INTERRUPTED = 130
+CANNOT_RUN, INTERRUPTED = 2, 130
 
 
 def main() -> NoReturn:
     """Entry point; Ctrl-C is an exit code from the first moment on, not a traceback."""
     try:
-        from sluice.cli.commands import invoke
-
-        code = invoke(sys.argv[1:] or ["--help"])
+        sys.exit(_run(sys.argv[1:] or ["--help"]))
     except KeyboardInterrupt:
-        code = INTERRUPTED
-    sys.exit(code)
+        sys.exit(INTERRUPTED)
+
+
+def _run(arguments: list[str]) -> int:
+    try:
+        from sluice.cli.commands import invoke
+    except ModuleNotFoundError as error:  # what services need is installed without what the command line needs
+        print(f"sluice: The command line needs the package {error.name}: install sluice[all].", file=sys.stderr)
+        return CANNOT_RUN
+    return invoke(arguments)
 
 
 if __name__ == "__main__":

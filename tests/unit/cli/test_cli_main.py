@@ -79,9 +79,20 @@ def test_redis_url_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch
     assert [dict(router.env) for router in routers] == [{"SLUICE_ROUTER_REDIS_URL": "redis://localhost:1/0"}] * 2
 
 
-def test_ctrl_c_while_it_still_imports_is_an_exit_code(tmp_path: Path) -> None:
-    (tmp_path / "typer.py").write_text("raise KeyboardInterrupt")
-    path = os.pathsep.join([str(tmp_path), str(Path(main.__file__).parents[2])])
+def started_with(typer: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """`sluice up`, where importing typer does this."""
+    (folder / "typer.py").write_text(typer)
+    path = os.pathsep.join([str(folder), str(Path(main.__file__).parents[2])])
     command = [sys.executable, "-P", "-m", "sluice.cli.main", "up"]
-    ended = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=60)
+
+
+def test_ctrl_c_while_it_still_imports_is_an_exit_code(tmp_path: Path) -> None:
+    ended = started_with("raise KeyboardInterrupt", tmp_path)
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
+
+
+def test_without_its_packages_it_says_what_to_install(tmp_path: Path) -> None:
+    ended = started_with("raise ModuleNotFoundError('no typer', name='typer')", tmp_path)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr == "sluice: The command line needs the package typer: install sluice[all].\n"
