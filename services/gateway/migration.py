@@ -112,6 +112,7 @@ class Migrator:
         try:
             async with asyncio.timeout(min(self._policy.wait_s, stream.deadline.left_s)):
                 placed = await self._find(stream, lost)
+            self._resume(stream, lost, placed)
         except TimeoutError:
             self._give_up(stream, overdue() if stream.deadline.left_s <= 0 else _nobody())
         except SluiceError as error:
@@ -119,8 +120,6 @@ class Migrator:
         except Exception:
             log.exception("a migration failed")
             self._give_up(stream, internal("Unexpected failure in the gateway; its log has the details."))
-        else:
-            self._resume(stream, lost, placed)
 
     async def _find(self, stream: LiveStream, lost: WorkerLink) -> Placed:
         """Asks until a worker takes it; the one that was lost counts again once it has come back."""

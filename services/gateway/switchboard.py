@@ -203,7 +203,11 @@ class Switchboard:
     # --- from workers ---
 
     def on_tokens(self, slots: bytes, counts: bytes, token_ids: bytes) -> None:
-        """Keeps tokens and passes their columns on to the postprocess sessions of their streams."""
+        """Keeps tokens and passes their columns on to the postprocess sessions of their streams.
+
+        Raises:
+            ValueError: the columns do not fit together.
+        """
         sole = self.texts.sole if self.text_here else None
         if sole is None:
             self._split(slots, counts, token_ids)
@@ -220,6 +224,7 @@ class Switchboard:
                 if stream is not None:
                     stream.tokens.extend(ids[start : start + number])
                 start += number
+            _check_ends(start, ids)
         sole.feed(slots, counts, token_ids)
 
     def _split(self, slots: bytes, counts: bytes, token_ids: bytes) -> None:
@@ -239,6 +244,7 @@ class Switchboard:
                     part[1].append(number)
                     part[2].extend(piece)
             start += number
+        _check_ends(start, ids)
         for link, columns in parts.items():
             link.feed(*map(pack_u32, columns))
 
@@ -480,6 +486,12 @@ class Switchboard:
         if reservation_id:
             output = max(stream.completion_tokens, len(stream.tokens)) - stream.booked_from
             self._free(reservation_id, stream.attempt_cached, output)
+
+
+def _check_ends(counted: int, ids: array[int]) -> None:
+    """ValueError before others hear of columns that do not fit together."""
+    if counted != len(ids):
+        raise ValueError(f"The columns count {counted} tokens and have {len(ids)}.")
 
 
 def _stop(stream: LiveStream, worker: WorkerLink | None, post: PostLink | None) -> None:

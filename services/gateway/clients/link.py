@@ -58,6 +58,7 @@ class Link(ABC, Generic[Out, In]):
         self._connected = asyncio.Event()
         self._session: ClientSession[Out, In] | None = None
         self._abandoned = False
+        self._garbled: SluiceError | None = None
 
     @property
     def connected(self) -> bool:
@@ -92,11 +93,13 @@ class Link(ABC, Generic[Out, In]):
             return None
         self._session = ClientSession(self.peer, self._open_call, self._drain, self._take)
         self._abandoned = False
+        self._garbled = None
         self.sessions += 1
         self._connected.set()
         try:
             self._on_connected()
-            return await self._session.run()
+            error = await self._session.run()
+            return self._garbled or error
         finally:
             self._connected.clear()
             self._session = None
@@ -117,8 +120,16 @@ class Link(ABC, Generic[Out, In]):
         self.break_off()
 
     def _take(self, message: In) -> None:
-        if not self._abandoned:
+        if self._abandoned:
+            return
+        try:
             self._on_message(message)
+        except Exception:
+            log.exception("the %s says what cannot be understood; its session ends", self.peer)
+            # Not retryable: what its streams have heard may have gaps.
+            self._garbled = SluiceError(ErrorKind.INTERNAL, f"The {self.peer} said what cannot be understood.")
+            self.breaker.trip()
+            self.abandon()
 
     def _on_connected(self) -> None:
         """A session is open: what is said now travels on it."""

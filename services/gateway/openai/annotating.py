@@ -6,17 +6,20 @@ for is asked for the first time each is seen. Whatever the choice hears meanwhil
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Protocol
 
-from services.common.errors import SluiceError
+from services.common.errors import SluiceError, internal
 from services.common.tasks import TaskOwner
 from services.gateway.clients.pieces import TokenPieces
 from services.gateway.generation import Finish, FinishReason, PositionLogprobs
 from services.gateway.openai.logprobs import ShownToken
+
+log = logging.getLogger(__name__)
 
 
 class TokenSink(Protocol):
@@ -183,12 +186,18 @@ class Annotator:
     async def _learn(self, token_ids: list[int]) -> None:
         try:
             await self._pieces.learn(self._model, token_ids)
+            self._blocked = False
+            self._tell_what_can_be_told()
         except SluiceError as error:
-            self._waiting.clear()
-            self._choice.fail(error)
-            return  # still blocked: nothing may come after a failure
-        self._blocked = False
-        self._tell_what_can_be_told()
+            self._fail_now(error)
+        except Exception:
+            log.exception("tokens could not be shown")
+            self._fail_now(internal("Unexpected failure in the gateway; its log has the details."))
+
+    def _fail_now(self, error: SluiceError) -> None:
+        self._blocked = True  # nothing may come after a failure
+        self._waiting.clear()
+        self._choice.fail(error)
 
     def _prompt_tokens(self, positions: Sequence[PositionLogprobs]) -> list[ShownToken]:
         """The prompt's tokens and where in its text they begin; those that are not in the text have no length.

@@ -14,6 +14,7 @@ import pytest
 from services.common.errors import ErrorKind, SluiceError, unavailable
 from services.common.replicas import Replica
 from services.common.tasks import TaskOwner
+from services.gateway.clients import link as link_module
 from services.gateway.clients import post_link, worker_link
 from services.gateway.clients.post_link import PostLink, Sent, stream_options
 from services.gateway.clients.worker_link import WorkerLink
@@ -332,3 +333,104 @@ def test_a_parser_hears_how_the_template_was_told_to_think_whatever_the_prompt_b
     cut = replace(request, prompt=TokenPrompt(b"\1\0\0\0"))  # as truncate_prompt_tokens makes it
     for one in (request, cut):
         assert stream_options(one, PROMPT).chat_template_kwargs_json == b'{"thinking":false}'
+
+
+class Call:
+    """A session whose peer says what it is given."""
+
+    def __init__(self) -> None:
+        self.said: asyncio.Queue[Any] = asyncio.Queue()
+
+    async def read(self) -> Any:
+        message = await self.said.get()
+        if message is None:
+            raise asyncio.CancelledError
+        return message
+
+    async def write(self, message: Any) -> None:
+        pass
+
+    def cancel(self) -> None:
+        self.said.put_nowait(None)
+
+
+GARBLED = {
+    "an unknown end": worker_pb2.TokenBatch(extras=[worker_pb2.TokenExtra(slot=1, finish_reason=cast(Any, 99))]),
+    "columns of two lengths": worker_pb2.TokenBatch(slots=words(1, 1), counts=words(1, 1), token_ids=words(5)),
+    "half a number": worker_pb2.TokenBatch(slots=b"\1\0\0", counts=words(1), token_ids=words(5)),
+}
+
+
+@pytest.mark.parametrize("name", GARBLED)
+async def test_a_worker_that_cannot_be_understood_fails_its_own_generations(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_module, "BACKOFF_S", (0.001, 0.001))
+    deaths: list[str] = []
+    tasks = TaskOwner(on_death=lambda task, error: deaths.append(task))
+    desk = Board()
+    calls: list[Call] = []
+    channel = grpc.aio.insecure_channel("127.0.0.1:1")
+    link = WorkerLink("w9", "", channel, 1.0, desk.board, desk.board.on_worker_lost)
+
+    async def ready() -> None:
+        pass
+
+    monkeypatch.setattr(channel, "channel_ready", ready)
+
+    def call() -> Any:
+        calls.append(Call())
+        return calls[-1]
+
+    monkeypatch.setattr(link, "_open_call", call)
+    tasks.spawn(link.run(), "link")
+    async with asyncio.timeout(20):
+        await link.ready()
+        sink = Sink()
+        route = Route("w9", reservation_id=desk.book())
+        stream = desk.board.connect(REQUEST, 0, PROMPT, route, link, MAX_TOKENS, cast(Any, sink))
+        assert stream.slot == 1
+        other, other_sink = desk.connect(1)
+        while not calls:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        calls[0].said.put_nowait(GARBLED[name])
+        while len(calls) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    (error,) = sink.ends
+    assert isinstance(error, SluiceError)
+    assert (error.kind, error.retryable) == (ErrorKind.INTERNAL, False), "what was heard so far may have gaps"
+    assert not deaths
+    assert not other_sink.ends
+    assert desk.board.live == 1
+    assert not link.breaker.passable
+    assert other.worker is cast(Any, desk.workers[1])
+    await tasks.close()
+
+
+async def test_a_place_stage_that_answers_nonsense_ends_its_generation_not_the_gateway() -> None:
+    desk = Board()
+    deaths: list[str] = []
+    tasks = TaskOwner(on_death=lambda name, error: deaths.append(name))
+    migrator = Migrator(
+        MigrationPolicy(),
+        cast(Any, Places(None)),
+        cast(Any, Entries()),
+        cast(Any, Nobody()),
+        desk.board,
+        GatewayMetrics(),
+        tasks,
+    )
+    desk.board.migrate = migrator.take_over
+    cast(Any, desk.workers[0]).sessions = 1
+    _, sink = desk.connect()
+    desk.lose_worker(0)
+    async with asyncio.timeout(20):
+        while not sink.ends:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    (error,) = sink.ends
+    assert isinstance(error, SluiceError)
+    assert error.kind is ErrorKind.INTERNAL
+    assert not deaths
+    assert not desk.booked
+    assert desk.board.live == 0

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.errors import SluiceError, unavailable
+from services.common.errors import ErrorKind, SluiceError, unavailable
 from services.common.tasks import TaskOwner
 from services.gateway.clients.pieces import TokenPieces
 from services.gateway.generation import Finish, FinishReason, PositionLogprobs, TokenLogprob
@@ -24,7 +24,7 @@ STOP = Finish(FinishReason.STOP, completion_tokens=2)
 class Pieces:
     """Knows every id as the text `<id>`, after a while."""
 
-    def __init__(self, error: SluiceError | None = None) -> None:
+    def __init__(self, error: Exception | None = None) -> None:
         self.known: dict[int, bytes] = {}
         self.asked: list[set[int]] = []
         self.answers = asyncio.Semaphore(0)
@@ -149,6 +149,19 @@ async def test_a_question_without_an_answer_fails_the_choice_once() -> None:
     annotator.text("b")
     annotator.finish(STOP)
     assert choice.kinds == ["begin", "fail"]
+
+
+async def test_an_answer_that_cannot_be_read_fails_the_choice_which_else_would_never_end() -> None:
+    pieces = Pieces(ValueError("zip() argument 2 is shorter than argument 1"))
+    annotator, choice = make(pieces)
+    annotator.begin(array("I", [7]), [1])
+    annotator.logprobs([position(7, 30)])
+    annotator.tokens([b"a"], [0])
+    annotator.finish(STOP)
+    pieces.answers.release()
+    await settle()
+    assert choice.kinds == ["begin", "fail"]
+    assert choice.heard[-1][1].kind is ErrorKind.INTERNAL
 
 
 async def test_an_echoed_prompt_comes_with_its_tokens_and_moves_the_offsets() -> None:
