@@ -11,6 +11,7 @@ import json
 import time
 from dataclasses import asdict, dataclass, replace
 from struct import Struct
+from typing import get_type_hints
 
 from xxhash import xxh3_64_intdigest
 
@@ -43,6 +44,9 @@ class HandoffHeader:
     prompt_tokens: int
     issued_unix_ms: int
     traceparent: str = ""
+
+
+_KINDS = get_type_hints(HandoffHeader)
 
 
 def seal(request: GenerateRequest, worker_id: str, epoch: int, traceparent: str, payload: bytes) -> bytes:
@@ -92,8 +96,11 @@ def _read(data: bytes) -> tuple[HandoffHeader, bytes]:
         raise _refused("is not one of a prefill worker, or was damaged on the way", "malformed_handoff")
     end = start + _LENGTH.unpack_from(body, len(MAGIC))[0]
     try:
-        return HandoffHeader(**json.loads(body[start:end])), body[end:]
-    except (ValueError, TypeError) as error:
+        header = HandoffHeader(**json.loads(body[start:end]))
+        if any(not isinstance(getattr(header, name), kind) for name, kind in _KINDS.items()):
+            raise TypeError
+        return header, body[end:]
+    except (ValueError, TypeError, RecursionError) as error:
         raise _refused("is of a version that this worker does not know", "malformed_handoff") from error
 
 

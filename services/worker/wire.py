@@ -102,7 +102,7 @@ def _read_text_options(message: postprocess_pb2.StreamOptions) -> StreamOptions:
 def _read_engine_options(document: bytes) -> dict[str, Any]:
     try:
         options = json.loads(document)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise invalid("engine_options_json is not JSON.", param="engine_options") from error
     if not isinstance(options, dict):
         raise invalid("engine_options_json must be a JSON object.", param="engine_options")

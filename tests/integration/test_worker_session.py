@@ -130,6 +130,8 @@ async def test_bad_requests_end_their_own_slot_and_nothing_else(stub: worker_pb2
     caller = Caller(stub)
     broken = generation("broken")
     broken.tokens.token_ids = b"\1\2\3"
+    deep = generation("deep")
+    deep.sampling.engine_options_json = b'{"a":' * 100_000
     bad = {
         1: (generation("empty", ()), ErrorKind.INVALID_ARGUMENT, ""),
         2: (generation("outside", (1 << 20,)), ErrorKind.INVALID_ARGUMENT, ""),
@@ -139,6 +141,7 @@ async def test_bad_requests_end_their_own_slot_and_nothing_else(stub: worker_pb2
         6: (broken, ErrorKind.INVALID_ARGUMENT, ""),
         7: (generation(""), ErrorKind.INVALID_ARGUMENT, ""),
         8: (worker_pb2.GenerateRequest(request_id="t", model="tiny", text="x"), ErrorKind.FAILED_PRECONDITION, ""),
+        9: (deep, ErrorKind.INVALID_ARGUMENT, ""),
     }
     await caller.send({0: generation("good"), **{slot: asked for slot, (asked, _, _) in bad.items()}})
     await caller.ended(0, *bad)

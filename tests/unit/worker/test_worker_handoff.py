@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from struct import Struct
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from xxhash import xxh3_64_intdigest
 
 from services.common.errors import ErrorKind, SluiceError
 from services.worker import handoff
@@ -19,7 +22,7 @@ from services.worker.delivery import StreamDelivery
 from services.worker.engines.mock import MockEngine
 from services.worker.engines.mock.transfer import Transfer
 from services.worker.generation import Delta, Disaggregation, FinishReason, GenerateRequest, Role, Sampling
-from services.worker.handoff import seal, unseal
+from services.worker.handoff import MAGIC, seal, unseal
 from services.worker.settings import WorkerSettings
 from services.worker.worker import Worker
 from tests.support.engines import request, until
@@ -198,6 +201,18 @@ def test_no_bytes_break_the_envelope(data: bytes) -> None:
     with pytest.raises(SluiceError) as refusal:
         unseal(data, request())
     assert refusal.value.code == "malformed_handoff"
+
+
+@pytest.mark.parametrize("broken", [b"[" * 100_000, b"[]", b"{}", b"null"])
+def test_a_header_of_another_form_is_refused_like_damage(broken: bytes) -> None:
+    (size,) = Struct("<I").unpack_from(good := seal(request(), "w", 7, "", b""), len(MAGIC))
+    fields = json.loads(good[8 : 8 + size])
+    for name in ("issued_unix_ms", "traceparent"):
+        header = json.dumps({**fields, name: "here"}).encode().replace(b'"here"', broken)
+        body = MAGIC + Struct("<I").pack(len(header)) + header
+        with pytest.raises(SluiceError) as refusal:
+            unseal(body + Struct("<Q").pack(xxh3_64_intdigest(body)), request())
+        assert refusal.value.code == "malformed_handoff"
 
 
 @given(st.binary(max_size=100), st.text(max_size=60))
