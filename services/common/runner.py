@@ -42,6 +42,8 @@ def run(name: str, settings: ServiceSettings, serve: Callable[[Stop], Awaitable[
     A SluiceError is one line on standard error and exit code 1. Does not return.
     """
     logs.configure(name, settings.log_level, settings.log_format)
+    for problem in settings.misspelt(os.environ):
+        log.warning("%s", problem)
     try:
         telemetry.configure(name, settings)
         failed = uvloop.run(_main(name, serve))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Iterable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, Self
 
@@ -13,6 +16,8 @@ from services.common.trust import AccessSettings, PeerTokenSettings
 from services.common.trust import TlsSettings as TlsSettings
 
 SECRETS_DIR = Path("/run/secrets")
+# Kubernetes tells every pod of every Service by variables, and a Service may be called sluice-router.
+_SERVICE_LINK = re.compile(r"(^|_)(SERVICE_(HOST|PORT(_.+)?)|PORT(_\d+_(TCP|UDP|SCTP)(_.+)?)?)$")
 
 
 def _split(value: Any) -> Any:
@@ -72,6 +77,19 @@ class ServiceSettings(PeerTokenSettings, TlsSettings):
             _refuse(cls, f"--{name}: {first['msg']}" if name else first["msg"])
         except SettingsError as error:
             _refuse(cls, str(error))
+
+    @classmethod
+    def misspelt(cls, variables: Iterable[str]) -> list[str]:
+        """A sentence about each environment variable that looks like a setting of this service and is none."""
+        prefix, known = str(cls.model_config.get("env_prefix", "")).upper(), [name.upper() for name in cls.model_fields]
+        given = {name.upper().removeprefix(prefix) for name in variables if prefix and name.upper().startswith(prefix)}
+        said = []
+        for name in sorted(given - {*known}):
+            if not _SERVICE_LINK.search(name):
+                near = get_close_matches(name, known, 1, 0.75)
+                hint = f"; is {prefix}{near[0]} meant?" if near else "."
+                said.append(f"{prefix}{name} is no setting and changes nothing{hint}")
+        return said
 
 
 class GrpcServiceSettings(AccessSettings, ServiceSettings):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -70,6 +71,18 @@ def test_typed_error_is_one_line_without_a_traceback() -> None:
     (line,) = printed.splitlines()
     assert line.endswith("Cannot listen on 127.0.0.1:1.")
     assert "ERROR" in line
+
+
+def test_misspelt_variables_are_warned_of_without_their_values() -> None:
+    command = [sys.executable, "-m", "services.router", "--listen", "none"]
+    variables = {"SLUICE_ROUTER_TOKEN_FILE": "/secret", "SLUICE_ROUTER_TOKENS": "secret", "SLUICE_ROUTER_POLICY": "kv"}
+    ended = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=60)
+    warnings = [line for line in ended.stderr.splitlines() if "WARNING" in line]
+    assert len(warnings) == 2
+    assert "SLUICE_ROUTER_TOKENS is no setting" in warnings[0]
+    assert "SLUICE_ROUTER_TOKEN_FILE is no setting and changes nothing" in warnings[1]
+    assert "is SLUICE_ROUTER_TOKENS_FILE meant?" in warnings[1]
+    assert "secret" not in ended.stderr
 
 
 def test_dead_background_task_ends_the_process_as_failed() -> None:

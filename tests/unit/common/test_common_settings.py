@@ -114,3 +114,23 @@ def test_settings_do_not_change() -> None:
     settings = ToySettings.load([])
     with pytest.raises(ValueError, match="frozen"):
         settings.count = 9
+
+
+def test_a_misspelt_variable_is_named_with_what_is_meant() -> None:
+    assert ToySettings.misspelt(["SLUICE_TOY_PEER", "sluice_toy_cuont", "SLUICE_TOY_COLOUR"]) == [
+        "SLUICE_TOY_COLOUR is no setting and changes nothing.",
+        "SLUICE_TOY_CUONT is no setting and changes nothing; is SLUICE_TOY_COUNT meant?",
+        "SLUICE_TOY_PEER is no setting and changes nothing; is SLUICE_TOY_PEERS meant?",
+    ]
+
+
+@pytest.mark.parametrize(
+    "variable",
+    [
+        *("SLUICE_TOY_COUNT", "sluice_toy_log_level", "SLUICE_OTHER_CUONT", "SLUICE_TOY", "SLUICE_TOYS", "PATH"),
+        *("SLUICE_TOY_SERVICE_HOST", "SLUICE_TOY_SERVICE_PORT", "SLUICE_TOY_SERVICE_PORT_GRPC", "SLUICE_TOY_PORT"),
+        *("SLUICE_TOY_PORT_50051_TCP", "SLUICE_TOY_PORT_50051_TCP_ADDR", "SLUICE_TOY_NEW_SERVICE_HOST"),
+    ],
+)
+def test_settings_and_variables_of_others_are_not_misspelt(variable: str) -> None:
+    assert ToySettings.misspelt([variable]) == []
