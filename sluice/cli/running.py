@@ -310,7 +310,7 @@ def _refusal(answer: httpx.Response) -> NotReached:
     try:
         said = answer.json()["error"]["message"]
     except (ValueError, KeyError, TypeError):
-        said = f"it answers {answer.status_code}"
+        said = f"it answers {answer.status_code}."
     hint = " Give --api-key." if answer.status_code in (401, 403) else ""
     return NotReached(f"The gateway says: {said}{hint}")
 
