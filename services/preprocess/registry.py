@@ -62,11 +62,11 @@ class ModelRegistry:
             SluiceError: NOT_FOUND for an unknown model; UNAVAILABLE while the load takes longer than `wait_s`; what the
                 load raised.
         """
+        if name not in self._specs and self.learn is not None:
+            await self.learn(name, self._wait_s)
         tokenizer = self._loaded.get(name)
         if tokenizer is not None:
             return tokenizer
-        if name not in self._specs and self.learn is not None:
-            await self.learn(name, self._wait_s)
         task = self._task(self.spec(name))
         try:
             # One caller that gives up must not end the load for the others.

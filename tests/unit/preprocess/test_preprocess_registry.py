@@ -53,6 +53,25 @@ async def test_many_callers_share_one_load() -> None:
     assert [(spec.name, tokenizer is not None) for spec, tokenizer in registry] == [("a", True), ("b", False)]
 
 
+async def test_callers_who_wait_until_a_model_is_learned_get_what_was_loaded_then() -> None:
+    loader = Loader()
+    registry = ModelRegistry([], loader)
+    learned = asyncio.Event()
+
+    async def learn(name: str, timeout_s: float) -> bool:
+        return await learned.wait()
+
+    registry.learn = learn
+    callers = [asyncio.create_task(registry.get("a")) for _ in range(3)]
+    await asyncio.sleep(0)
+    loader.go.set()
+    await registry.add(ModelSpec("a", "A"))
+    learned.set()
+    tokenizers = await asyncio.gather(*callers)
+    assert loader.asked == ["a"], "a second one would take seconds, and leave the first one's process behind"
+    assert all(tokenizer is tokenizers[0] for tokenizer in tokenizers)
+
+
 async def test_preload_loads_all() -> None:
     loader = Loader()
     loader.go.set()
