@@ -81,11 +81,7 @@ class Bookkeeper:
 
     async def free(self, model: str, request_ids: Sequence[str]) -> int:
         """Gives all load back; returns how many ids were unknown."""
-        if (local := self._locals.get(model)) is not None:
-            # The store may hold it too: a select that timed out may have happened.
-            known = [each for each in request_ids if local.book.holds(each)]
-            request_ids = local.book.free(request_ids)
-            _defer(local.freed, known)
+        request_ids = self.free_here(model, request_ids)
         if self._link.there and request_ids:
             try:
                 return len(await self._store.free(model, request_ids))
@@ -94,6 +90,15 @@ class Bookkeeper:
         if request_ids:
             _defer(self._local(model).freed, request_ids)
         return 0
+
+    def free_here(self, model: str, request_ids: Sequence[str]) -> Sequence[str]:
+        """Gives back what is booked while the store is away; returns the ids that are not."""
+        if (local := self._locals.get(model)) is None:
+            return request_ids
+        # The store may hold it too: a select that timed out may have happened.
+        known = [each for each in request_ids if local.book.holds(each)]
+        _defer(local.freed, known)
+        return local.book.free(request_ids)
 
     async def progress(self, model: str, outputs: Mapping[str, int]) -> int:
         """Books output beyond what is booked for it; returns how many ids were unknown.

@@ -82,6 +82,7 @@ class FollowUps:
             if decision is not None and outcome.cached_tokens is not None:
                 self._metrics.delivered(decision)
         self._tell_predictions(reservations, outcomes)
+        self._end_here(outcomes)
         await self._free_prefill_halves(reservations)
         unknown = 0
         for model, ids in by_model(reservations).items():
@@ -97,6 +98,13 @@ class FollowUps:
             model, request_id = request_of(reservation)
             if (view := self._keeper.find(model)) is not None:
                 view.predictions.over(request_id, ran=reservation not in never_ran)
+
+    def _end_here(self, outcomes: Sequence[Outcome]) -> None:
+        """Gives back what is booked in this replica only: the one that was asked to free it cannot know."""
+        over = [each.reservation_id for each in outcomes]
+        for groups in (prefill_halves(over), by_model(over)):
+            for model, ids in groups.items():
+                self._bookkeeper.free_here(model, ids)
 
     async def _free_prefill_halves(self, reservations: Sequence[str]) -> None:
         """Of pairs; they may be free already."""

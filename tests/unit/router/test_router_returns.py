@@ -6,16 +6,20 @@ import asyncio
 from dataclasses import replace
 from random import Random
 
+import pytest
+
 from services.common.packing import pack_u64, unpack_u64
 from services.router.attachment import Attachment
 from services.router.book import Reservation, Terms
 from services.router.bookkeeper import Bookkeeper
 from services.router.cost import Offer
+from services.router.decisions import Outcome
 from services.router.dialogue import SnapshotChunk
 from services.router.events import BlockOp, EventBatch, Kind, Snapshot, Tier
 from services.router.index import BlockIndex
 from services.router.link import Link
 from services.router.registry import Registry
+from services.router.reservations import prefill_id, reservation_id
 from services.router.router import Router
 from services.router.store.base import ModelState, StoreUnavailable
 from services.router.store.memory import MemoryStore
@@ -129,6 +133,28 @@ async def test_a_prompt_is_computed_although_the_store_had_booked_it_unheard() -
     await bookkeeper.settle()
     load = (await store.pulse(MODEL)).loads[A]
     assert (load.prefill, load.decode, load.requests) == (0, 7, 1)
+
+
+@pytest.mark.parametrize("settling", [False, True], ids=["before", "while"])
+async def test_a_pair_that_another_replica_freed_is_not_booked_when_the_store_returns(settling: bool) -> None:
+    store = HeldStore()
+    router = Router(store, random=Random(1))
+    router._keeper.view(MODEL)
+    for request_id in ("r", prefill_id("r"), "other"):
+        await router._bookkeeper.select(MODEL, [OFFER], replace(TERMS, request_id=request_id), {})
+    over = Outcome(reservation_id(MODEL, "r", paired=True), 0, 5)
+    if settling:
+        store.hold("book")
+        recovering = asyncio.create_task(router._recover())
+        await store.asked.wait()
+        await router.followups.free([], [over])  # as all replicas hear it
+        store.answering.set()
+        await recovering
+    else:
+        await router.followups.free([], [over])
+        await router._recover()
+    assert (await store.pulse(MODEL)).loads[A].requests == 1
+    await router.close()
 
 
 # Workers
