@@ -12,7 +12,7 @@ import grpc
 from services.common import telemetry
 from services.common.errors import SluiceError, unavailable
 from services.common.grpc_errors import from_rpc_error
-from services.gateway import auditing
+from services.gateway import auditing, deadlines
 from services.gateway.capabilities import able, holding
 from services.gateway.clients.catalogue import Catalogue
 from services.gateway.clients.worker_link import WorkerLink
@@ -52,7 +52,7 @@ class EmbedClient:
     """Calls the connected worker with the least to do; a call that broke is made again elsewhere.
 
     Args:
-        timeout_s: longest wait for all of a request's vectors.
+        timeout_s: longest wait for all of a request's vectors; a request may have less time than that.
     """
 
     def __init__(self, catalogue: Catalogue, fleet: Fleet, timeout_s: float) -> None:
@@ -69,7 +69,7 @@ class EmbedClient:
             SluiceError: INVALID_ARGUMENT when no engine of the model embeds, UNAVAILABLE when none can be reached,
                 otherwise as the worker says.
         """
-        deadline = asyncio.get_running_loop().time() + self._timeout_s
+        deadline = asyncio.get_running_loop().time() + min(self._timeout_s, deadlines.current().left_s)
         at_once = asyncio.Semaphore(CALLS_AT_ONCE)
 
         async def part(first: int) -> worker_pb2.EmbedResponse:
@@ -97,10 +97,13 @@ class EmbedClient:
             tried.add(link.worker_id)
             auditing.computing(link.worker_id)
             link.live += 1
+            link.embedding += 1
             try:
                 left_s = deadline - asyncio.get_running_loop().time()
                 return await link.stub.Embed(message, timeout=max(left_s, 0.001), metadata=telemetry.grpc_metadata())
             except grpc.aio.AioRpcError as error:
+                if deadlines.current().left_s <= 0:
+                    raise deadlines.overdue() from error
                 cause = from_rpc_error(error, link.peer)
                 if (
                     not cause.retryable
@@ -110,6 +113,7 @@ class EmbedClient:
                     raise cause from error
             finally:
                 link.live -= 1
+                link.embedding -= 1
 
     def _pick(self, model: str, lora: str, tried: set[str]) -> WorkerLink:
         link = self._fleet.least_busy(self._others(model, lora, tried))

@@ -72,6 +72,9 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
 
     Args:
         most_start_bytes: largest message that the worker takes; a larger one would end the session with all on it.
+
+    Attributes:
+        embedding: of what is live, calls for vectors; of those the session says nothing.
     """
 
     def __init__(
@@ -89,6 +92,7 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
         self.address = address
         self.stub: worker_pb2_grpc.WorkerAsyncStub = worker_pb2_grpc.WorkerStub(channel)
         self._events = events
+        self.embedding = 0
         self._heard_at = 0.0
         self._most_start_bytes = most_start_bytes
         self._starts: list[tuple[worker_pb2.SessionStart, int]] = []  # each with its size, bytes
@@ -124,7 +128,7 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
             generated: what earlier workers made of it; this one goes on after the last of them.
             part: of this worker, when two share the request.
         """
-        if self.live <= 1:  # it had nothing to do
+        if self.live - self.embedding <= 1:  # it had nothing to generate
             self._heard_at = monotonic()
         self.breaker.try_pass()
         if generated:

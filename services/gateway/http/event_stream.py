@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -15,6 +15,8 @@ from services.gateway.http.errors import error_response
 from services.gateway.http.pacing import Pacer
 
 COMMENT = b": keep-alive\n\n"
+
+T = TypeVar("T")
 
 
 class EventSource(Protocol):
@@ -162,6 +164,19 @@ def _as_it_is(response: Response) -> None:
 async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+async def result_unless_gone(receive: Receive, job: Coroutine[Any, Any, T]) -> T | None:
+    """What a job answers; None, and the job is cancelled, when the client went away first."""
+    working = asyncio.get_running_loop().create_task(job)
+    gone = asyncio.get_running_loop().create_task(_wait_for_disconnect(receive))
+    try:
+        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        gone.cancel()
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
 
 
 async def run_unless_gone(receive: Receive, done: asyncio.Event, cancel: Callable[[], None]) -> bool:

@@ -22,12 +22,14 @@ from services.gateway.clients.catalogue import WorkerEntry
 from services.gateway.clients.embed import NEEDS, EmbedClient, all_or_none
 from services.gateway.generation import TextPrompt, TokenPrompt
 from services.gateway.http.body import read_json
+from services.gateway.http.event_stream import result_unless_gone
 from services.gateway.openai.checking import check
 from services.gateway.openai.embedding_schemas import EmbeddingRequest
 from services.gateway.openai.fields import one_by_one
 from services.gateway.pipeline import Pipeline
 from services.gateway.settings import GatewaySettings
 
+CLIENT_CLOSED_REQUEST = 499
 MAX_INPUTS = 2_048
 TOKENIZED_AT_ONCE = 32
 
@@ -58,7 +60,10 @@ class EmbeddingEndpoints:
             ids = await self._tokenized(inputs, fields, entry)
             permit = permits.current()
             await permit.charge(sum(map(len, ids)) // 4)
-            found = await self._client.embed(request_id, entry.model, ids, fields.dimensions or 0, adapter)
+            computed = self._client.embed(request_id, entry.model, ids, fields.dimensions or 0, adapter)
+            found = await result_unless_gone(request.receive, computed)
+        if found is None:
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
         permit.spent(found.prompt_tokens)
         auditing.embedded(fields.model, found.prompt_tokens)
         data = [

@@ -9,14 +9,21 @@ from typing import Any, cast
 
 import grpc
 import pytest
+from starlette.requests import Request
 
 from services.common.errors import ErrorKind, SluiceError
 from services.common.packing import pack_u32
+from services.gateway import deadlines
 from services.gateway.capabilities import able
 from services.gateway.clients.catalogue import Catalogue, WorkerEntry
 from services.gateway.clients.embed import INPUTS_PER_CALL, EmbedClient, all_or_none
 from services.gateway.clients.worker_link import WorkerLink
 from services.gateway.fleet import Fleet
+from services.gateway.generation import GenerationRequest, Route, Sampling, StopRules, TextPrompt, Tokenized
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.openai.embeddings import EmbeddingEndpoints
+from services.gateway.silent_workers import SilentWorkers
+from services.gateway.switchboard import Switchboard
 from sluice.v1 import common_pb2, worker_pb2
 
 
@@ -26,9 +33,11 @@ class Stub:
     def __init__(self, *failures: grpc.StatusCode) -> None:
         self.failures = list(failures)
         self.asked: list[worker_pb2.EmbedRequest] = []
+        self.timeouts: list[float] = []
 
     async def Embed(self, message: worker_pb2.EmbedRequest, **how: Any) -> worker_pb2.EmbedResponse:
         assert how["timeout"] > 0
+        self.timeouts.append(how["timeout"])
         self.asked.append(message)
         await asyncio.sleep(0)
         if self.failures:
@@ -51,7 +60,8 @@ class Workers:
     def __init__(self, stubs: dict[str, Stub], without: tuple[str, ...] = ()) -> None:
         self.stubs = stubs
         self.links = {
-            name: SimpleNamespace(worker_id=name, peer=name, live=0, stub=stub) for name, stub in stubs.items()
+            name: SimpleNamespace(worker_id=name, peer=name, live=0, embedding=0, stub=stub)
+            for name, stub in stubs.items()
         }
         self.catalogue = Catalogue(cast(Any, None), lambda worker: None, lambda worker_id: None)
         self.catalogue.synced = True
@@ -133,3 +143,67 @@ def test_workers_that_can_do_it_all() -> None:
     with pytest.raises(SluiceError) as caught:
         able([one, none], [("logprobs", "logprobs"), ("guided_json", "response_format")])
     assert (caught.value.param, caught.value.code) == ("response_format", "unsupported_parameter")
+
+
+async def test_the_time_that_a_request_has_is_that_of_its_vectors_too() -> None:
+    workers = Workers({"a": Stub(grpc.StatusCode.DEADLINE_EXCEEDED)})
+    deadlines.begin(0.001)
+    await asyncio.sleep(0.01)
+    with pytest.raises(SluiceError) as caught:
+        await workers.embed(7)
+    assert (caught.value.kind, caught.value.code) == (ErrorKind.DEADLINE_EXCEEDED, "request_timeout")
+    deadlines.begin(2.0)
+    assert await workers.embed(7) == [7]
+    assert all(timeout <= 2 for timeout in workers.stubs["a"].timeouts)
+    assert all((link.live, link.embedding) == (0, 0) for link in workers.links.values())
+
+
+async def test_vectors_that_nobody_waits_for_any_more_are_not_computed() -> None:
+    begun, ended, gone = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    class Slow:
+        async def embed(self, *how: Any) -> None:
+            begun.set()
+            try:
+                await asyncio.sleep(3600)
+            finally:
+                ended.set()
+
+    class Preprocess:
+        async def tokenize(self, *how: Any) -> Any:
+            return SimpleNamespace(token_ids=pack_u32([1, 2]), context_length=64)
+
+    catalogue = Workers({"a": Stub()}).catalogue
+    pipeline = SimpleNamespace(catalogue=catalogue, preprocess=Preprocess())
+    settings = SimpleNamespace(max_body_mb=1, body_timeout_s=5)
+    endpoints = EmbeddingEndpoints(cast(Any, pipeline), cast(Any, Slow()), cast(Any, settings))
+    body = [{"type": "http.request", "body": b'{"model":"m","input":"x"}', "more_body": False}]
+
+    async def receive() -> Any:
+        if body:
+            return body.pop()
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/embeddings", "headers": []}
+    async with asyncio.timeout(20):
+        answering = asyncio.create_task(endpoints.embeddings(Request(scope, receive)))
+        await begun.wait()
+        gone.set()
+        await ended.wait()
+        assert (await answering).status_code == 499
+
+
+async def test_a_worker_that_only_embedded_so_far_is_not_taken_for_silent_when_it_begins_to_generate() -> None:
+    board = Switchboard(10, lambda reservation: None, lambda *_: None, GatewayMetrics())
+    link = WorkerLink("w", "", grpc.aio.insecure_channel("127.0.0.1:1"), 1.0, board, board.on_worker_lost)
+    link._connected.set()
+    link.live += 1  # vectors are on their way all the time
+    link.embedding = 1
+    link._heard_at -= 1000
+    request = GenerationRequest("r", "m", TextPrompt("x"), 1, Sampling(), StopRules())
+    prompt = Tokenized(b"\1\0\0\0", b"", "", b"", b"", 100, b"")
+    board.connect(request, 0, prompt, Route("w"), link, 10, cast(Any, None))
+    silent: list[bool] = []
+    SilentWorkers(lambda: [link], board.computing, 30.0, lambda: silent.append(True)).look()
+    assert not silent
