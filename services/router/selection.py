@@ -25,6 +25,8 @@ from services.router.thresholds import CLOSED, Thresholds
 from services.router.view import ModelView
 from services.router.workers import Role, Slot, Worker
 
+ATTEMPTS = 2  # a request may be booked already, on a worker that has gone since
+
 
 class Part(Enum):
     """What the chosen worker will do for the request."""
@@ -118,14 +120,14 @@ class Selector:
         if name in EACH_BY_ITSELF and len(slots) > MOST and not ask.query.explain and not ask.query.cost.temperature:
             some = self._nearest(ask, part, policy, slots, overlaps, limits)
         offers = _of_part(policy(_candidates(ask, some), ask.demand, ask.query.cost), part)
-        choice, degraded = await self._book(ask, part, slots, offers, limits)
-        worker = self._registry.get(ask.query.model, choice.slot.worker_id)
-        if worker is None:  # booked earlier on a worker that has gone since
-            await self._bookkeeper.free(ask.query.model, [_request_id(ask, part)])
+        for _ in range(ATTEMPTS):
             choice, degraded = await self._book(ask, part, slots, offers, limits)
             worker = self._registry.get(ask.query.model, choice.slot.worker_id)
-            if worker is None:
-                raise unavailable(f"The worker chosen for model {ask.query.model!r} has just gone.", code="no_workers")
+            if worker is not None:
+                break
+            await self._bookkeeper.free(ask.query.model, [_request_id(ask, part)])
+        else:
+            raise unavailable(f"The worker chosen for model {ask.query.model!r} has just gone.", code="no_workers")
         if some is not slots and choice.expires_unix_ms and not choice.repeated:
             self._standing(ask).add(offer for offer in offers if offer.slot == choice.slot)
         overlap = ask.overlaps.get(choice.slot, NO_OVERLAP)

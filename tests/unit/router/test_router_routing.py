@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from random import Random
 
 import pytest
@@ -10,10 +10,13 @@ import pytest
 from services.common.errors import ErrorKind, SluiceError
 from services.common.hashing import block_hashes
 from services.common.packing import pack_u64
+from services.router.book import Choice, Terms
 from services.router.cost import Load, Offer
 from services.router.index import Overlap
 from services.router.policies import Candidate, Demand, Shelf, all_policies, shortlist
 from services.router.reservations import prefill_halves, prefill_id, request_of, reservation_id
+from services.router.router import Router
+from services.router.store.memory import MemoryStore
 from services.router.workers import Role, Slot
 from tests.support.routing import BLOCK, COST, Cluster, prompt, tokens, worker
 
@@ -34,6 +37,27 @@ async def test_the_known_routing_scenario(cluster: Cluster) -> None:
     assert (tie.worker.worker_id, tie.overlap, tie.best_overlap_blocks) == ("b", Overlap(2), 2)
     (view,) = cluster.router.indexes("m")
     assert (view.index.blocks(Slot("a", 0)), view.index.blocks(Slot("b", 0))) == (5, 4)
+
+
+class Leaving(MemoryStore):
+    """Who is chosen is gone when the answer comes."""
+
+    router: Router
+
+    async def select(self, model: str, offers: Sequence[Offer], terms: Terms) -> Choice:
+        choice = await super().select(model, offers, terms)
+        self.router.registry.down(model, choice.slot.worker_id, 1)
+        return choice
+
+
+async def test_nothing_stays_booked_on_workers_that_go_while_they_are_chosen() -> None:
+    store = Leaving(random=Random(1))
+    async with Cluster(store=store) as cluster:
+        store.router = cluster.router
+        await cluster.add(worker("a"), worker("b"))
+        with pytest.raises(SluiceError, match="just gone"):
+            await cluster.ask(prompt("ABC"), request_id="r")
+    assert (await store.pulse("m")).loads == {}
 
 
 async def test_adapters_salts_and_models_never_mix(cluster: Cluster) -> None:
