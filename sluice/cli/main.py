@@ -19,10 +19,11 @@ def main() -> NoReturn:
 def _run(arguments: list[str]) -> int:
     try:
         from sluice.cli.commands import invoke
-    except ModuleNotFoundError as error:  # what services need is installed without what the command line needs
-        print(f"sluice: The command line needs the package {error.name}: install sluice[all].", file=sys.stderr)
+
+        return invoke(arguments)
+    except ModuleNotFoundError as error:  # one service is installed, as in its image
+        print(f"sluice: This command needs the package {error.name}: install sluice[all].", file=sys.stderr)
         return CANNOT_RUN
-    return invoke(arguments)
 
 
 if __name__ == "__main__":
