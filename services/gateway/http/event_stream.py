@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
@@ -13,6 +14,8 @@ from services.common.errors import SluiceError
 from services.gateway.http.direct import DirectSender, abort, plain_send
 from services.gateway.http.errors import error_response
 from services.gateway.http.pacing import Pacer
+
+log = logging.getLogger(__name__)
 
 COMMENT = b": keep-alive\n\n"
 
@@ -143,6 +146,13 @@ class EventStream(Response):
         self._write()
 
     def _write(self) -> None:
+        try:
+            self._write_what_waits()
+        except Exception:  # whoever called works for other streams, too
+            log.exception("an event stream could not be written")
+            self.cut()
+
+    def _write_what_waits(self) -> None:
         if self._sender is None or self._sender.blocked or self._done.is_set():
             return
         if not self._ended:

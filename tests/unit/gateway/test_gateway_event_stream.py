@@ -10,6 +10,7 @@ from starlette.types import Message
 
 from services.common.errors import SluiceError, unavailable
 from services.gateway.generation import Finish, FinishReason
+from services.gateway.http.direct import ABORT_KEY
 from services.gateway.http.event_stream import EventStream
 from services.gateway.http.pacing import Pacer
 from services.gateway.openai.answers import ChatFormat, CompletionFormat
@@ -201,6 +202,48 @@ async def test_a_client_that_never_reads_is_cut_for_a_choice_that_it_has_not_hea
         choices.sinks[1].text("c")
     await asyncio.wait_for(serving, 5)
     assert not choices.sinks
+
+
+async def test_a_stream_that_fails_to_write_is_cut_and_disturbs_no_other() -> None:
+    pacer, cut = Pacer(), []
+    broken, sound = make(), make()
+    for choices, stream in (broken, sound):
+        stream._pacer = pacer
+        choices.sinks[0].text("a")
+    clients = Client(), Client()
+    scope = {"type": "http", ABORT_KEY: lambda: cut.append(True)}
+    serving = [
+        asyncio.create_task(stream(scope, client.receive, client.send))
+        for (_, stream), client in zip((broken, sound), clients, strict=True)
+    ]
+    await settle()
+
+    def fails() -> bytes:
+        raise ValueError("a defect")
+
+    broken[0].take = fails  # type: ignore[method-assign]
+    broken[0].sinks[0].text("b")
+    sound[0].sinks[0].text("b")
+    await asyncio.wait_for(serving[0], 5)
+    sound[0].sinks[0].finish(STOP)
+    await asyncio.wait_for(serving[1], 5)
+    assert cut == [True]
+    assert clients[1].events[-1] == "[DONE]"
+
+
+async def test_a_stream_that_fails_at_its_first_text_is_cut_without_a_word_to_who_brought_it() -> None:
+    choices, stream = make(2)
+    client = Client()
+    serving = serve(stream, client)
+    choices.sinks[0].text("a")
+    await settle()
+
+    def fails() -> bytes:
+        raise ValueError("a defect")
+
+    choices.take = fails  # type: ignore[method-assign]
+    choices.sinks[1].text("b")  # else the session that brings everybody's text would end
+    await asyncio.wait_for(serving, 5)
 
 
 async def test_a_client_that_leaves_cancels() -> None:
