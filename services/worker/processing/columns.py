@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from services.worker.generation import PositionLogprobs
@@ -24,11 +24,21 @@ class Columns:
         self.counts.append(len(token_ids))
         self.token_ids.extend(token_ids)
 
+    def extend(self, later: Columns) -> None:
+        """The rows of another one after these."""
+        self.rows += later.rows
+        self.counts += later.counts
+        self.token_ids += later.token_ids
+
     def parted(self, apart: Callable[[int], bool]) -> tuple[Columns, Columns]:
         """The rows whose slots are `apart`, and the others, each in order."""
         found = Columns(), Columns()
+        for sink, token_ids, logprobs in self:
+            found[not apart(sink.slot)].add(sink, token_ids, logprobs)
+        return found
+
+    def __iter__(self) -> Iterator[tuple[TextSink, array[int], Sequence[PositionLogprobs]]]:
         end = 0
         for (sink, logprobs), count in zip(self.rows, self.counts, strict=True):
             start, end = end, end + count
-            found[not apart(sink.slot)].add(sink, self.token_ids[start:end], logprobs)
-        return found
+            yield sink, self.token_ids[start:end], logprobs

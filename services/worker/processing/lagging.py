@@ -11,14 +11,15 @@ from services.worker.processing.text_delta import TextDelta
 
 @dataclass
 class _Lag:
-    """One of them: tokens that its parser was given, and what it said about them so far.
+    """One of them: tokens that its parser was given, what it said about them so far, and tokens that came meanwhile.
 
-    `resumes` while these are an earlier worker's, whose caller has both.
+    `resumes` while the first are an earlier worker's, whose caller has both.
     """
 
     resumes: bool
     tokens: Columns = field(default_factory=Columns)
     text: TextDelta = field(default_factory=TextDelta)
+    later: Columns = field(default_factory=Columns)
 
 
 class Lagging:
@@ -47,12 +48,23 @@ class Lagging:
         """Whether this is one of them, and its parser has been given tokens that are not answered."""
         return slot in self._lags and self._behind(slot)
 
-    def give(self, tokens: Columns) -> None:
+    def given(self, tokens: Columns) -> None:
         """Their parsers were given these."""
-        end = 0
-        for (sink, logprobs), count in zip(tokens.rows, tokens.counts, strict=True):
-            start, end = end, end + count
-            self._lags[sink.slot].tokens.add(sink, tokens.token_ids[start:end], logprobs)
+        for sink, token_ids, logprobs in tokens:
+            self._lags[sink.slot].tokens.add(sink, token_ids, logprobs)
+
+    def due(self, tokens: Columns) -> Columns:
+        """Of tokens that came now, those that parsers can be given, after those that waited for it."""
+        held, tokens = tokens.parted(self.busy)
+        for sink, token_ids, logprobs in held:
+            self._lags[sink.slot].later.add(sink, token_ids, logprobs)
+        found = Columns()
+        for slot, lag in self._lags.items():
+            if lag.later.rows and not self._behind(slot):
+                found.extend(lag.later)
+                lag.later = Columns()
+        found.extend(tokens)
+        return found
 
     def hear(self, slot: int, text: TextDelta) -> None:
         """What was said about one of them; others are ignored."""

@@ -135,9 +135,8 @@ class TextDesk:
         self._step, self._ended, self._early = Columns(), [], []
         try:
             if self._lagging:
-                busy = self._lagging.busy
-                self._step, step = step.parted(busy)
-                self._ended, ended = _parted(ended, busy)
+                step = self._lagging.due(step)
+                self._ended, ended = _parted(ended, self._lagging.busy)
                 self._pass_answers()
             said = self._said(step, ended)
         except Exception:
@@ -148,7 +147,7 @@ class TextDesk:
             said.setdefault(sink.slot, TextDelta()).finish = finish
         if self._lagging:
             given, step = step.parted(self._lagging.busy)
-            self._lagging.give(given)
+            self._lagging.given(given)
         self._pass_tokens(step, said)
         self._pass_texts(said)
 
