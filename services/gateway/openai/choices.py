@@ -32,6 +32,14 @@ class Usage:
             sum(generation.reasoning_tokens for generation in self.generations),
         )
 
+    def prompt_tokens(self, choice: int) -> int:
+        """Of the prompt that a choice answers."""
+        for generation in self.generations:
+            if choice < len(generation.streams):
+                return generation.prompt_tokens
+            choice -= len(generation.streams)
+        return 0
+
     def cancel(self) -> None:
         """Stops them all."""
         for generation in self.generations:

@@ -93,7 +93,7 @@ class DetailedStreamedChoice(StreamedChoice):
 
     def _usage_detail(self, logprobs: bytes, of_choice: bytes, of_chunk: bytes = b"") -> Detail:
         if self._wishes.continuous_usage:
-            counts = usage(len(self._prompt_ids), self._seen, 0)
+            counts = usage(self._events.usage.prompt_tokens(self.index), self._seen, 0)
             return Detail(logprobs, of_choice, of_chunk + b',"usage":' + orjson.dumps(counts))
         return Detail(logprobs, of_choice, of_chunk + self._events.form.null_usage if of_chunk else None)
 

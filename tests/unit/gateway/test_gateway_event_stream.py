@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 from starlette.types import Message
 
@@ -14,7 +15,9 @@ from services.gateway.http.direct import ABORT_KEY
 from services.gateway.http.event_stream import EventStream
 from services.gateway.http.pacing import Pacer
 from services.gateway.openai.answers import ChatFormat, CompletionFormat
-from services.gateway.openai.choices import CollectedChoices, StreamedChoices
+from services.gateway.openai.choices import CollectedChoices, StreamedChoice, StreamedChoices
+from services.gateway.openai.detailed import DetailedStreamedChoice, Wishes
+from services.gateway.openai.logprobs import Naming
 
 
 class Client:
@@ -370,4 +373,25 @@ def test_a_whole_answer_carries_reasoning_and_calls() -> None:
     assert message["tool_calls"] == [
         {"id": "x", "type": "function", "function": {"name": "f", "arguments": "{}"}},
         {"id": "y", "type": "function", "function": {"name": "g", "arguments": "{}"}},
+    ]
+
+
+async def test_usage_so_far_counts_prompts_that_have_no_ids() -> None:
+    asked = Wishes(continuous_usage=True)
+
+    def choice(index: int, events: StreamedChoices) -> StreamedChoice:
+        return DetailedStreamedChoice(index, events, asked, Naming({}))
+
+    choices = StreamedChoices(CompletionFormat("cmpl-1", 1, "m", True), 3, True, make=choice)
+    choices.stream = EventStream(choices, Pacer(), 1000, {})
+    of_embeddings = SimpleNamespace(streams=[1, 2], prompt_tokens=70)  # rows; there are no ids
+    choices.usage.generations += cast(Any, [of_embeddings, SimpleNamespace(streams=[3], prompt_tokens=5)])
+    for sink in choices.sinks:
+        cast(DetailedStreamedChoice, sink).begin([])
+        sink.text("a")
+    events = [json.loads(event.removeprefix(b"data: ")) for event in choices.take().split(b"\n\n")[:-1]]
+    assert [(event["choices"][0]["index"], event["usage"]["prompt_tokens"]) for event in events] == [
+        (0, 70),
+        (1, 70),
+        (2, 5),
     ]
