@@ -139,9 +139,9 @@ class Switchboard:
         self._keep[slot] = stream.tokens.append
         if deadline.at != inf:
             stream.expiry = asyncio.get_running_loop().call_at(deadline.at, self.give_up, stream, deadlines.overdue())
-        if not request.engine_text:
-            (self.texts.open if prompt.raw is None else self.texts.hold)(stream)
         self._book(stream, route, worker, prefill, stream.request_id)
+        if not request.engine_text and slot in self._streams:  # either may end it, and must find the other's part
+            (self.texts.open if prompt.raw is None else self.texts.hold)(stream)
         return stream
 
     def resume(self, stream: LiveStream, route: Route, worker: WorkerLink, prefill: WorkerLink | None = None) -> None:

@@ -111,7 +111,8 @@ class TextReplicas:
     def connected(self, link: PostLink) -> None:
         """A replica is there: who waits for one, or is to leave another one, goes there."""
         for stream in list(self._waiting.values()):
-            self.open(stream)
+            if stream.slot in self._waiting:  # else it ended with another choice of its answer
+                self.open(stream)
         for other in self.links.values():
             if other.leaving and other.connected:
                 self.leave(other)
@@ -122,8 +123,9 @@ class TextReplicas:
             return
         moving = self._streams_of(link)
         for stream in moving:
-            self._metrics.text_moved("drained")
-            self._reopen(stream)
+            if stream.post is link:
+                self._metrics.text_moved("drained")
+                self._reopen(stream)
         link.abandon()
         if moving:
             log.info("streams were moved off a draining postprocess replica", extra={"streams": len(moving)})

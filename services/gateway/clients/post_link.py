@@ -10,7 +10,7 @@ from typing import Protocol
 
 import grpc
 
-from services.common.errors import SluiceError
+from services.common.errors import ErrorKind, SluiceError
 from services.common.grpc_errors import from_detail
 from services.common.packing import pack_u32, unpack_u32
 from services.common.replicas import Replica
@@ -20,6 +20,8 @@ from sluice.v1 import common_pb2, postprocess_pb2, postprocess_pb2_grpc
 
 MAX_WAITING_BYTES = 16 << 20
 TOKEN_BYTES_PER_MESSAGE = 2 << 20
+MOST_OPEN_BYTES = 12 << 20
+"""Of one stream; what travels with it fits beside it into the 16 MiB that a replica takes."""
 
 
 @dataclass(slots=True)
@@ -92,7 +94,7 @@ class PostLink(Link[postprocess_pb2.PostSessionRequest, postprocess_pb2.TextBatc
         self.address = replica.address
         self._stub = replica.stub
         self._events = events
-        self._opens: list[postprocess_pb2.OpenStream] = []
+        self._opens: list[tuple[postprocess_pb2.OpenStream, int]] = []  # each with its size, bytes
         self._columns: list[tuple[bytes, bytes, bytes]] = []
         self._column_bytes = 0
         self._ends: list[postprocess_pb2.EndStream] = []
@@ -118,9 +120,14 @@ class PostLink(Link[postprocess_pb2.PostSessionRequest, postprocess_pb2.TextBatc
         resume = None if tokens is None or sent is None else _resume(tokens, sent)
         if resume is not None:
             self._drop_columns(slot)
-        self._opens.append(
-            postprocess_pb2.OpenStream(slot=slot, request_id=request_id, options=options, trace=trace, resume=resume)
+        opening = postprocess_pb2.OpenStream(
+            slot=slot, request_id=request_id, options=options, trace=trace, resume=resume
         )
+        if (size := opening.ByteSize()) > MOST_OPEN_BYTES:  # a replica would end the session, with all on it
+            message = f"Stop strings and tools are {size} bytes with all that belongs to them; send fewer of them."
+            self._events.on_text_failed(slot, SluiceError(ErrorKind.TOO_LARGE, message, code="request_too_large"))
+            return
+        self._opens.append((opening, size))
         self._wake()
 
     def feed(self, slots: bytes, counts: bytes, token_ids: bytes) -> None:
@@ -189,12 +196,12 @@ class PostLink(Link[postprocess_pb2.PostSessionRequest, postprocess_pb2.TextBatc
     def _take_opens(self) -> list[postprocess_pb2.OpenStream]:
         taken, size = 0, 0
         while taken < len(self._opens):
-            size += self._opens[taken].ByteSize()
+            size += self._opens[taken][1]
             if taken and size > TOKEN_BYTES_PER_MESSAGE:
                 break
             taken += 1
         opens, self._opens = self._opens[:taken], self._opens[taken:]
-        return opens
+        return [opening for opening, _ in opens]
 
     def _take_columns(self) -> list[tuple[bytes, bytes, bytes]]:
         if self._column_bytes <= TOKEN_BYTES_PER_MESSAGE:

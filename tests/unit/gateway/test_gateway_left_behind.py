@@ -27,6 +27,7 @@ from services.gateway.generation import (
     Route,
     TokenPrompt,
 )
+from services.gateway.hooks_text import OwnTextLink
 from services.gateway.live_stream import LiveStream
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.migration import AT_ONCE, Migrator
@@ -434,3 +435,44 @@ async def test_a_place_stage_that_answers_nonsense_ends_its_generation_not_the_g
     assert not deaths
     assert not desk.booked
     assert desk.board.live == 0
+
+
+class BrokenStage:
+    """A postprocess stage that cannot begin."""
+
+    def open(self, request: GenerationRequest, prompt: Any) -> Any:
+        raise KeyError("inside")
+
+
+def test_a_text_that_cannot_begin_leaves_nothing_on_its_worker() -> None:
+    desk = Board(posts=0)
+    own = OwnTextLink(BrokenStage(), desk.board)
+    desk.board.texts.links["own stage"] = cast(PostLink, own)
+    _, sink = desk.connect()
+    (error,) = sink.ends
+    assert isinstance(error, SluiceError)
+    assert error.kind is ErrorKind.INTERNAL
+    assert own.live == 0
+    assert not desk.workers[0].slots
+    desk.check()
+
+
+def test_a_stream_that_no_replica_would_take_ends_its_request_only() -> None:
+    desk = Board(posts=0)
+    link = PostLink(cast(Replica[Any], FakeReplica()), 1.0, desk.board)
+    link._connected.set()
+    desk.board.texts.links["post"] = link
+    sinks = [Sink(), Sink()]
+    for sink, size in zip(sinks, (17 << 20, 1 << 20), strict=True):
+        request = replace(REQUEST, stop=replace(REQUEST.stop, strings=("x" * size,)))
+        route = Route("w0", reservation_id=desk.book())
+        worker = cast(WorkerLink, desk.workers[0])
+        desk.board.connect(request, 0, PROMPT, route, worker, MAX_TOKENS, cast(Any, sink))
+    (error,) = sinks[0].ends
+    assert isinstance(error, SluiceError)
+    assert error.kind is ErrorKind.TOO_LARGE
+    assert not sinks[1].ends
+    assert link.live == desk.board.live == len(desk.booked) == len(desk.workers[0].slots) == 1
+    message = link._drain()
+    assert message is not None
+    assert len(message.opens) == 1
