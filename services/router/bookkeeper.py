@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from random import Random
 from typing import Any, TypeAlias
 
-from services.router.book import Book, Choice, Terms
+from services.router.book import AllBusy, Book, Choice, Terms
 from services.router.cost import NO_LOAD, Load, Offer
 from services.router.link import Link
 from services.router.store.base import Store, StoreUnavailable
@@ -58,13 +58,27 @@ class Bookkeeper:
         Raises:
             AllBusy: every offer is over its limits.
         """
+        unheard: list[str] = []
         if self._link.there:
             try:
-                return await self._store.select(model, offers, terms), ""
+                choice = await self._store.select(model, offers, terms)
             except StoreUnavailable as error:
                 self._link.lost(error)
+                if terms.request_id and any(not offer.busy(NO_LOAD) for offer in offers):
+                    unheard = [terms.request_id]
+            else:
+                if (known := self._locals.get(model)) is not None:
+                    known.freed.pop(terms.request_id, None)
+                return choice, ""
+        local = self._local(model)
         based = [_based(offer, seen.get(offer.slot, NO_LOAD)) for offer in offers]
-        return self._local(model).book.select(based, terms), STORE_UNAVAILABLE
+        try:
+            choice = local.book.select(based, terms)
+        except AllBusy:
+            _defer(local.freed, unheard)  # it may have been booked there all the same
+            raise
+        local.freed.pop(terms.request_id, None)  # it was over, and is tried again
+        return choice, STORE_UNAVAILABLE
 
     async def mark_prefill_complete(self, model: str, request_ids: Sequence[str]) -> int:
         """Gives prefill load back; returns how many ids were unknown."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 
@@ -10,9 +11,9 @@ import pytest
 
 from services.common.packing import pack_u64, unpack_u64
 from services.router.attachment import Attachment
-from services.router.book import Reservation, Terms
+from services.router.book import AllBusy, Choice, Reservation, Terms
 from services.router.bookkeeper import Bookkeeper
-from services.router.cost import Offer
+from services.router.cost import Limits, Load, Offer
 from services.router.decisions import Outcome
 from services.router.dialogue import SnapshotChunk
 from services.router.events import BlockOp, EventBatch, Kind, Snapshot, Tier
@@ -133,6 +134,38 @@ async def test_a_prompt_is_computed_although_the_store_had_booked_it_unheard() -
     await bookkeeper.settle()
     load = (await store.pulse(MODEL)).loads[A]
     assert (load.prefill, load.decode, load.requests) == (0, 7, 1)
+
+
+class Unheard(MemoryStore):
+    """Books, and its answer is lost."""
+
+    lost = True
+
+    async def select(self, model: str, offers: Sequence[Offer], terms: Terms) -> Choice:
+        choice = await super().select(model, offers, terms)
+        if self.lost:
+            raise StoreUnavailable("a test")
+        return choice
+
+
+@pytest.mark.parametrize("again", ["", "there", "away"])
+async def test_who_is_refused_here_after_the_store_booked_it_unheard_is_not_booked(again: str) -> None:
+    store = Unheard()
+    link = Link(store)
+    keeping = asyncio.create_task(link.keep(_nothing))
+    await link.wait()
+    bookkeeper = Bookkeeper(store, link, Random(1))
+    limited = OFFER._replace(limits=Limits(1e6, 1e6, 5))
+    with pytest.raises(AllBusy):
+        await bookkeeper.select(MODEL, [limited], TERMS, {A: Load(0, 0, 5)})
+    store.lost = False
+    if again == "there":  # whoever waits in line asks again
+        await link.wait()
+    if again:
+        await bookkeeper.select(MODEL, [limited], TERMS, {})
+    await bookkeeper.settle()
+    assert [load.requests for load in (await store.pulse(MODEL)).loads.values()] == ([1] if again else [])
+    keeping.cancel()
 
 
 @pytest.mark.parametrize("settling", [False, True], ids=["before", "while"])
