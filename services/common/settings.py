@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, Self
 
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 from pydantic_settings import BaseSettings, CliSettingsSource, NoDecode, SettingsConfigDict, SettingsError
 
 from services.common.trust import AccessSettings, PeerTokenSettings
@@ -29,6 +29,21 @@ def _split(value: Any) -> Any:
 
 CommaList = Annotated[list[str], NoDecode, BeforeValidator(_split)]
 """Several values: the flag repeated, or one comma-separated text as flag or environment variable."""
+
+
+def _reachable(addresses: list[str]) -> list[str]:
+    for address in addresses:
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal() or int(port) > 65535:
+            raise ValueError(f"{address!r} is no host:port")
+    return addresses
+
+
+Address = Annotated[str, AfterValidator(lambda text: text and _reachable([text])[0])]
+"""host:port, or empty."""
+
+AddressList = Annotated[CommaList, AfterValidator(_reachable)]
+"""As CommaList, of host:port each."""
 
 
 def settings_config(service: str) -> SettingsConfigDict:
@@ -74,7 +89,8 @@ class ServiceSettings(PeerTokenSettings, TlsSettings):
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
             name = "-".join(str(part) for part in first["loc"]).replace("_", "-")
-            _refuse(cls, f"--{name}: {first['msg']}" if name else first["msg"])
+            message = first["msg"].removeprefix("Value error, ")
+            _refuse(cls, f"--{name}: {message}" if name else message)
         except SettingsError as error:
             _refuse(cls, str(error))
 

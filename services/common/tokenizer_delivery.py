@@ -22,7 +22,7 @@ from services.common.grpc_errors import from_rpc_error
 from services.common.instruments import Counter
 from services.common.models import ENGINE_PROCESSORS, PROCESSORS, ModelSpec
 from services.common.process_metrics import FETCHES
-from services.common.settings import CommaList
+from services.common.settings import AddressList
 from services.common.tasks import TaskOwner
 from services.common.tokenizer_store import Incoming, TokenizerStore, default_folder
 from services.common.worker_watch import Served, WorkerWatch
@@ -41,8 +41,12 @@ CATCH_UP_S = 120.0
 class DeliverySettings(BaseSettings):
     """Where models come from that are not configured."""
 
-    routers: CommaList = Field([], description="host:port of routers whose workers' models are served without --models")
-    workers: CommaList = Field([], description="host:port of workers whose models are served, where there is no router")
+    routers: AddressList = Field(
+        [], description="host:port of routers whose workers' models are served without --models"
+    )
+    workers: AddressList = Field(
+        [], description="host:port of workers whose models are served, where there is no router"
+    )
     tokenizer_cache: Path = Field(
         default_factory=default_folder, description="folder for tokenizers that workers sent; may be shared and kept"
     )

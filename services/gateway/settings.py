@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from services.common.access import RouterTokenSettings
 from services.common.audit import AuditSettings
-from services.common.settings import CommaList, ServiceSettings, settings_config
+from services.common.settings import AddressList, CommaList, ServiceSettings, settings_config
 from services.common.trust import HttpsSettings
 from services.gateway.config import Disaggregation, PipelineConfig, Place, PresetName, Routing, parse_stages, resolve
 from services.gateway.http.settings import HttpSettings
@@ -24,9 +24,11 @@ class GatewaySettings(HttpSettings, AuditSettings, HttpsSettings, RouterTokenSet
     model_config = settings_config("gateway")
 
     listen: str = Field("127.0.0.1:8000", description="host:port of the HTTP server; port 0 picks a free one")
-    preprocess: CommaList = Field(["127.0.0.1:50051"], description="host:port of preprocess; names mean all addresses")
-    router: CommaList = Field(["127.0.0.1:50052"], description="host:port of router; names mean all addresses")
-    postprocess: CommaList = Field(
+    preprocess: AddressList = Field(
+        ["127.0.0.1:50051"], description="host:port of preprocess; names mean all addresses"
+    )
+    router: AddressList = Field(["127.0.0.1:50052"], description="host:port of router; names mean all addresses")
+    postprocess: AddressList = Field(
         ["127.0.0.1:50053"], description="host:port of postprocess; names mean all addresses"
     )
 

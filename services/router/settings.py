@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, SecretStr
 
 from services.common.redis.settings import RedisLoginSettings
-from services.common.settings import CommaList, GrpcServiceSettings, settings_config
+from services.common.settings import AddressList, GrpcServiceSettings, settings_config
 
 PolicyName = Literal["kv", "round_robin", "random", "least_loaded", "power_of_two"]
 
@@ -67,7 +67,7 @@ class RouterSettings(RedisLoginSettings, GrpcServiceSettings):
     bypass_uncached_tokens: int = Field(
         0, ge=0, description="prompts with no more tokens than this left to compute skip the prefill workers; 0: none"
     )
-    preprocess: CommaList = Field(
+    preprocess: AddressList = Field(
         [], description="host:port of preprocess, names mean all addresses; empty: queries by OpenAI body are refused"
     )
     preprocess_timeout_s: float = Field(15.0, gt=0, description="longest wait for preprocess")

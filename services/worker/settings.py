@@ -9,7 +9,7 @@ from pydantic import Field, FilePath, field_validator
 
 from services.common.access import RouterTokenSettings
 from services.common.models import DEFAULT_NAME, DEFAULT_SOURCE, ModelSpec
-from services.common.settings import CommaList, GrpcServiceSettings, settings_config
+from services.common.settings import Address, AddressList, CommaList, GrpcServiceSettings, settings_config
 from services.worker.processing.options import ProcessingOptions
 
 
@@ -23,8 +23,8 @@ class WorkerSettings(RouterTokenSettings, GrpcServiceSettings):
 
     listen: str = Field("127.0.0.1:50061", description="host:port of the gRPC server")
     worker_id: str = Field("", description="unique name of this worker; empty: host name and port")
-    advertise: str = Field("", description="host:port where gateways reach this worker; empty: found out")
-    routers: CommaList = Field([], description="host:port of the routers to register with; empty: stand alone")
+    advertise: Address = Field("", description="host:port where gateways reach this worker; empty: found out")
+    routers: AddressList = Field([], description="host:port of the routers to register with; empty: stand alone")
     role: Literal["aggregated", "prefill", "decode"] = Field("aggregated", description="part this worker plays")
     grace_s: float = Field(0.5, ge=0, le=60, description="seconds between leaving discovery and refusing requests")
 

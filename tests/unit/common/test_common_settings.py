@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from pydantic import Field
 
-from services.common.settings import CommaList, GrpcServiceSettings, settings_config
+from services.common.settings import AddressList, CommaList, GrpcServiceSettings, settings_config
 
 
 class ToySettings(GrpcServiceSettings):
@@ -19,6 +19,7 @@ class ToySettings(GrpcServiceSettings):
     model_config = settings_config("toy")
 
     peers: CommaList = Field([], description="host:port of others")
+    callers: AddressList = Field([], description="host:port of more others")
     speed: float = Field(1.0, gt=0, description="how fast")
     count: int = Field(3, ge=1, description="how many")
     secret_url: str = Field("", description="where")
@@ -134,3 +135,16 @@ def test_a_misspelt_variable_is_named_with_what_is_meant() -> None:
 )
 def test_settings_and_variables_of_others_are_not_misspelt(variable: str) -> None:
     assert ToySettings.misspelt([variable]) == []
+
+
+@pytest.mark.parametrize("address", ["router", "router:", ":1", "router:http", "router:65536", "router:-1"])
+def test_what_is_no_address_is_refused_at_once(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        ToySettings.load(["--callers", f"h:1,{address}"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == f"python -m services.toy: --callers: {address!r} is no host:port\n"
+
+
+def test_addresses_are_names_and_numbers_with_a_port() -> None:
+    addresses = ["router:50051", "127.0.0.1:1", "[::1]:65535"]
+    assert ToySettings.load(["--callers", ",".join(addresses)]).callers == addresses
