@@ -45,6 +45,14 @@ class Pair(NamedTuple):
     resumed: int
 
 
+class Loss(NamedTuple):
+    """A worker that could not go on with a stream, what it had opened of sessions until then, and when that was."""
+
+    worker: WorkerLink
+    sessions: int
+    at: float
+
+
 class LiveStream:
     """One choice of a request.
 
@@ -61,6 +69,7 @@ class LiveStream:
         sent: how much of everything else the sink has got.
         end: set when the engine is done.
         migrations: how often another worker took over.
+        losses: the workers it was lost by, by id, the last one last.
         replays: how often its text was taken up by another replica after a loss.
         mover: looks for another worker.
         cached_tokens: of the prompt, on its first worker.
@@ -81,6 +90,7 @@ class LiveStream:
         "first_text_at",
         "handed_over",
         "index",
+        "losses",
         "max_tokens",
         "migrations",
         "mover",
@@ -139,6 +149,7 @@ class LiveStream:
         self.sent = Sent()
         self.end: EngineEnd | None = None
         self.migrations = 0
+        self.losses: dict[str, Loss] = {}
         self.replays = 0
         self.mover: asyncio.Task[None] | None = None
         self.cached_tokens = 0

@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Collection
 from dataclasses import replace
+from time import monotonic
 from typing import Protocol
 
 from services.common import logs, telemetry
@@ -22,7 +23,7 @@ from services.gateway.clients.worker_link import WorkerLink
 from services.gateway.deadlines import overdue
 from services.gateway.fleet import Fleet
 from services.gateway.generation import Sampling, Tokenized
-from services.gateway.live_stream import LiveStream
+from services.gateway.live_stream import LiveStream, Loss
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.moving import MigrationPolicy
 from services.gateway.placement import Placed, Wanted
@@ -35,6 +36,8 @@ RESUME_GUIDED = "resume_guided"
 INEXACT = "migration_inexact"
 AT_ONCE = 64
 PAUSE_S = 0.1
+DISTRUST_S = 3.0
+"""Discovery knows of a dead worker before this; until then a generation does not go back to one that it lost."""
 
 
 __all__ = ["MigrationPolicy", "Migrator"]
@@ -79,6 +82,8 @@ class Migrator:
             self._metrics.migration(obstacle)
             return False
         stream.migrations += 1
+        stream.losses.pop(lost.worker_id, None)
+        stream.losses[lost.worker_id] = Loss(lost, lost.sessions, monotonic())
         log.warning(
             "a generation moves to another worker: %s",
             error.message,
@@ -111,7 +116,7 @@ class Migrator:
         logs.request_id.set(stream.request_id)
         try:
             async with asyncio.timeout(min(self._policy.wait_s, stream.deadline.left_s)):
-                placed = await self._find(stream, lost)
+                placed = await self._find(stream)
             self._resume(stream, lost, placed)
         except TimeoutError:
             self._give_up(stream, overdue() if stream.deadline.left_s <= 0 else _nobody())
@@ -121,26 +126,34 @@ class Migrator:
             log.exception("a migration failed")
             self._give_up(stream, internal("Unexpected failure in the gateway; its log has the details."))
 
-    async def _find(self, stream: LiveStream, lost: WorkerLink) -> Placed:
-        """Asks until a worker takes it; the one that was lost counts again once it has come back."""
-        sessions_then, attempt = lost.sessions, 0
+    async def _find(self, stream: LiveStream) -> Placed:
+        """Asks until a worker takes it."""
+        attempt = 0
         while True:
-            back = self._fleet.find(lost.worker_id)
-            returned = (
-                back is not None
-                and back.connected
-                and (back is not lost or lost.sessions > sessions_then)
-                and not back.breaker.tripped
-            )
             try:
                 async with self._at_once:  # not through the pause: a model without workers would hold up all others
-                    wanted = self._wanted(stream, attempt)
-                    return await self._placement.place(wanted, () if returned else (lost.worker_id,))
+                    return await self._placement.place(self._wanted(stream, attempt), self._distrusted(stream))
             except SluiceError as error:
                 if not error.retryable:
                     raise
             attempt += 1
             await asyncio.sleep(PAUSE_S)
+
+    def _distrusted(self, stream: LiveStream) -> list[str]:
+        """The worker that lost it, until it is back, and for a moment those that did before: workers die together."""
+        *_, last = stream.losses
+        since = monotonic() - DISTRUST_S
+        return [
+            name
+            for name, loss in stream.losses.items()
+            if (name == last or loss.at > since) and not self._is_back(name, loss)
+        ]
+
+    def _is_back(self, worker_id: str, loss: Loss) -> bool:
+        link = self._fleet.find(worker_id)
+        if link is None or not link.connected or link.breaker.tripped:
+            return False
+        return link is not loss.worker or link.sessions > loss.sessions
 
     def _wanted(self, stream: LiveStream, attempt: int) -> Wanted:
         request, generated = stream.request, len(stream.tokens)

@@ -185,6 +185,20 @@ async def test_the_number_of_moves_is_limited(folder: Path) -> None:
         await stage.quiet()
 
 
+async def test_a_generation_does_not_go_back_to_a_worker_that_dies_too(folder: Path) -> None:
+    async with staged(folder, workers=3, speedup=2.0) as stage:
+        asked = asyncio.create_task(stage.ask(STORIES["plain"]))
+        await until(lambda: stage.hosts[0].worker.live_requests == 1)
+        stage.hosts[1].worker.refuse_new()
+        await stage.hosts[0].worker.drain(0)
+        heard = await asked
+        assert heard.finish is not None
+        assert heard.finish.migrations == 2
+        stage.bookings.order = ["w2"]
+        assert heard.text == (await stage.ask(STORIES["plain"])).text
+        await stage.quiet()
+
+
 async def test_nobody_left_is_a_typed_error_within_the_wait(folder: Path) -> None:
     async with staged(folder, workers=1, policy=MigrationPolicy(wait_s=0.3)) as stage:
         stage.knives[0].set(5)
