@@ -86,7 +86,7 @@ def _survive(config: PipelineConfig, parts: Components, placement: PlaceStage, r
 def _make_text(config: PipelineConfig, parts: Components, own: PostprocessStage | None) -> None:
     """Says where text is made, when it is not in the postprocess services."""
     board = parts.switchboard
-    board.text_here = config.postprocessing == "frontend"
-    parts.fleet.makes_text = board.text_here and own is None
+    board.path.text_here = config.postprocessing == "frontend"
+    parts.fleet.makes_text = board.path.text_here and own is None
     if own is not None:
         board.texts.links["own stage"] = cast(PostLink, OwnTextLink(own, board))

@@ -1,14 +1,11 @@
-"""The token path: worker batches → postprocess sessions → the sinks of the clients.
+"""Every generation under way: what workers say of it, what postprocess makes of it, and how it ends.
 
-One slot number names a stream on its worker's session and on its postprocess session alike, so a batch of token
-columns is passed on as it came. A batch costs a few microseconds and one append a row: every stream keeps its tokens,
-so that another worker or another postprocess replica can go on with it.
+Tokens take the path of `token_path`; everything else that is said of a stream comes through here.
 """
 
 from __future__ import annotations
 
 import asyncio
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,7 +15,6 @@ from time import perf_counter
 
 from services.common import telemetry
 from services.common.errors import ErrorKind, SluiceError, internal, overloaded, unavailable
-from services.common.packing import pack_u32, unpack_u32
 from services.gateway import deadlines
 from services.gateway.clients.post_link import PostLink
 from services.gateway.clients.worker_link import WorkerLink
@@ -37,9 +33,9 @@ from services.gateway.generation import (
 from services.gateway.live_stream import EngineEnd, LiveStream, Pair
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.text_replicas import TextReplicas
+from services.gateway.token_path import TokenPath
 
 POST_WAIT_S = 10.0
-_ONES = pack_u32([1]) * 16_384
 
 
 class Switchboard:
@@ -54,10 +50,10 @@ class Switchboard:
 
     Attributes:
         texts: where text is made.
+        path: what tokens take.
         migrate: asked when a worker cannot go on with a stream, with the reason; True when it sees to the rest:
             `resume` or `give_up`, some time later.
         hand_over: told what a prefill worker hands over.
-        text_here: False when all text is made by the workers.
         rescue: asked first when a pair of workers breaks: None when it saw to it, else the error to go on with.
     """
 
@@ -76,9 +72,8 @@ class Switchboard:
         self._slots = count(1)
         self._expected = 0
         self._streams: dict[int, LiveStream] = {}
-        self._keep: dict[int, Callable[[int], None]] = {}  # each stream's tokens.append: most rows are one token
         self.texts = TextReplicas(self._streams, self.give_up, self.on_degraded, metrics, post_wait_s)
-        self.text_here = True
+        self.path = TokenPath(self._streams, self.texts)
         self.migrate: Callable[[LiveStream, WorkerLink, SluiceError], bool] = lambda stream, worker, error: False
         self.hand_over: Callable[[LiveStream, bytes], None] = lambda stream, handoff: None
         self.rescue: Callable[[LiveStream, WorkerLink, SluiceError], SluiceError | None] = (
@@ -136,7 +131,7 @@ class Switchboard:
             "gateway.generate", request_id=stream.request_id, worker=worker.worker_id, choice=index
         )
         self._streams[slot] = stream
-        self._keep[slot] = stream.tokens.append
+        self.path.enter(stream)
         if deadline.at != inf:
             stream.expiry = asyncio.get_running_loop().call_at(deadline.at, self.give_up, stream, deadlines.overdue())
         self._book(stream, route, worker, prefill, stream.request_id)
@@ -208,45 +203,7 @@ class Switchboard:
         Raises:
             ValueError: the columns do not fit together.
         """
-        sole = self.texts.sole if self.text_here else None
-        if sole is None:
-            self._split(slots, counts, token_ids)
-            return
-        ids = unpack_u32(token_ids)
-        if counts == _ONES[: len(counts)]:
-            for keep, token in zip(map(self._keep.get, unpack_u32(slots)), ids, strict=True):
-                if keep is not None:
-                    keep(token)
-        else:
-            find, start = self._streams.get, 0
-            for slot, number in zip(unpack_u32(slots), unpack_u32(counts), strict=True):
-                stream = find(slot)
-                if stream is not None:
-                    stream.tokens.extend(ids[start : start + number])
-                start += number
-            _check_ends(start, ids)
-        sole.feed(slots, counts, token_ids)
-
-    def _split(self, slots: bytes, counts: bytes, token_ids: bytes) -> None:
-        """The same when streams are on several replicas, or wait for one."""
-        find, ids, start = self._streams.get, unpack_u32(token_ids), 0
-        parts: dict[PostLink, tuple[array[int], array[int], array[int]]] = {}
-        for slot, number in zip(unpack_u32(slots), unpack_u32(counts), strict=True):
-            stream = find(slot)
-            if stream is not None:
-                piece = ids[start : start + number]
-                stream.tokens.extend(piece)
-                if stream.post is not None:
-                    part = parts.get(stream.post)
-                    if part is None:
-                        part = parts[stream.post] = (array("I"), array("I"), array("I"))
-                    part[0].append(slot)
-                    part[1].append(number)
-                    part[2].extend(piece)
-            start += number
-        _check_ends(start, ids)
-        for link, columns in parts.items():
-            link.feed(*map(pack_u32, columns))
+        self.path.pass_on(slots, counts, token_ids)
 
     def on_prompt(self, slot: int, token_ids: bytes) -> None:
         """A worker made a prompt's ids; now it is known what the text of the answer follows on."""
@@ -467,7 +424,7 @@ class Switchboard:
         """Drops a stream and gives its reservation back; False when that has happened already."""
         if self._streams.pop(stream.slot, None) is None:
             return False
-        del self._keep[stream.slot]
+        self.path.leave(stream)
         self._leave_worker(stream)
         self.texts.forget(stream)
         if stream.expiry is not None:
@@ -486,12 +443,6 @@ class Switchboard:
         if reservation_id:
             output = max(stream.completion_tokens, len(stream.tokens)) - stream.booked_from
             self._free(reservation_id, stream.attempt_cached, output)
-
-
-def _check_ends(counted: int, ids: array[int]) -> None:
-    """ValueError before others hear of columns that do not fit together."""
-    if counted != len(ids):
-        raise ValueError(f"The columns count {counted} tokens and have {len(ids)}.")
 
 
 def _stop(stream: LiveStream, worker: WorkerLink | None, post: PostLink | None) -> None:

@@ -126,7 +126,7 @@ def test_a_pair_that_breaks_after_the_last_token_is_done() -> None:
 
 def test_usage_of_text_that_the_worker_made_and_did_not_count() -> None:
     desk = Board()
-    desk.board.text_here = False
+    desk.board.path.text_here = False
     sink = Sink()
     request = replace(REQUEST, engine_text=True)
     route = Route("w0", reservation_id=desk.book())

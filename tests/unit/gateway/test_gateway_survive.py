@@ -319,7 +319,7 @@ class AnyTrouble(RuleBasedStateMachine):
         if not hasattr(self, "desk"):
             return
         self.desk.check()
-        assert self.desk.board._keep.keys() == self.desk.board._streams.keys()
+        assert self.desk.board.path._keep.keys() == self.desk.board._streams.keys()
         live = self.desk.board._streams
         for stream, sink in self.streams:
             over = stream.slot not in live
