@@ -46,6 +46,7 @@ def events(suite: Suite, number: int) -> list[tuple[str, dict[str, Any]]]:
     """The first events of the stream, during which requests come and go."""
     found: list[tuple[str, dict[str, Any]]] = []
     kind = "message"
+    httpx.get(f"{suite.url}/ui/data/state", timeout=WITHIN_S)  # waits for a look: a new gateway may not have looked yet
     with httpx.stream("GET", f"{suite.url}/ui/data/stream", timeout=WITHIN_S) as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
         for line in answer.iter_lines():
