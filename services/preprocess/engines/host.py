@@ -16,7 +16,6 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from struct import Struct
-from time import monotonic
 from typing import Any, BinaryIO
 
 from services.common.absent import stand_in_for_absent
@@ -25,7 +24,6 @@ from services.preprocess.engines import NOT_NEEDED, TESTED_VERSIONS
 from services.preprocess.engines.tokenizer import EngineTokenizer, answer, error_form
 
 LENGTH = Struct("<I")
-_HOLD_S = 0.002
 
 
 def main(arguments: list[str]) -> None:
@@ -81,18 +79,13 @@ def _bound_memory(memory_mb: int) -> None:
 
 def _serve(tokenizer: EngineTokenizer, requests: BinaryIO, replies: BinaryIO, limit_s: float) -> None:
     while header := requests.read(LENGTH.size):
-        held: list[list[Any]] = []
-        since = monotonic()
         for number, verb, argument in json.loads(requests.read(LENGTH.unpack(header)[0])):
             # Even if the parent is gone: the alarm's default action ends the process, whatever the engine's code does.
             signal.setitimer(signal.ITIMER_REAL, limit_s)
-            held.append([number, *_answered(tokenizer, verb, argument)])
+            reply = [number, *_answered(tokenizer, verb, argument)]
             signal.setitimer(signal.ITIMER_REAL, 0)
-            if monotonic() - since > _HOLD_S:
-                _write(replies, held)
-                held, since = [], monotonic()
-        if held:
-            _write(replies, held)
+            # Not kept for the next ones: a call that hangs or kills would be taken for the first without an answer.
+            _write(replies, [reply])
 
 
 def _answered(tokenizer: EngineTokenizer, verb: str, argument: dict[str, Any]) -> tuple[Any, dict[str, Any] | None]:

@@ -107,6 +107,24 @@ def test_a_call_that_hangs_is_given_up_and_the_others_are_answered() -> None:
         made.close()
 
 
+@pytest.mark.parametrize(("text", "kind"), [("hang", ErrorKind.DEADLINE_EXCEEDED), ("die", ErrorKind.INTERNAL)])
+def test_calls_that_travel_with_one_that_hangs_or_kills_are_answered(text: str, kind: ErrorKind) -> None:
+    made = process(limit_s=1.5)
+    texts = [*(f"before {index}" for index in range(5)), text, *(f"after {index}" for index in range(5))]
+    futures = []
+    with ThreadPoolExecutor(len(texts)) as pool:
+        for each in texts:  # before the process is up, so that they travel together and in this order
+            futures.append(pool.submit(made.call, "encode_chat", chat(each)))
+            while made.outstanding < len(futures) and not made.up:
+                time.sleep(0.001)
+        bad = futures.pop(5)
+        assert [bytes(future.result(120)).decode() for future in futures] == [*texts[:5], *texts[6:]]
+        with pytest.raises(SluiceError) as caught:
+            bad.result(120)
+    made.close()
+    assert caught.value.kind is kind
+
+
 @pytest.mark.parametrize(
     ("mode", "kind", "sentence"),
     [
