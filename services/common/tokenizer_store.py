@@ -41,9 +41,8 @@ class TokenizerStore:
         self._folder = folder
 
     def find(self, wanted: str) -> Path | None:
-        """The files of a tokenizer; None when they are not here."""
-        place = self._folder / wanted
-        return _source(place) if _FINGERPRINT.fullmatch(wanted) and place.is_dir() else None
+        """The files of a tokenizer; None when they are not here, or not as they came."""
+        return _intact(self._folder / wanted, wanted) if _FINGERPRINT.fullmatch(wanted) else None
 
     def receive(self, wanted: str) -> Incoming:
         """Begins to store a tokenizer; SluiceError(INVALID_ARGUMENT) when `wanted` is no fingerprint."""
@@ -123,9 +122,10 @@ class Incoming:
             raise _bad("its content does not match its fingerprint")
         try:
             os.rename(self._folder, self._place)
-        except OSError:  # another process was first; what it has is the same
-            if not self._place.is_dir():
-                raise
+        except OSError:  # another process was first, or what came once was damaged since
+            if _intact(self._place, self._wanted) is None:
+                shutil.rmtree(self._place, ignore_errors=True)
+                os.rename(self._folder, self._place)
             self.drop()
         return _source(self._place)
 
@@ -136,6 +136,15 @@ class Incoming:
                 self._file.close()
             self._file = None
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _intact(folder: Path, wanted: str) -> Path | None:
+    """What to load, unless files were taken or changed, as by whoever clears caches or a disk that was full."""
+    try:
+        source = _source(folder)
+        return source if fingerprint(source) == wanted else None
+    except OSError:
+        return None
 
 
 def _source(folder: Path) -> Path:

@@ -45,6 +45,33 @@ def test_what_is_complete_is_found(store: TokenizerStore, tmp_path: Path) -> Non
     assert [entry.name for entry in path.parent.iterdir()] == [wanted]
 
 
+@pytest.mark.parametrize("damage", ["gone", "missing", "changed", "more"])
+def test_what_was_damaged_since_is_not_found_and_can_be_stored_anew(
+    store: TokenizerStore, tmp_path: Path, damage: str
+) -> None:
+    wanted = print_of(FILES, tmp_path / "original")
+    incoming = store.receive(wanted)
+    send(incoming, FILES)
+    path = incoming.keep()
+    if damage == "gone":
+        for file in path.iterdir():
+            file.unlink()
+    elif damage == "missing":  # whoever clears caches takes files that nobody has opened for long
+        (path / "chat_template.jinja").unlink()
+    elif damage == "changed":
+        (path / "config.json").write_bytes(b'{"a": 2}')
+    else:
+        (path / "tokenizer_config.json").write_bytes(b"{}")
+    assert store.find(wanted) is None
+    again = store.receive(wanted)
+    send(again, FILES)
+    assert store.find(wanted) is None
+    path = again.keep()
+    assert store.find(wanted) == path
+    assert {file.name: file.read_bytes() for file in path.iterdir()} == FILES
+    assert [entry.name for entry in path.parent.iterdir()] == [wanted]
+
+
 def test_of_two_who_store_the_same_both_succeed(store: TokenizerStore, tmp_path: Path) -> None:
     wanted = print_of(FILES, tmp_path / "original")
     one, other = store.receive(wanted), store.receive(wanted)
