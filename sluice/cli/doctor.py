@@ -12,7 +12,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from sluice.cli.examining import Finding, State, examine
-from sluice.cli.running import Place, reached
+from sluice.cli.place import Place
+from sluice.cli.running import reached
 
 WELL, ILL = 0, 1
 STYLES = {State.OK: "green", State.WARN: "yellow", State.FAIL: "bold red", State.SKIPPED: "dim"}

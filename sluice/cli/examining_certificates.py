@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from cryptography import x509
 
 from sluice.cli.finding import Finding, fail, ok, skipped, warn
-from sluice.cli.running import Place
+from sluice.cli.place import Place
 
 SOON = timedelta(days=14)
 REACH_S = 3.0

@@ -48,10 +48,10 @@ def top(
     as_json: AsJson = False,
 ) -> None:
     """Show rates, workers and recent requests of a running suite, once a second; Ctrl-C ends it."""
-    from sluice.cli import running
     from sluice.cli import top as command
+    from sluice.cli.place import Place
 
-    place = running.Place(gateway, "", api_key, "", tls)
+    place = Place(gateway, "", api_key, "", tls)
     _end(lambda: command.run(place, once, as_json, _console()))
 
 
@@ -68,11 +68,11 @@ def route(
 ) -> None:
     """Show where a prompt would go and why: the router's score of each worker. Books nothing."""
     from sluice.cli import route as command
-    from sluice.cli import running
+    from sluice.cli.place import Place
 
     if not text:
         raise BadFlag("route needs a text that is not empty")
-    place = running.Place(gateway, router, api_key, router_token, tls)
+    place = Place(gateway, router, api_key, router_token, tls)
     _end(lambda: command.run(place, text, model, raw, as_json, _console()))
 
 
@@ -85,10 +85,10 @@ def workers(
     as_json: AsJson = False,
 ) -> None:
     """List the workers and how they are doing; exit code 1 when one does not serve."""
-    from sluice.cli import running
     from sluice.cli import workers as command
+    from sluice.cli.place import Place
 
-    place = running.Place(gateway, router, api_key, router_token, tls)
+    place = Place(gateway, router, api_key, router_token, tls)
     _end(lambda: command.run(place, as_json, _console()))
 
 
@@ -109,9 +109,9 @@ def doctor(
     Exit code 1 when something is wrong.
     """
     from sluice.cli import doctor as command
-    from sluice.cli import running
+    from sluice.cli.place import Place
 
-    place = running.Place(gateway, router, api_key, router_token, tls)
+    place = Place(gateway, router, api_key, router_token, tls)
     _end(lambda: command.run(place, redis, as_json, _console()))
 
 

@@ -11,7 +11,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from services.common.packing import pack_u32
-from sluice.cli.running import NotReached, Place, Running, Verdict, reached
+from sluice.cli.place import Place
+from sluice.cli.running import NotReached, Running, Verdict, reached
 from sluice.v1 import router_pb2
 
 

@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.live import Live
 
 from sluice.cli.frame import frame, summary
-from sluice.cli.running import NotReached, Place, Running, reached
+from sluice.cli.place import Place
+from sluice.cli.running import NotReached, Running, reached
 
 AGAIN_S = 2.0
 REQUESTS = 40

@@ -12,7 +12,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from services.gateway.clients.overview import WorkerState
-from sluice.cli.running import Place, reached
+from sluice.cli.place import Place
+from sluice.cli.running import reached
 
 WELL, UNWELL = 0, 1
 NARROW = 110

@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from sluice.cli import certs, examining_certificates, examining_redis
 from sluice.cli.finding import Finding, State, clock
 from sluice.cli.main import main
-from sluice.cli.running import Place
+from sluice.cli.place import Place
 
 NOW = datetime.now(UTC)
 DAY = timedelta(days=1)

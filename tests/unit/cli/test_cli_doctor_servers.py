@@ -11,7 +11,8 @@ from sluice.cli import examining_servers
 from sluice.cli.examining import _services
 from sluice.cli.examining_servers import Server
 from sluice.cli.finding import Finding, State
-from sluice.cli.running import Place, Running, Seen
+from sluice.cli.place import Place
+from sluice.cli.running import Running, Seen
 
 WELL = Seen("SERVING", __version__, 0.01)
 

@@ -15,8 +15,9 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key as
 from sluice.cli import certs
 from sluice.cli.examining import examine
 from sluice.cli.finding import State
+from sluice.cli.place import Place
 from sluice.cli.plan import BadFlag
-from sluice.cli.running import NotReached, Place, Running, reached
+from sluice.cli.running import NotReached, Running, reached
 
 Answer = Callable[[httpx.Request], httpx.Response]
 
