@@ -80,6 +80,11 @@ class EngineProcess:
         """Calls without an answer."""
         return len(self._waiting) + len(self._sent)
 
+    @property
+    def over(self) -> bool:
+        """Whether no call will ever be taken again: it was closed, or did not come up the first time."""
+        return self._closed
+
     def facts(self) -> dict[str, Any]:
         """What the process said when it was ready; waits for the first start.
 

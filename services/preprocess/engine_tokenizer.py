@@ -12,6 +12,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from services.common.errors import unavailable
 from services.common.models import fingerprint, read_json
 from services.preprocess.engine_process import EngineProcess
 from services.preprocess.engines import TESTED_VERSIONS
@@ -72,6 +73,7 @@ class EngineTokenizer(TokenizerProtocol):
         ]
         self._lock = Lock()
         self._foreign: EngineProcess | None = None
+        self._closed = False
         self._processes = [self._process(options.limit_s) for _ in range(options.processes)]
         try:
             (found, *_) = [process.facts() for process in self._processes]
@@ -131,13 +133,16 @@ class EngineTokenizer(TokenizerProtocol):
         if not chat.chat_template:
             return self._idlest()
         with self._lock:
-            if self._foreign is None:
+            if self._closed:
+                raise unavailable("The service is stopping.")
+            if self._foreign is None or self._foreign.over:  # what kept the last one from starting may be over, too
                 self._foreign = self._process(self._options.template_s)
             return self._foreign
 
     def close(self) -> None:
         """Ends the processes."""
         with self._lock:
+            self._closed = True
             processes = [*self._processes, *([self._foreign] if self._foreign else [])]
         for process in processes:
             process.close()
