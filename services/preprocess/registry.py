@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from time import perf_counter
 
@@ -38,7 +39,9 @@ class ModelRegistry:
         self._load = load
         self._wait_s = wait_s
         self._loaded: dict[str, TokenizerProtocol] = {}
-        self._loading: dict[str, asyncio.Task[TokenizerProtocol]] = {}
+        self._loading: dict[str, asyncio.Future[TokenizerProtocol]] = {}
+        # Not the loop's own threads, for which the end of the process would wait.
+        self._threads = ThreadPoolExecutor(thread_name_prefix="load")
 
     def __iter__(self) -> Iterator[tuple[ModelSpec, TokenizerProtocol | None]]:
         """All models by name, with their tokenizer where it is loaded."""
@@ -76,7 +79,7 @@ class ModelRegistry:
 
     async def add(self, spec: ModelSpec) -> None:
         """Serves one more model, or a known one with other files, once it is loaded; raises what the load raised."""
-        tokenizer = await asyncio.to_thread(self._timed_load, spec)
+        tokenizer = await self._load_aside(spec)
         before = self._loaded.get(spec.name)
         self._specs = dict(sorted({**self._specs, spec.name: spec}.items()))
         self._loaded[spec.name] = tokenizer
@@ -86,11 +89,14 @@ class ModelRegistry:
         """Loads all models, however long it takes; raises what the first failing load raised."""
         await asyncio.gather(*(self._task(spec) for spec in self._specs.values()))
 
-    def _task(self, spec: ModelSpec) -> asyncio.Task[TokenizerProtocol]:
+    def _load_aside(self, spec: ModelSpec) -> asyncio.Future[TokenizerProtocol]:
+        return asyncio.get_running_loop().run_in_executor(self._threads, self._timed_load, spec)
+
+    def _task(self, spec: ModelSpec) -> asyncio.Future[TokenizerProtocol]:
         """The load that is under way, or a new one."""
         task = self._loading.get(spec.name)
         if task is None:
-            task = self._loading[spec.name] = asyncio.create_task(asyncio.to_thread(self._timed_load, spec))
+            task = self._loading[spec.name] = self._load_aside(spec)
             task.add_done_callback(lambda done: self._ended(spec, done))
         return task
 
@@ -102,7 +108,7 @@ class ModelRegistry:
         log.info("tokenizer is loaded", extra={**fields, "seconds": round(perf_counter() - started, 2)})
         return tokenizer
 
-    def _ended(self, spec: ModelSpec, task: asyncio.Task[TokenizerProtocol]) -> None:
+    def _ended(self, spec: ModelSpec, task: asyncio.Future[TokenizerProtocol]) -> None:
         del self._loading[spec.name]
         if task.cancelled():
             return

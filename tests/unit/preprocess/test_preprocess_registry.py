@@ -116,6 +116,22 @@ async def test_closing_gives_up_what_is_loading() -> None:
     loader.go.set()
 
 
+async def test_what_is_loading_does_not_hold_up_the_end_of_the_process() -> None:
+    loader = Loader()
+    registry = ModelRegistry(SPECS, loader)
+    loads = [asyncio.create_task(registry.get("a")), asyncio.create_task(registry.add(ModelSpec("new", "N")))]
+    while len(loader.asked) < 2:
+        await asyncio.sleep(0.01)
+    for load in loads:
+        load.cancel()
+    await registry.close()
+    try:
+        async with asyncio.timeout(5):
+            await asyncio.get_running_loop().shutdown_default_executor()  # as whoever runs a loop does at its end
+    finally:
+        loader.go.set()
+
+
 class Own(TokenizerProtocol):
     """A user's own implementation."""
 
