@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,11 @@ class Loader:
         self.asked: list[str] = []
         self.go = threading.Event()
         self.fail = False
+
+    def begun(self, loads: int) -> None:
+        """Waits until so many loads are under way."""
+        while len(self.asked) < loads:
+            time.sleep(0.01)
 
     def __call__(self, spec: ModelSpec) -> TokenizerProtocol:
         self.asked.append(spec.name)
@@ -120,8 +126,8 @@ async def test_what_is_loading_does_not_hold_up_the_end_of_the_process() -> None
     loader = Loader()
     registry = ModelRegistry(SPECS, loader)
     loads = [asyncio.create_task(registry.get("a")), asyncio.create_task(registry.add(ModelSpec("new", "N")))]
-    while len(loader.asked) < 2:
-        await asyncio.sleep(0.01)
+    await asyncio.sleep(0)
+    await asyncio.to_thread(loader.begun, 2)
     for load in loads:
         load.cancel()
     await registry.close()
