@@ -25,6 +25,7 @@ import orjson
 from services.common.errors import ErrorKind, SluiceError, overloaded, unavailable
 from services.preprocess.engine_child import Child
 from services.preprocess.engines.tokenizer import read_error
+from services.preprocess.validate import as_json
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +104,7 @@ class EngineProcess:
             SluiceError: what the tokenizer raised; OVERLOADED, DEADLINE_EXCEEDED, or INTERNAL for a call that kills.
         """
         call = _Call(next(self._numbers), b"")
-        call.data = orjson.dumps([call.number, verb, argument])
+        call.data = as_json([call.number, verb, argument])
         with self._lock:
             if self._closed:
                 raise unavailable("The service is stopping.")

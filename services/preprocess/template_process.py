@@ -21,6 +21,7 @@ import orjson
 
 from services.common.errors import ErrorKind, SluiceError, invalid, overloaded
 from services.preprocess import templates
+from services.preprocess.validate import as_json
 
 _LENGTH = Struct("<I")
 _GRACE_S = 1.0
@@ -51,7 +52,7 @@ class TemplateProcesses:
         Raises:
             SluiceError: as `templates.render`; OVERLOADED when all processes stay busy.
         """
-        request = orjson.dumps(
+        request = as_json(
             {"source": source, "variables": variables, "limit_s": self._limit_s, "max_chars": self._max_chars}
         )
         try:

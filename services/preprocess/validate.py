@@ -212,6 +212,17 @@ def _check_documents(documents: Any) -> list[dict[str, Any]] | None:
     return documents or None
 
 
+def as_json(value: Any) -> bytes:
+    """What is read already, for another process; SluiceError(INVALID_ARGUMENT) for a chat that cannot be sent there.
+
+    What is read may be nested more deeply than what is written.
+    """
+    try:
+        return orjson.dumps(value)
+    except orjson.JSONEncodeError as error:
+        raise invalid("The chat is nested too deeply, or its text is no valid Unicode.", param="messages") from error
+
+
 def too_large(size: int, limit: int, param: str) -> SluiceError:
     """The prompt is over the size limit; sizes in bytes."""
     return SluiceError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from services.common.errors import ErrorKind, SluiceError
@@ -62,7 +62,7 @@ def answer(tokenizer: EngineTokenizer, verb: str, argument: dict[str, Any]) -> A
 
 def chat_argument(chat: ChatRequest) -> dict[str, Any]:
     """The JSON form of a chat."""
-    return asdict(chat)
+    return dict(vars(chat))
 
 
 def _clean(text: str) -> str:

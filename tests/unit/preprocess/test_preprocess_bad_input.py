@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 
 from services.common.errors import ErrorKind, SluiceError
 from services.common.models import DEFAULT_SOURCE, ModelSpec, resolve
+from services.preprocess.engines.tokenizer import chat_argument
 from services.preprocess.hf import HfTokenizer
 from services.preprocess.loading import load_tokenizer
 from services.preprocess.mistral import MistralTokenizer
 from services.preprocess.speed import Speed
 from services.preprocess.tokenizer import ChatRequest, TokenizerProtocol
-from services.preprocess.validate import parse_chat
+from services.preprocess.validate import as_json, parse_chat
 from tests.support.loaded_tokenizers import limits, tekken, tiny_folder, tiny_hf
 from tests.support.tiny_models import TURN_END
 
@@ -78,6 +79,27 @@ def test_deep_schemas_become_ids_or_one_sentence(model: str, depth: int) -> None
     else:
         assert len(made) > depth
     assert tokenizer.encode_chat(ChatRequest([USER]))
+
+
+@pytest.mark.parametrize("depth", [100, 400, 900])
+@pytest.mark.parametrize("where", ["messages", "tools", "chat_template_kwargs"])
+def test_deep_chats_are_rendered_by_another_process_or_refused_in_one_sentence(where: str, depth: int) -> None:
+    deep = f'{{"x": {"[" * depth}{"]" * depth}}}'
+    chat = parse_chat(
+        f'[{{"role": "user", "content": "hi", "more": {deep if where == "messages" else "0"}}}]'.encode(),
+        f'[{{"type": "function", "function": {{"name": "f", "parameters": {deep}}}}}]'.encode() * (where == "tools"),
+        deep.encode() * (where == "chat_template_kwargs"),
+        chat_template="{{ messages[0].content }}",
+    )
+    made = outcome(lambda: tiny_hf().render(chat))
+    sent = outcome(lambda: as_json(chat_argument(chat)))
+    if depth > 100:
+        for refused in (made, sent):
+            assert isinstance(refused, SluiceError)
+            assert (refused.kind, refused.param) == (ErrorKind.INVALID_ARGUMENT, "messages")
+    else:
+        assert made == "hi"
+        assert isinstance(sent, bytes)
 
 
 @pytest.mark.parametrize("parameters", [{"type": "nonsense"}, {"properties": 5}, {"required": "x"}, {"type": 7}])
