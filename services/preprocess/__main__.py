@@ -37,7 +37,7 @@ async def serve(settings: PreprocessSettings, stop: Stop) -> None:
     pool = ComputePool(settings.tokenize_threads, settings.max_waiting, settings.inline_kb << 10, settings.work_limit_s)
     # These threads only wait; what is waited for is bounded by the engines' own processes.
     patience_s = settings.work_limit_s + settings.engine_start_s  # a process that died is back within it
-    waiters = ComputePool(WAITING_THREADS, settings.max_waiting, 0, patience_s)
+    waiters, for_foreign = (ComputePool(WAITING_THREADS, settings.max_waiting, 0, patience_s) for _ in range(2))
     engines, speed = settings.engines, settings.speed
     registry = ModelRegistry(
         settings.specs(),
@@ -46,7 +46,7 @@ async def serve(settings: PreprocessSettings, stop: Stop) -> None:
     )
     server = GrpcServer(settings, preprocess_pb2.DESCRIPTOR)
     preprocess_pb2_grpc.add_PreprocessServicer_to_server(
-        PreprocessService(registry, pool, settings.max_prompt_bytes, waiters), server.server
+        PreprocessService(registry, pool, settings.max_prompt_bytes, waiters, for_foreign), server.server
     )
     await server.start()
     learning = _learning(settings, registry, stop) if settings.learns else None
@@ -67,6 +67,7 @@ async def serve(settings: PreprocessSettings, stop: Stop) -> None:
         await registry.close()
         pool.close()
         waiters.close()
+        for_foreign.close()
         foreign.close()
 
 

@@ -40,14 +40,21 @@ class PreprocessService(preprocess_pb2_grpc.PreprocessServicer):
         pool: where the work is done.
         max_prompt_bytes: largest input of one request.
         waiters: for tokenizers whose calls wait for another process; by default the pool does that as well.
+        foreign: for chats that bring a template, where a hostile one holds up only its like; by default as `waiters`.
     """
 
     def __init__(
-        self, registry: ModelRegistry, pool: ComputePool, max_prompt_bytes: int, waiters: ComputePool | None = None
+        self,
+        registry: ModelRegistry,
+        pool: ComputePool,
+        max_prompt_bytes: int,
+        waiters: ComputePool | None = None,
+        foreign: ComputePool | None = None,
     ) -> None:
         self._registry = registry
         self._pool = pool
         self._waiters = waiters or pool
+        self._foreign = foreign or self._waiters
         self._max_prompt_bytes = max_prompt_bytes
         self._instruments = Instruments(pool)
         watch_tokenizers(registry)
@@ -155,12 +162,10 @@ class PreprocessService(preprocess_pb2_grpc.PreprocessServicer):
             template_fingerprint=tokenizer.facts.template_fingerprint,
         )
 
-    async def _compute(
-        self, tokenizer: TokenizerProtocol, job: Callable[[], A], size: int, may_block: bool = False
-    ) -> A:
+    async def _compute(self, tokenizer: TokenizerProtocol, job: Callable[[], A], size: int, foreign: bool = False) -> A:
         blocks = getattr(tokenizer, "blocks", False)  # a user's class need not know of it
-        pool = self._waiters if blocks else self._pool
-        return await pool.run(job, size, may_block or blocks)
+        pool = self._foreign if foreign else self._waiters if blocks else self._pool
+        return await pool.run(job, size, foreign or blocks)
 
     def _check_size(self, size: int, param: str) -> None:
         if size > self._max_prompt_bytes:
