@@ -10,6 +10,7 @@ from sluice_client import (
     DeadlineExceededError,
     InvalidRequestError,
     NotFoundError,
+    PermissionDeniedError,
     SluiceError,
     UnavailableError,
 )
@@ -73,6 +74,7 @@ def test_a_kind_of_a_later_version_is_a_plain_error() -> None:
     [
         (Status.NOT_FOUND, "NOT_FOUND", NotFoundError),
         (Status.UNAVAILABLE, "UNAVAILABLE", UnavailableError),
+        (Status.PERMISSION_DENIED, "PERMISSION_DENIED", PermissionDeniedError),
         (Status.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", DeadlineExceededError),
         (Status.RESOURCE_EXHAUSTED, "TOO_LARGE", InvalidRequestError),
         (Status.UNKNOWN, "INTERNAL", SluiceError),
@@ -88,3 +90,4 @@ def test_without_a_detail_the_status_counts(
     error = caught(status, trailers)
     assert (type(error), error.kind.name) == (expected, kind)
     assert error.message == f"host:1 answered {status.name}: said by grpc"
+    assert error.retryable == (status is Status.UNAVAILABLE), "a proxy that finds nobody behind it says just that"

@@ -113,7 +113,7 @@ _KINDS: Mapping[Status, ErrorKind] = {
     Status.DEADLINE_EXCEEDED: ErrorKind.DEADLINE_EXCEEDED,
     Status.CANCELLED: ErrorKind.CANCELLED,
     Status.UNAUTHENTICATED: ErrorKind.UNAUTHENTICATED,
-    Status.PERMISSION_DENIED: ErrorKind.UNAUTHENTICATED,
+    Status.PERMISSION_DENIED: ErrorKind.PERMISSION_DENIED,
 }
 
 
@@ -148,4 +148,5 @@ def error_of_status(error: GRPCError, trailers: Mapping[str, str | bytes], peer:
         if detail.kind != ErrorKind.UNSPECIFIED:
             return error_of_detail(detail)
     kind = _KINDS.get(error.status, ErrorKind.INTERNAL)
-    return error_of(kind, f"{peer} answered {error.status.name}: {error.message or 'no reason given'}")
+    said = f"{peer} answered {error.status.name}: {error.message or 'no reason given'}"
+    return error_of(kind, said, retryable=error.status is Status.UNAVAILABLE)
