@@ -28,11 +28,12 @@ class Replicas:
         for connection in self._connections:
             connection.close()
 
-    async def unary(self, method: Method[Q, A], request: Q, timeout_s: float) -> A:
+    async def unary(self, method: Method[Q, A], request: Q, timeout_s: float, wait_s: float = 0.0) -> A:
         """An idempotent call. Each replica is asked at most once, a lone one twice if the connection broke.
 
         Args:
             timeout_s: for all attempts together; each one has an equal share of what is left, the last one all of it.
+            wait_s: how much of it a replica may take before it answers, as it was asked to; this is not shared.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
@@ -41,7 +42,8 @@ class Replicas:
             connection = self._connections[self._current]
             left = deadline - loop.time()
             try:
-                return await connection.unary(method, request, max(left / max(attempts, 1), 0.001))
+                share = wait_s + (left - wait_s) / max(attempts, 1)
+                return await connection.unary(method, request, max(min(share, left), 0.001))
             except SluiceError as error:
                 attempts -= 1
                 if connection.closed or loop.time() >= deadline or not self._may_ask_again(error, attempts):

@@ -191,7 +191,7 @@ class RouterClient:
 
     async def route(self, request: RouteQueryRequest, *, timeout_s: float | None = None) -> RouteQueryResponse:
         """The call behind `query` and `select_and_reserve`, with every field of the contract."""
-        answer = await self._call(methods.ROUTE, request, timeout_s)
+        answer = await self._call(methods.ROUTE, request, timeout_s, wait_s=request.max_wait_ms / 1000)
         if answer.decode is None:
             raise error_of(ErrorKind.INTERNAL, "The router's answer names no worker.")
         return answer
@@ -299,8 +299,9 @@ class RouterClient:
         """The block index of a model (or all) as one replica sees it, in pieces: unpack them with `unpack_u64`."""
         return self._replicas.stream(methods.DUMP, DumpIndexRequest(model=model), timeout_s)
 
-    async def _call(self, method: Method[Q, A], request: Q, timeout_s: float | None) -> A:
-        return await self._replicas.unary(method, request, self._timeout_s if timeout_s is None else timeout_s)
+    async def _call(self, method: Method[Q, A], request: Q, timeout_s: float | None, wait_s: float = 0.0) -> A:
+        time_s = self._timeout_s if timeout_s is None else timeout_s
+        return await self._replicas.unary(method, request, time_s, wait_s)
 
 
 def _ms(seconds: float) -> int:
