@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier, Lock
 from typing import TypeVar
 
 from services.common.errors import ErrorKind, SluiceError, overloaded
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -47,15 +50,16 @@ class ComputePool:
 
         Raises:
             SluiceError: OVERLOADED when too many wait; DEADLINE_EXCEEDED after the limit. A job that waits is then
-                never started; one that computes finishes unheard, and keeps its place until then.
+                never started; one that computes finishes unheard, and keeps its place until then. INTERNAL when native
+                code panics.
         """
         if size <= self._inline_bytes and not may_block:
-            return job()
+            return _without_panic(job)
         if self._taken >= self._room:
             raise overloaded("Too many large prompts are waiting to be tokenized; try again later.")
         with self._lock:
             self._taken += 1
-        future = self._executor.submit(job)
+        future = self._executor.submit(_without_panic, job)
         future.add_done_callback(self._leave)
         try:
             return await asyncio.wait_for(asyncio.wrap_future(future), self._limit_s)
@@ -84,3 +88,14 @@ class ComputePool:
     def close(self) -> None:
         """Drops what waits; what computes ends with the process."""
         self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+def _without_panic(job: Callable[[], T]) -> T:
+    """Native code panics with what is no Exception, and so is answered by nobody."""
+    try:
+        return job()
+    except (Exception, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        log.exception("native code failed on a prompt")
+        raise SluiceError(ErrorKind.INTERNAL, "The prompt cannot be tokenized: the tokenizer fails on it.") from error

@@ -57,6 +57,20 @@ async def test_what_a_job_raises_arrives(pool: ComputePool) -> None:
     assert pool.taken == 0
 
 
+async def test_a_panic_of_native_code_is_an_error_as_any_other(pool: ComputePool) -> None:
+    class Panic(BaseException):
+        """As Rust's are raised: whoever catches Exception misses them, and the caller would hear nothing."""
+
+    def fail() -> None:
+        raise Panic("index out of bounds")
+
+    for size in (0, BIG):
+        with pytest.raises(SluiceError, match="cannot be tokenized") as caught:
+            await pool.run(fail, size)
+        assert caught.value.kind is ErrorKind.INTERNAL
+    assert pool.taken == 0
+
+
 async def test_more_than_may_wait_are_shed_and_small_ones_still_served(pool: ComputePool) -> None:
     gate = Gate()
     running = [asyncio.create_task(pool.run(gate, BIG)) for _ in range(2)]
