@@ -453,16 +453,16 @@ async def events_reach_a_router_and_routing_follows(engine: EngineUnderTest, fol
             for name, worker in (("a", a), ("b", b)):
                 prompt = prompts(1, 4 * size + 3, 4 * size + 3, seed=ord(name))[0]
                 await generate(worker, request(f"routed-{name}", prompt, 2))
-                await _until_routed(router, prompt, (name, 4))
+                await until_routed(router, prompt, (name, 4))
             if "clear_cache" in await b.claims():
                 clear = worker_pb2.ControlRequest(action=worker_pb2.ControlRequest.ACTION_CLEAR_CACHE)
                 await b.stub.Control(clear, timeout=CALL_S)
-                await _until_routed(router, prompt, (None, 0))
+                await until_routed(router, prompt, (None, 0))
     finally:
         await router.stop()
 
 
-async def _until_routed(router: RouterChild, prompt: Sequence[int], expected: tuple[str | None, int]) -> None:
+async def until_routed(router: RouterChild, prompt: Sequence[int], expected: tuple[str | None, int]) -> None:
     """Waits until the router finds this many blocks of the prompt, at this worker (None: at any)."""
     query = router_pb2.RouteQueryRequest(model="tiny", prompt=router_pb2.PromptRef(token_ids=pack_u32(prompt)))
     deadline = time.monotonic() + 30

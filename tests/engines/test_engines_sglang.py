@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
@@ -13,8 +12,7 @@ import pytest
 import pytest_asyncio
 from tokenizers import Tokenizer
 
-from services.common.packing import pack_u32
-from sluice.v1 import common_pb2, router_pb2, worker_pb2
+from sluice.v1 import common_pb2, worker_pb2
 from tests.engines import engine_suite as suite
 from tests.support.engines import until
 from tests.support.router_child import RouterChild
@@ -199,25 +197,10 @@ async def test_routing_follows_the_caches(engine: suite.EngineUnderTest, tmp_pat
             mine, theirs = suite.prompts(2, 200, 200, seed=82)
             await suite.generate(real, suite.request("route-1", mine, 2))
             await suite.generate(other, suite.request("route-2", theirs, 2))
-            for prompt, worker_id in ((mine, "real"), (theirs, "mock")):
-                for _ in range(200):
-                    if (found := await route(router, prompt)) == (worker_id, 12):
-                        break
-                    await asyncio.sleep(0.1)
-                assert found == (worker_id, 12)
+            await suite.until_routed(router, mine, ("real", 12))
+            await suite.until_routed(router, theirs, ("mock", 12))
     finally:
         await router.stop()
-
-
-async def route(router: RouterChild, prompt: Sequence[int]) -> tuple[str, int]:
-    """The worker a prompt would go to, and how many of its blocks are there."""
-    query = router_pb2.RouteQueryRequest(
-        mode=router_pb2.RouteQueryRequest.MODE_QUERY_ONLY,
-        model="tiny",
-        prompt=router_pb2.PromptRef(token_ids=pack_u32(prompt)),
-    )
-    answer = await router.stub.RouteQuery(query, timeout=suite.CALL_S)
-    return answer.decode.worker_id, answer.overlap.device_blocks
 
 
 async def test_embeddings(engine: suite.EngineUnderTest, folders: ServableFolders) -> None:
