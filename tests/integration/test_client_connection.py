@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import trustme
+from grpclib.client import Channel
 from sluice_client import (
     ConnectionFailedError,
     DeadlineExceededError,
@@ -274,6 +275,51 @@ async def test_closing_the_client_ends_its_watch_without_an_error() -> None:
         client.close()
         assert await asyncio.wait_for(watching, 20) == [WorkerChangeKind.SYNCED]
         await asyncio.wait_for(router.unwatched.wait(), 20)
+
+
+class Connecting:
+    """Attempts to connect that are never answered, as by a host that is gone; the first, or all."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, only_first: bool = False) -> None:
+        self.begun = asyncio.Event()
+        connect = Channel._create_connection
+
+        async def hold(channel: Channel) -> Any:
+            if not (only_first and self.begun.is_set()):
+                self.begun.set()
+                await asyncio.Event().wait()
+            return await connect(channel)
+
+        monkeypatch.setattr(Channel, "_create_connection", hold)
+
+
+async def test_a_watch_leaves_a_replica_that_takes_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    Connecting(monkeypatch, only_first=True)
+    async with (
+        serving(ScriptedRouter()) as server,
+        RouterClient("127.0.0.1:1", at(server), keepalive_s=0.2) as client,
+        asyncio.timeout(20),
+    ):
+        with pytest.raises(ConnectionFailedError) as caught:
+            await anext(client.watch_workers())
+        assert caught.value.kind == ErrorKind.CANNOT_CONNECT
+        async with aclosing(client.watch_workers()) as changes:
+            assert (await anext(changes)).kind == WorkerChangeKind.SYNCED
+
+
+async def test_closing_the_client_ends_what_still_connects(monkeypatch: pytest.MonkeyPatch) -> None:
+    connecting = Connecting(monkeypatch)
+    client = RouterClient("127.0.0.1:1", keepalive_s=60)
+
+    async def watch() -> list[WorkerChangeKind]:
+        return [change.kind async for change in client.watch_workers()]
+
+    watching, asking = asyncio.create_task(watch()), asyncio.create_task(client.list_workers(timeout_s=60))
+    await asyncio.wait_for(connecting.begun.wait(), 20)
+    client.close()
+    assert await asyncio.wait_for(watching, 20) == []
+    with pytest.raises(ConnectionFailedError):
+        await asyncio.wait_for(asking, 20)
 
 
 async def test_leaving_a_watch_ends_it_on_the_router() -> None:

@@ -17,6 +17,7 @@ from grpclib.exceptions import GRPCError, ProtocolError, StreamTerminatedError
 from grpclib.metadata import Deadline
 from h2.exceptions import H2Error
 
+from sluice_client.channel import BoundedChannel
 from sluice_client.errors import SluiceError, error_of, error_of_status
 from sluice_client.options import Options, host_and_port
 from sluice_client.wire import ErrorKind
@@ -135,7 +136,8 @@ class Connection:
             _http2_min_sent_ping_interval_without_data=keepalive_s / 2,
             ssl_target_name_override=(self._options.tls.server_name or None) if self._options.tls else None,
         )
-        return Channel(self._host, self._port, ssl=self._ssl, config=config)
+        # A peer that is gone is noticed as soon before there is a connection as when there was one.
+        return BoundedChannel(self._host, self._port, ssl=self._ssl, config=config, connect_s=2 * keepalive_s)
 
     @contextmanager
     def _typed_errors(self, stream: Stream[Any, Any], timeout_s: float | None) -> Iterator[_Cancels]:
