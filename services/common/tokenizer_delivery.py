@@ -157,7 +157,12 @@ class TokenizerDelivery:
                 self._given_up.add(model)
                 continue
             task = self._fetching[model] = self._tasks.spawn(self._learn(model), f"learn-{model}")
-            task.add_done_callback(lambda _, name=model: self._fetching.pop(name, None))  # type: ignore[misc]
+            task.add_done_callback(lambda done, name=model: self._ended(name, done))  # type: ignore[misc]
+
+    def _ended(self, model: str, task: asyncio.Task[None]) -> None:
+        self._fetching.pop(model, None)
+        if not task.cancelled() and task.exception() is None:
+            self._look()  # what changed meanwhile was passed over
 
     def _is_current(self, model: str) -> bool:
         known = self._learned.get(model)
