@@ -155,7 +155,8 @@ def test_top_ends_without_a_word_when_nobody_reads_any_more(suite: Suite) -> Non
 def test_top_in_a_terminal_ends_with_control_c(suite: Suite, columns: int, rows: int, said: str) -> None:
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (rows, columns))
-    env = {**os.environ, "TERM": "xterm", "NO_COLOR": "1"}
+    env = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    env |= {"TERM": "xterm", "NO_COLOR": "1"}
     command = [str(SLUICE), "top", "--gateway", suite.url]
     with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=env) as top:
         os.close(theirs)
