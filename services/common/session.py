@@ -16,6 +16,7 @@ from services.common.errors import ErrorKind, SluiceError
 from services.common.grpc_errors import from_rpc_error
 
 LAST_WRITE_S = 5.0
+CUT_WRITE_S = 1.0
 
 
 class Sessions:
@@ -89,16 +90,22 @@ async def serve_session(
     except asyncio.CancelledError:
         if writing.done() and not writing.cancelled():
             writing.result()  # the writer's failure is the reason, not the cancellation it caused
+        await _last_write(writer, writing, CUT_WRITE_S)
         raise
     except Exception:
-        # gRPC cannot tell the peer that the call failed while a write is under way: the peer would wait forever.
-        writer.give_up()
-        await asyncio.wait([writing], timeout=LAST_WRITE_S)
+        await _last_write(writer, writing, LAST_WRITE_S)
         raise
     finally:
         sessions.alive -= 1
         writing.cancel()
         await asyncio.gather(writing, return_exceptions=True)
+
+
+async def _last_write(writer: BatchWriter[Any], writing: asyncio.Task[None], timeout_s: float) -> None:
+    """gRPC cannot tell the peer how the call ended while a write is under way: the peer would wait for ever, or hear
+    of an end that is none."""
+    writer.give_up()
+    await asyncio.wait([writing], timeout=timeout_s)
 
 
 def _writing(writer: BatchWriter[Any], on_death: Callable[[], Any]) -> asyncio.Task[None]:

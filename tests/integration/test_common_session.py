@@ -243,3 +243,31 @@ async def test_defect_while_a_write_is_under_way_still_ends_the_session() -> Non
                     await asyncio.sleep(0)
             caller.send(POISON)
             await reason(running)
+
+
+async def test_a_session_that_is_cancelled_ends_after_the_write_that_is_under_way() -> None:
+    class Context:
+        async def read(self) -> None:
+            await asyncio.Event().wait()
+
+    written: list[str] = []
+    begun, free = asyncio.Event(), asyncio.Event()
+
+    async def write(message: str) -> None:
+        begun.set()
+        await free.wait()
+        written.append(message)
+
+    waiting = ["first", "second"]
+    writer: BatchWriter[str] = BatchWriter(lambda: waiting.pop(0) if waiting else None, write)
+    serving = asyncio.create_task(serve_session(cast(Any, Context()), writer, lambda message: None))
+    writer.wake()
+    await begun.wait()
+    serving.cancel()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not serving.done()
+    free.set()
+    with pytest.raises(asyncio.CancelledError):
+        await serving
+    assert written == ["first"]
