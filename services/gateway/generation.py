@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 from services.common.errors import SluiceError
 from services.gateway.directions import NOWHERE, Directions
@@ -308,3 +308,18 @@ class Sink(Protocol):
     def finish(self, finish: Finish) -> None: ...
 
     def fail(self, error: SluiceError) -> None: ...
+
+
+class _Nobody:
+    """Takes everything and keeps nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return _nothing
+
+
+def _nothing(*_said: object) -> None:
+    pass
+
+
+NOBODY = cast(Sink, _Nobody())
+"""The sink of a choice that is over."""

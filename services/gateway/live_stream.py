@@ -17,7 +17,7 @@ from services.gateway import auditing
 from services.gateway.clients.post_link import PostLink, Sent
 from services.gateway.clients.worker_link import WorkerLink
 from services.gateway.deadlines import Deadline
-from services.gateway.generation import FinishReason, GenerationRequest, Route, Sink, Tokenized
+from services.gateway.generation import NOBODY, FinishReason, GenerationRequest, Route, Sink, Tokenized
 
 TAIL_TOKENS = 16
 """Ids of a prompt's end, which its text goes on from; as preprocess says them."""
@@ -192,6 +192,11 @@ class LiveStream:
     def current_span(self) -> Span | None:
         """What the services that work on it now continue."""
         return self.worker_span or self.span
+
+    def part(self) -> Sink:
+        """The sink, which hears of the end only from now on: it knows the answer, and the answer knows this stream."""
+        sink, self.sink = self.sink, NOBODY
+        return sink
 
     def end_spans(self, error: SluiceError | None = None, gone: bool = False) -> None:
         """Everything about it has been said; `gone`: because the client went away."""

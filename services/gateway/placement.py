@@ -162,7 +162,10 @@ class Placement:
             behind = error.code in BEHIND and self._catalogue.doubted
             if not behind and (not unanswered or error.code in ("no_workers", "request_timeout")):
                 raise
-            return self._without_router(wanted, candidates, error)
+            route = self._without_router(wanted, candidates)
+            if route is None:
+                raise
+            return route
 
     def _candidates(self, wanted: Wanted, avoided: set[str]) -> list[str] | None:
         """Ids of the workers that may be chosen; None when all of the model may.
@@ -214,7 +217,10 @@ class Placement:
                 return answer
             behind = answer.code in BEHIND
             if not behind or loop.time() > patience or not self._catalogue.of_model(wanted.request.model):
-                raise answer
+                try:
+                    raise answer
+                finally:
+                    del answer, asking  # its traceback holds this call, which must not hold it as well
             await asyncio.sleep(ROUTER_RETRY_S)
 
     async def _ask_once(self, wanted: Wanted, booking: str, candidates: list[str] | None) -> Route | SluiceError:
@@ -258,7 +264,7 @@ class Placement:
         if isinstance(answer, Route) and answer.reservation_id:
             self._router.free(answer.reservation_id)
 
-    def _without_router(self, wanted: Wanted, candidates: list[str] | None, cause: SluiceError) -> Route:
+    def _without_router(self, wanted: Wanted, candidates: list[str] | None) -> Route | None:
         """No router answers: the worker last seen that has least to do, or the pair when none runs alone."""
         if candidates is None:
             candidates = [worker.worker_id for worker in self._catalogue.of_model(wanted.request.model)]
@@ -270,7 +276,7 @@ class Placement:
         decode = self._fleet.least_busy([entry.worker_id for entry in known if entry.role is Role.DECODE])
         prefill = self._fleet.least_busy([entry.worker_id for entry in known if entry.role is Role.PREFILL])
         if decode is None or prefill is None:
-            raise cause
+            return None
         return Route(decode.worker_id, degraded=ROUTER_AWAY, prefill_worker_id=prefill.worker_id)
 
 

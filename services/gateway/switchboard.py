@@ -191,6 +191,7 @@ class Switchboard:
         """The client is gone: engine and postprocess forget the stream, the sink hears nothing more."""
         worker, post = stream.worker, stream.post
         if self._forget(stream):
+            stream.part()
             _stop(stream, worker, post)
             self._metrics.cancelled(stream.model)
             stream.end_spans(gone=True)
@@ -372,7 +373,7 @@ class Switchboard:
             finish = replace(finish, stop_token_id=None)
         if stream.degraded or stream.migrations:
             finish = replace(finish, degraded=stream.degraded, migrations=stream.migrations)
-        stream.sink.finish(finish)
+        stream.part().finish(finish)
 
     def on_text_failed(self, slot: int, error: SluiceError) -> None:
         """A replica could not make the text of a stream."""
@@ -413,7 +414,7 @@ class Switchboard:
         _stop(stream, worker, post)
         self._metrics.failed(stream.model, error)
         stream.end_spans(error)
-        stream.sink.fail(error)
+        stream.part().fail(error)
 
     def give_up_all(self, error: SluiceError) -> None:
         """Ends everything under way."""

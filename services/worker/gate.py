@@ -70,7 +70,7 @@ class Gate:
     def check(self) -> None:
         """Raises SluiceError while requests are not welcome, or there are too many."""
         if error := self.refusal:
-            raise error
+            raise error.with_traceback(None)  # it is raised again and again, and would keep every call that heard it
         alive = self._requests + self._calls
         if self._max_live and alive >= self._max_live:
             raise overloaded(f"{alive} requests are alive on this worker, and it takes no more.")

@@ -82,7 +82,10 @@ class MessagesEndpoints:
                 try:
                     return await self._answer(request, attempt)
                 except SluiceError as error:
-                    attempt = await self._adjusted(attempt, error)
+                    adjusted = await self._adjusted(attempt, error)
+                    if adjusted is None:
+                        raise
+                    attempt = adjusted
 
     async def count_tokens(self, request: Request) -> Response:
         """Count the tokens of a prompt without answering it."""
@@ -116,25 +119,29 @@ class MessagesEndpoints:
             return []
         return [Remark({BUDGET_NOT_ENFORCED})]
 
-    async def _adjusted(self, attempt: Attempt, error: SluiceError) -> Attempt:
-        """The attempt to make instead, where what went wrong is nothing that the client has to know; else raises."""
+    async def _adjusted(self, attempt: Attempt, error: SluiceError) -> Attempt | None:
+        """The attempt to make instead, where what went wrong is nothing that the client has to know.
+
+        Raises:
+            SluiceError: preprocess says more of it.
+        """
         fields = attempt.fields
         if self._forget_switch(fields.model, error):
             return replace(attempt, translated=self._translated(fields, attempt.message_id))
         if error.code != "context_length_exceeded" or error.param != "max_tokens" or attempt.clipped:
-            raise error
+            return None
         generation = attempt.translated.generation
         entry = self._conductor.pipeline.catalogue.model(fields.model)
         try:
             prompt = await self._conductor.pipeline.preprocess.tokenize(entry.model, generation.prompt, 0, "", "")
         except SluiceError as failure:  # where the engine makes prompts, preprocess sees this one first here
-            said = attempt.translated.respell(failure)
-            if self._forget_switch(fields.model, said):
+            respell = attempt.translated.respell
+            if self._forget_switch(fields.model, respell(failure)):
                 return replace(attempt, translated=self._translated(fields, attempt.message_id))
-            raise said from None
+            raise respell(failure) from None
         room = min(limit for limit in (entry.context_length, prompt.context_length) if limit) - prompt.length
         if room < max(1, generation.stop.min_tokens):
-            raise error
+            return None
         clipped = replace(generation, stop=replace(generation.stop, max_tokens=room))
         return replace(attempt, translated=replace(attempt.translated, generation=clipped), clipped=True)
 

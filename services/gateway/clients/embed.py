@@ -110,7 +110,10 @@ class EmbedClient:
                     or len(tried) >= ATTEMPTS
                     or not self._others(message.model, message.lora, tried)
                 ):
-                    raise cause from error
+                    try:
+                        raise cause from error
+                    finally:
+                        del cause  # its traceback holds this call, which must not hold it as well
             finally:
                 link.live -= 1
                 link.embedding -= 1

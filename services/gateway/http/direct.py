@@ -28,7 +28,10 @@ class PlainSends:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[SEND_KEY] = send
-        await self._app(scope, receive, send)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            del scope[SEND_KEY]  # the server's request knows its scope: parted here, they need no garbage collector
 
 
 def plain_send(scope: Scope, send: Send) -> Send:

@@ -64,7 +64,7 @@ class EventStream(Response):
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
         # Starlette writes a length of 0 for the empty body; a stream has none.
         self.raw_headers = [pair for pair in self.raw_headers if pair[0] != b"content-length"]
-        self._source = source
+        self._source: EventSource = source
         self._pacer = pacer
         self._max_unsent = max_unsent
         self._opened = asyncio.Event()
@@ -113,10 +113,15 @@ class EventStream(Response):
             gone.cancel()
             if self._cut:
                 abort(scope)
-            self._source.cancel()
+            self.part()
             sender, self._sender = self._sender, None
             if sender is not None:
                 await sender.close()
+
+    def part(self) -> None:
+        """Nothing more is told: source and stream, which know each other, let go and need no garbage collector."""
+        self._source.cancel()
+        self._source, self.before_start = _SILENCE, _as_it_is
 
     @property
     def blocked(self) -> bool:
@@ -165,6 +170,24 @@ class EventStream(Response):
                 self._sender.send({"type": "http.response.body", "body": data, "more_body": not self._ended})
         if self._ended and not self._sender.blocked:
             self._done.set()
+
+
+class _Silence:
+    """The source of a stream that is over."""
+
+    unsent = 0
+    over = True
+    failure = None
+
+    def take(self) -> bytes:
+        """Nothing."""
+        return b""
+
+    def cancel(self) -> None:
+        """Nobody."""
+
+
+_SILENCE = _Silence()
 
 
 def _as_it_is(response: Response) -> None:

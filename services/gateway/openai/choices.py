@@ -292,6 +292,10 @@ class CollectedChoices:
 
     def answers(self) -> Sequence[Answer]:
         """Every choice; SluiceError when one failed."""
-        if self.error is not None:
-            raise self.error
+        error, self.error = self.error, None  # its traceback comes back to us: held here, it would hold itself
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error
         return [sink.answer(sink.ended) for sink in self.sinks if sink.ended is not None]

@@ -172,8 +172,12 @@ class OpenAIEndpoints:
         choices = StreamedChoices(form, number, fields.include_usage, _drops_reasoning(generations), make)
         stream = choices.stream = EventStream(choices, self._pacer, self._settings.max_unsent_kb << 10, {})
         choices.names = client_names(fields, generations[0])
-        await self._start(generations, choices.sinks, choices.usage, asked)
-        used = choices.usage.generations  # the response must not be kept alive by what it calls
+        try:
+            await self._start(generations, choices.sinks, choices.usage, asked)
+        except BaseException:
+            stream.part()
+            raise
+        used = choices.usage.generations
         stream.before_start = lambda response: mark(response, used)
         return stream
 
@@ -190,8 +194,8 @@ class OpenAIEndpoints:
 
         choices = CollectedChoices(sum(one.choices for one in generations), _drops_reasoning(generations), make)
         choices.names = client_names(fields, generations[0])
-        await self._start(generations, choices.sinks, choices.usage, asked)
         try:
+            await self._start(generations, choices.sinks, choices.usage, asked)
             if not await run_unless_gone(request.receive, choices.done, choices.usage.cancel):
                 return Response(status_code=CLIENT_CLOSED_REQUEST)
             answer = form.whole(choices.answers(), choices.usage.counts(), _of_prompt(form, choices))

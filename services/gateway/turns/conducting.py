@@ -70,9 +70,13 @@ class Conductor:
         """
         turn = StreamedTurn(teller, respell)
         stream = turn.stream = EventStream(turn, self._pacer, self._max_unsent, {})
-        generation = await self._start(request, turn, respell)
-        started(generation)
-        marked = [generation, *remarks]  # the response must not be kept alive by what it calls
+        try:
+            generation = await self._start(request, turn, respell)
+            started(generation)
+        except BaseException:
+            stream.part()
+            raise
+        marked = [generation, *remarks]
         stream.before_start = lambda response: mark(response, marked)
         return stream
 

@@ -218,7 +218,11 @@ class CollectedTurn(Turn):
 
     def ended(self) -> Finish:
         """How it ended; SluiceError when it failed."""
-        if self._error is not None:
-            raise self._error
+        error, self._error = self._error, None  # its traceback comes back to us: held here, it would hold itself
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error
         assert self._finish is not None
         return self._finish

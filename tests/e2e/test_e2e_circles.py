@@ -1,0 +1,127 @@
+"""What a request made is gone when it is over, without a garbage collector that comes late and takes its time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.loose_suite import LooseSuite
+from tests.support.tiny_models import build_tiny_model
+from tests.support.uncollected_gateway import TOLD_IN
+
+REQUESTS = 8
+SAYS = [{"role": "user", "content": "Tell me of rivers."}]
+CALLS = [
+    {
+        "role": "user",
+        "content": '<<<script: Well.<tool_call>\n{"name": "look", "arguments": {"at": "it"}}\n</tool_call>>>>',
+    }
+]
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+CHAT, TEXT, TURN, ANSWER = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"
+KINDS: dict[str, tuple[str, dict[str, Any], int]] = {
+    "chat": (CHAT, {"messages": SAYS, "max_tokens": 8}, 200),
+    "chat, two choices": (CHAT, {"messages": SAYS, "max_tokens": 8, "n": 2}, 200),
+    "chat with logprobs": (CHAT, {"messages": SAYS, "max_tokens": 8, "logprobs": True, "top_logprobs": 2}, 200),
+    "chat that calls": (CHAT, {"messages": CALLS, "tools": TOOLS, "max_tokens": 80}, 200),
+    "completion": (TEXT, {"prompt": "Once", "max_tokens": 8}, 200),
+    "completion with logprobs": (
+        TEXT,
+        {"prompt": ["Once", "Twice"], "max_tokens": 8, "logprobs": 2, "echo": True},
+        200,
+    ),
+    "turn": (TURN, {"messages": SAYS, "max_tokens": 8}, 200),
+    "turn that calls": (
+        TURN,
+        {"messages": CALLS, "max_tokens": 80, "tools": [{"name": "look", "input_schema": {"type": "object"}}]},
+        200,
+    ),
+    "response": (ANSWER, {"input": "Tell me of rivers.", "max_output_tokens": 8, "store": False}, 200),
+    "turn that is late": (TURN, {"messages": SAYS, "max_tokens": 2000}, 504),
+    "response that is late": (ANSWER, {"input": "Tell me.", "max_output_tokens": 2000, "store": False}, 504),
+    "turn that is too long": (TURN, {"messages": [{"role": "user", "content": "word " * 4000}], "max_tokens": 8}, 400),
+    "no such field": (CHAT, {"messages": SAYS, "temperature": "warm"}, 400),
+    "no such model": (CHAT, {"messages": SAYS, "model": "other"}, 404),
+    "too long": (TEXT, {"prompt": "word " * 4000, "max_tokens": 8}, 400),
+    "time is up": (CHAT, {"messages": SAYS, "max_tokens": 2000, "ignore_eos": True}, 504),
+}
+TIME = {"x-request-timeout-ms": "100"}
+HEADERS = {"time is up": TIME, "turn that is late": TIME, "response that is late": TIME}
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("told") / "circles.json"
+
+
+@pytest.fixture(scope="module")
+def suite(tmp_path_factory: pytest.TempPathFactory, told: Path) -> Iterator[LooseSuite]:
+    model = build_tiny_model(tmp_path_factory.mktemp("circles") / "tiny")
+    os.environ[TOLD_IN] = str(told)
+    try:
+        with LooseSuite(
+            model,
+            workers=1,
+            postprocess=1,
+            worker_flags=("--timing", "fixed", "--fixed-step-ms", "2"),
+            gateway="tests.support.uncollected_gateway",
+        ) as running:
+            yield running
+    finally:
+        del os.environ[TOLD_IN]
+
+
+def circles(suite: LooseSuite, told: Path) -> dict[str, int]:
+    """What the gateway holds only because of circles; it forgets it."""
+    told.unlink(missing_ok=True)
+    suite.end("gateway", signal.SIGUSR1)
+    deadline = time.monotonic() + 20
+    while not told.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    found: dict[str, int] = json.loads(told.read_text())
+    return found
+
+
+async def ask(suite: LooseSuite, kind: str, stream: bool) -> None:
+    path, body, status = KINDS[kind]
+    async with httpx.AsyncClient(base_url=suite.url, timeout=60) as client:
+        for _ in range(REQUESTS):
+            answer = await client.post(
+                path, json={"model": "tiny", **body, "stream": stream}, headers=HEADERS.get(kind)
+            )
+            assert answer.status_code == status or (stream and status == 504 and b"error" in answer.content), (
+                answer.text
+            )
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
+@pytest.mark.parametrize("kind", KINDS)
+async def test_requests_leave_no_circles(suite: LooseSuite, told: Path, kind: str, stream: bool) -> None:
+    await ask(suite, kind, stream)
+    circles(suite, told)  # of the first requests of a kind: adapters, caches
+    await ask(suite, kind, stream)
+    await asyncio.sleep(0.1)  # connections end
+    assert sum(circles(suite, told).values()) < REQUESTS
+
+
+async def test_clients_that_leave_leave_no_circles(suite: LooseSuite, told: Path) -> None:
+    for _ in range(2):
+        circles(suite, told)
+        async with httpx.AsyncClient(base_url=suite.url, timeout=60) as client:
+            for _ in range(REQUESTS):
+                body = {"model": "tiny", "messages": SAYS, "max_tokens": 2000, "ignore_eos": True, "stream": True}
+                async with client.stream("POST", CHAT, json=body) as answer:
+                    async for _piece in answer.aiter_raw():
+                        break
+        await asyncio.sleep(0.5)
+    assert sum(circles(suite, told).values()) < REQUESTS
