@@ -6,7 +6,6 @@ import json
 import math
 import os
 import random
-import socket
 import statistics
 import sys
 import threading
@@ -32,6 +31,8 @@ from report import machine
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+
+from services.common.ports import free_port
 
 SERVICES = ("GATEWAY", "PREPROCESS", "ROUTER", "POSTPROCESS", "WORKER")
 SCRAPE_EVERY_S = 15.0
@@ -117,14 +118,7 @@ def environment(more: Mapping[str, str]) -> Iterator[None]:
 
 def endpoints() -> dict[str, str]:
     """A metrics endpoint for each service."""
-    with ExitStack() as stack:
-        probes = {service: stack.enter_context(socket.socket()) for service in SERVICES}
-        for probe in probes.values():
-            probe.bind(("127.0.0.1", 0))
-        return {
-            f"SLUICE_{service}_METRICS_LISTEN": f"127.0.0.1:{probe.getsockname()[1]}"
-            for service, probe in probes.items()
-        }
+    return {f"SLUICE_{service}_METRICS_LISTEN": f"127.0.0.1:{free_port()}" for service in SERVICES}
 
 
 @contextmanager

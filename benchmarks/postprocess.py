@@ -17,7 +17,6 @@ import argparse
 import asyncio
 import atexit
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -37,6 +36,7 @@ from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 from services.common.channels import open_channel
 from services.common.models import DEFAULT_NAME, DEFAULT_SOURCE, ModelSpec, resolve
 from services.common.packing import pack_u32
+from services.common.ports import free_port
 from services.postprocess.library import load
 from services.postprocess.opening import Opener
 from services.postprocess.stream import Limits, Stream, StreamOptions
@@ -85,14 +85,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=400_000, help="of a cell of plain text with --matrix")
     parser.add_argument("--matrix", action="store_true", help="measure all of it")
     return parser.parse_args()
-
-
-def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 async def until_serving(channel: grpc.aio.Channel, service: psutil.Process) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,6 +26,7 @@ import uvloop
 from benchmarks.processes import cpu_seconds
 from benchmarks.prompt_text import Text, chat, growing_chat, user
 from services.common.channels import open_channel
+from services.common.ports import free_port
 from sluice.v1 import preprocess_pb2 as pb
 from sluice.v1 import preprocess_pb2_grpc
 from tests.support.big_vocabulary import build_big_model
@@ -63,11 +63,7 @@ class Service:
 @contextlib.asynccontextmanager
 async def running(processes: int, models: str, flags: Sequence[str]) -> AsyncIterator[Service]:
     """That many replicas on free ports."""
-    addresses = []
-    for _ in range(processes):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            addresses.append(f"127.0.0.1:{probe.getsockname()[1]}")
+    addresses = [f"127.0.0.1:{free_port()}" for _ in range(processes)]
     command = [sys.executable, "-m", "services.preprocess", "--models", models, "--log-level", "warning"]
     children = [
         subprocess.Popen([*command, "--listen", address, *flags])  # noqa: ASYNC220 - nothing else runs yet

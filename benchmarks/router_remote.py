@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from router_local import BLOCK_SIZE
 from services.common.channels import open_channel
 from services.common.hashing import HASH_SCHEME, block_hashes
 from services.common.packing import pack_u32, pack_u64
+from services.common.ports import free_port
 from sluice.v1 import common_pb2, router_pb2, router_pb2_grpc
 
 MODEL = "benchmark"
@@ -42,13 +42,6 @@ class Document:
 
     tokens: bytes
     hashes: bytes
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager

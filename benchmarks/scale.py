@@ -11,7 +11,6 @@ import asyncio
 import json
 import os
 import random
-import socket
 import statistics
 import sys
 import time
@@ -24,6 +23,8 @@ from leftovers import Places, address, grown, left
 from load import Load, build_requests
 from processes import cpu_seconds, own_suite, resident_bytes, suite_of
 from rude import Heard, leaver, patient, slow
+
+from services.common.ports import free_port
 
 MOST_RATIO = 1.5
 MOST_GROWTH_MIB = 32.0
@@ -52,9 +53,7 @@ async def run(load: Load, rude: float, lasts_s: float) -> Heard:
 
 def free_address() -> str:
     """host:port on which nobody listens now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+    return f"127.0.0.1:{free_port()}"
 
 
 def environment(step_ms: float, streams: int, metrics: str) -> dict[str, str]:

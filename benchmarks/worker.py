@@ -16,7 +16,6 @@ import itertools
 import json
 import os
 import random
-import socket
 import subprocess
 import sys
 import time
@@ -31,6 +30,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from services.common.channels import open_channel
 from services.common.models import DEFAULT_NAME
 from services.common.packing import pack_u32
+from services.common.ports import free_port
 from services.worker.engine import GenerateContext, Sink
 from services.worker.engines.mock import MockEngine
 from services.worker.generation import FinishReason, GenerateRequest, PositionLogprobs, Stop, Usage
@@ -192,14 +192,6 @@ async def until_serving(channel: grpc.aio.Channel) -> None:
             pass
         await asyncio.sleep(0.1)
     raise SystemExit("the worker did not become healthy")
-
-
-def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def arguments() -> argparse.Namespace:

@@ -22,6 +22,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.common import telemetry
+from services.common.addresses import host_port, join
 from services.common.breaker import Breaker, Budget, UsualTime
 from services.common.call_stream import CallStream
 from services.common.channels import open_channel
@@ -343,12 +344,11 @@ async def _first_answer(calls: Sequence[asyncio.Future[A]]) -> asyncio.Future[A]
 
 async def _resolve(target: str) -> list[tuple[str, str]]:
     """(ip:port, certificate name) of every address behind host:port; empty when the name is not known now."""
-    host, _, port = target.rpartition(":")
-    if not host or not port.isdigit():
+    if (place := host_port(target)) is None:
         raise SluiceError(ErrorKind.INVALID_ARGUMENT, f"{target!r} is no host:port.")
-    host = host.strip("[]")
+    host, port = place
     try:
-        infos = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+        infos = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError:
         return []
-    return [(f"[{info[4][0]}]:{port}" if ":" in str(info[4][0]) else f"{info[4][0]}:{port}", host) for info in infos]
+    return [(join(str(info[4][0]), port), host) for info in infos]

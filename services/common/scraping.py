@@ -12,6 +12,7 @@ from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import make_wsgi_app
 
+from services.common.addresses import join
 from services.common.errors import ErrorKind, SluiceError
 from services.common.scraping_tls import start_server
 
@@ -87,8 +88,7 @@ class ScrapeEndpoint:
             self._server = start_server(self._host, self._port, _app(make_wsgi_app()), self._tls)
         except OSError as error:
             return error.strerror or str(error)
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        log.info("metrics are served", extra={"address": f"{host}:{self._server.server_port}"})
+        log.info("metrics are served", extra={"address": join(self._host, self._server.server_port)})
         return ""
 
     @property

@@ -12,6 +12,7 @@ from grpc_reflection.v1alpha import reflection
 
 from services.common import scraping
 from services.common.access import access_interceptors
+from services.common.addresses import host_port, join
 from services.common.channels import KEEPALIVE_TIMEOUT_MS
 from services.common.errors import ErrorKind, SluiceError
 from services.common.health import Health
@@ -66,8 +67,7 @@ class GrpcServer:
         await self.set_serving(False)
         credentials = server_credentials(self._settings)
         listen = self._settings.listen
-        host, _, port = listen.rpartition(":")
-        if not port.isdecimal() or int(port) > 65535:  # gRPC would take 65536 less
+        if (place := host_port(listen)) is None:  # gRPC would take 65536 less than a port above 65535
             raise SluiceError(ErrorKind.INVALID_ARGUMENT, f"--listen {listen!r} is no host:port.")
         try:
             self.port = (
@@ -81,7 +81,7 @@ class GrpcServer:
                 f"Cannot listen on {listen}: the port is taken or the address is not one of this machine.",
             ) from error
         await self.server.start()
-        log.info("gRPC server listens", extra={"address": f"{host}:{self.port}", "tls": credentials is not None})
+        log.info("gRPC server listens", extra={"address": join(place[0], self.port), "tls": credentials is not None})
 
     async def set_serving(self, serving: bool) -> None:
         """Says in health whether requests are welcome."""

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, NoReturn, Self
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 from pydantic_settings import BaseSettings, CliSettingsSource, NoDecode, SettingsConfigDict, SettingsError
 
+from services.common.addresses import host_port
 from services.common.trust import AccessSettings, PeerTokenSettings
 from services.common.trust import TlsSettings as TlsSettings
 
@@ -33,8 +34,7 @@ CommaList = Annotated[list[str], NoDecode, BeforeValidator(_split)]
 
 def _reachable(addresses: list[str]) -> list[str]:
     for address in addresses:
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdecimal() or int(port) > 65535:
+        if host_port(address) is None:
             raise ValueError(f"{address!r} is no host:port")
     return addresses
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 
+from services.common.addresses import join
+
 ANY_HOST = ("", "0.0.0.0", "::", "*")
 
 
@@ -19,7 +21,7 @@ def advertised_address(listen: str, port: int, routers: Sequence[str]) -> str:
     host = listen.rpartition(":")[0].strip("[]")
     if host in ANY_HOST:
         host = _interface_towards(routers[0] if routers else "192.0.2.1:9")
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return join(host, port)
 
 
 def default_worker_id(port: int) -> str:

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 import grpc
 import httpx
 
+from services.common.addresses import host_port
 from services.common.errors import SluiceError
 from services.common.peers import PeerCredentials
 from services.common.tls import channel_credentials
@@ -69,8 +70,8 @@ class Place:
 
 
 def _is_address(text: str) -> bool:
-    host, _, port = text.rpartition(":")
-    return bool(host) and port.isdecimal() and 0 < int(port) <= 65535
+    place = host_port(text)
+    return place is not None and place[1] > 0
 
 
 def _is_url(text: str) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from services.common import models
+from services.common.addresses import join
 from services.common.errors import SluiceError
 from services.common.redis import target
 from services.worker.engines import engine_names
@@ -89,11 +90,6 @@ class Process:
     def kind(self) -> str:
         """The service it runs, such as ``router``."""
         return self.module.rpartition(".")[2]
-
-
-def join(host: str, port: int) -> str:
-    """host:port, brackets around an IPv6 address."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def check(options: Options) -> models.ModelSpec:

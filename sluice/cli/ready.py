@@ -9,8 +9,9 @@ import ssl
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from services.common.addresses import join
 from services.common.channels import open_channel
-from sluice.cli.plan import Process, join
+from sluice.cli.plan import Process
 from sluice.cli.secured import probe_context, probe_credentials
 from sluice.v1 import worker_pb2, worker_pb2_grpc
 

@@ -8,8 +8,9 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
+from services.common.ports import free_port
 from services.gateway.config import Disaggregation, Place, PresetName, Routing
-from sluice.cli import ports, secured, up
+from sluice.cli import secured, up
 from sluice.cli.pipeline import PipelineFlags
 from sluice.cli.plan import Options, check, plan
 from sluice.cli.progress import View
@@ -146,7 +147,7 @@ def up_suite(
         ),
     )
     name = check(options).name
-    processes = plan(options, ports.FreePorts().take)
+    processes = plan(options, free_port)
     if tls is not None:
         processes = secured.secured(processes, tls)
     raise typer.Exit(up.run(processes, View(processes, Console(stderr=True, highlight=False)), name, restart))

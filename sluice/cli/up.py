@@ -9,8 +9,9 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
-from sluice.cli import ports
-from sluice.cli.plan import Process, join
+from services.common import ports
+from services.common.addresses import join
+from sluice.cli.plan import Process
 from sluice.cli.process import Child, exit_words
 from sluice.cli.progress import View
 from sluice.cli.ready import ASK_EVERY_S, STARTING, Probe, reachable

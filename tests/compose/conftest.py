@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from services.common.ports import free_port
 from tests.support import compose_suite
 from tests.support.compose_suite import Suite
 
@@ -44,7 +45,7 @@ def suite(images: dict[str, tuple[str, str]]) -> Iterator[Suite]:
     # Compose pulls also what is not started, so what is missing gets the name of something that is there.
     some = next(name for name, _ in images.values() if name)
     variables = {OTHERS[service]: name or some for service, (name, _) in images.items()}
-    variables |= {f"SLUICE_{port}_PORT": str(compose_suite.free_port()) for port in ("PROMETHEUS", "TRACES", "GRAFANA")}
+    variables |= {f"SLUICE_{port}_PORT": str(free_port()) for port in ("PROMETHEUS", "TRACES", "GRAFANA")}
     made = Suite(("balancer", "redis-ha", "observability"), variables, hidden=missing)
     yield from _running(made, LOGS / "compose-profiles.log")
 

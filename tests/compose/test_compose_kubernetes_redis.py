@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from services.common.ports import free_port
 from sluice.cli.certs import Options, make
-from tests.support.compose_suite import free_port
 from tests.support.kustomized import container_of, of_kind
 
 pytestmark = pytest.mark.compose

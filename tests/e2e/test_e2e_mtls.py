@@ -25,13 +25,14 @@ from redis import Redis
 from services.common.channels import open_channel
 from services.common.errors import ErrorKind, SluiceError
 from services.common.grpc_errors import from_rpc_error
+from services.common.ports import free_port
 from services.common.settings import TlsSettings
 from services.common.tls import channel_credentials
 from services.gateway.admission import keys
 from sluice.cli.certs import Options, make
 from sluice.v1 import router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tests.support.authority import Authority
-from tests.support.redis_server import RedisServer, free_port
+from tests.support.redis_server import RedisServer
 from tests.support.suite import Suite
 from tests.support.tiny_models import build_tiny_model
 

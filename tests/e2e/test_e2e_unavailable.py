@@ -13,15 +13,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from services.common.ports import free_port
 from tests.support.redis_server import RedisServer
 
 CHAT = {"model": "tekken", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextlib.asynccontextmanager

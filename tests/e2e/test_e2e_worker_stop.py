@@ -17,8 +17,8 @@ import grpc
 import httpx
 import pytest
 
+from services.common.ports import free_port
 from sluice.v1 import worker_pb2, worker_pb2_grpc
-from tests.support.loose_suite import free_port
 from tests.support.suite import Suite
 
 pytestmark = pytest.mark.slow

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 import httpx
 
+from services.common.ports import free_port
 from services.preprocess.engines.stand_in import engine_folder, is_mistral
-from tests.support.redis_server import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 180

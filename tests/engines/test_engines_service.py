@@ -15,6 +15,7 @@ from services.common.channels import open_channel
 from services.common.errors import ErrorKind, SluiceError
 from services.common.grpc_errors import from_rpc_error
 from services.common.packing import unpack_u32
+from services.common.ports import free_port
 from services.common.runner import Stop
 from services.preprocess import __main__ as preprocess
 from services.preprocess.settings import PreprocessSettings
@@ -23,7 +24,6 @@ from sluice.v1 import preprocess_pb2 as pb
 from sluice.v1 import preprocess_pb2_grpc
 from tests.engines.servers import python
 from tests.support.loaded_tokenizers import tiny_folder, tiny_hf
-from tests.support.redis_server import free_port
 
 pytestmark = pytest.mark.engines
 

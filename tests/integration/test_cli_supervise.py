@@ -15,6 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from services.common.ports import free_port
+
 DEADLINE_S = 40.0
 
 # A service in a few lines. Its arguments after the address: `stuck` ignores SIGTERM, `silent` answers no request,
@@ -75,12 +77,6 @@ for word in sys.argv[1:]:
 restart = "RESTART" in os.environ
 sys.exit(up.run(processes, View(processes, Console(stderr=True, highlight=False)), "tekken", restart))
 """
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Suite:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
-import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -16,6 +15,7 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from services.common.errors import SluiceError
+from services.common.ports import free_port
 from services.gateway.http.body import read_json
 from services.gateway.http.errors import error_response, plain_error_response
 from services.gateway.http.granian_server import GranianServer
@@ -69,11 +69,6 @@ class Serving:
                 except OSError:
                     await asyncio.sleep(0.05)
         self.app.served.clear()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
 
 
 @pytest.fixture(params=["uvicorn", "granian"])

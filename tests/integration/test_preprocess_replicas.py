@@ -6,10 +6,10 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import sys
 
 from services.common.packing import unpack_u32
+from services.common.ports import free_port
 from services.common.replicas import ReplicaSet
 from services.preprocess.tokenizer import ChatRequest
 from sluice.v1 import preprocess_pb2 as pb
@@ -20,9 +20,7 @@ REQUESTS, CONCURRENCY, KILL_AFTER = 300, 16, 80
 
 
 def free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+    return f"127.0.0.1:{free_port()}"
 
 
 async def start(address: str) -> asyncio.subprocess.Process:

@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import sys
 from array import array
 from collections.abc import AsyncIterator
@@ -21,6 +20,7 @@ from services.common.errors import ErrorKind, SluiceError
 from services.common.grpc_errors import from_rpc_error
 from services.common.hashing import HASH_SCHEME, block_hashes
 from services.common.packing import pack_u32, pack_u64, unpack_u32
+from services.common.ports import free_port
 from services.common.server import GrpcServer
 from services.preprocess.hf import HfTokenizer
 from services.preprocess.loading import load_tokenizer
@@ -281,12 +281,6 @@ async def test_many_requests_at_once_all_get_their_own_ids(stub: preprocess_pb2_
 
     for start in range(0, 100, 10):  # the largest ones go to the pool, whose queue is bounded
         await asyncio.gather(*(one(index) for index in range(start, start + 10)))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 async def start_process(*arguments: str) -> asyncio.subprocess.Process:

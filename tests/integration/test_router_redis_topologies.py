@@ -9,6 +9,7 @@ import pytest
 import trustme
 
 from services.common.packing import pack_u64, unpack_u64
+from services.common.ports import free_port
 from services.common.redis.target import Credentials
 from services.router.book import Terms
 from services.router.cost import Load, Offer
@@ -16,7 +17,7 @@ from services.router.events import BlockOp, EventBatch, Kind, Tier
 from services.router.store.base import Lease, StoreUnavailable
 from services.router.store.redis import RedisStore
 from services.router.workers import Role, Slot, Worker
-from tests.support.redis_server import RedisServer, free_port
+from tests.support.redis_server import RedisServer
 from tests.support.redis_topologies import RedisCluster, RedisSentinels, ask
 from tests.support.router_cluster import until
 

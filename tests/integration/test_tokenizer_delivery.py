@@ -20,6 +20,7 @@ from services.common.errors import ErrorKind, SluiceError
 from services.common.grpc_errors import from_rpc_error
 from services.common.models import fingerprint
 from services.common.packing import pack_u32, unpack_u32
+from services.common.ports import free_port
 from services.common.runner import Stop
 from services.common.tokenizer_delivery import Learned, TokenizerDelivery, fetch_tokenizer
 from services.common.tokenizer_store import Incoming, TokenizerStore
@@ -33,7 +34,6 @@ from services.router.settings import RouterSettings
 from services.worker.hosting import WorkerHost
 from sluice.v1 import postprocess_pb2, postprocess_pb2_grpc, preprocess_pb2, preprocess_pb2_grpc
 from tests.support.loaded_tokenizers import tekken, tiny_folder, tiny_hf
-from tests.support.redis_server import free_port
 from tests.support.tiny_models import build_tiny_model
 from tests.support.workers import hosted
 

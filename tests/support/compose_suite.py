@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import socket
 import subprocess
 import urllib.request
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from services.common.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 COMPOSE = ROOT / "deploy/compose"
@@ -129,13 +130,6 @@ class Suite:
         done = subprocess.run(command, env=self._environment, capture_output=True, text=True, timeout=s)
         assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
         return done.stdout
-
-
-def free_port() -> int:
-    """A port of this machine that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def get_json(url: str) -> Any:

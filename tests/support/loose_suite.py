@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,14 +14,9 @@ from typing import Self
 
 import httpx
 
+from services.common.ports import free_port
+
 READY_S = 120
-
-
-def free_port() -> int:
-    """A port nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class LooseSuite:
@@ -32,6 +26,7 @@ class LooseSuite:
         model: folder of the model, served as `tiny`.
         worker_flags: of every worker; by default a step takes as long as on hardware.
         prefill: workers that only begin requests; with some, the others only go on with them.
+        gateway: the module that is run as one.
     """
 
     def __init__(
@@ -42,26 +37,28 @@ class LooseSuite:
         gateway_flags: tuple[str, ...] = (),
         worker_flags: tuple[str, ...] = ("--timing", "fixed", "--fixed-step-ms", "10", "--drain-s", "1"),
         prefill: int = 0,
+        gateway: str = "services.gateway",
     ) -> None:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._told_to_end: set[str] = set()
         self._commands: dict[str, list[str]] = {}
         self.ports: dict[str, int] = {}
         served = ("--model", f"tiny={model}")
         several = ("--models", f"tiny={model}")
-        self._add("preprocess", "preprocess", *several)
-        self._add("router", "router")
+        self._add("preprocess", "services.preprocess", *several)
+        self._add("router", "services.router")
         replicas = [f"postprocess-{number}" for number in range(postprocess)]
         for name in replicas:
-            self._add(name, "postprocess", *several)
+            self._add(name, "services.postprocess", *several)
         self.prefill = [f"prefill-{number}" for number in range(prefill)]
         self.workers = [*(f"worker-{number}" for number in range(workers)), *self.prefill]
         for name in self.workers:
             role = ("--role", "prefill" if name in self.prefill else "decode") if prefill else ()
             routers = ("--routers", self.address("router"))
-            self._add(name, "worker", "--worker-id", name, *role, *served, *routers, *worker_flags)
+            self._add(name, "services.worker", "--worker-id", name, *role, *served, *routers, *worker_flags)
         self._add(
             "gateway",
-            "gateway",
+            gateway,
             *("--preprocess", self.address("preprocess")),
             *("--router", self.address("router")),
             *("--postprocess", ",".join(map(self.address, replicas))),
@@ -77,19 +74,21 @@ class LooseSuite:
         """host:port of one process."""
         return f"127.0.0.1:{self.ports[name]}"
 
-    def _add(self, name: str, service: str, *flags: str) -> None:
+    def _add(self, name: str, module: str, *flags: str) -> None:
         self.ports[name] = free_port()
         listen = ("--listen", self.address(name))
-        self._commands[name] = [sys.executable, "-m", f"services.{service}", *listen, *flags]
+        self._commands[name] = [sys.executable, "-m", module, *listen, *flags]
 
     def start(self, name: str) -> None:
         """Starts one process, on the port it had; an earlier one that is about to end may do so first."""
         if (earlier := self._processes.get(name)) is not None:
             earlier.wait(30)
+        self._told_to_end.discard(name)
         self._processes[name] = subprocess.Popen(self._commands[name], env=dict(os.environ))
 
     def end(self, name: str, how: signal.Signals = signal.SIGKILL) -> None:
         """Signals one process and does not wait."""
+        self._told_to_end.add(name)
         self._processes[name].send_signal(how)
 
     def ended(self, name: str) -> int:
@@ -101,6 +100,7 @@ class LooseSuite:
         deadline = time.monotonic() + READY_S
         state: object = None
         while time.monotonic() < deadline:
+            self._all_live()
             with contextlib.suppress(httpx.TransportError):
                 answer = httpx.get(f"{self.url}/ready", timeout=5)
                 state = answer.json()
@@ -108,6 +108,11 @@ class LooseSuite:
                     return
             time.sleep(0.1)
         raise AssertionError(f"the suite did not become ready: {state}")
+
+    def _all_live(self) -> None:
+        for name in self._processes.keys() - self._told_to_end:
+            code = self._processes[name].poll()
+            assert code is None, f"{name} ended by itself with code {code}"
 
     def _replicas_are_there(self, state: dict[str, dict[str, int]]) -> bool:
         wanted = sum(name.startswith("postprocess") for name in self._commands)

@@ -6,9 +6,10 @@ from pathlib import Path
 
 from redis.asyncio import Redis
 
+from services.common.ports import free_port
 from services.common.redis.target import Credentials
 from tests.support.authority import Authority
-from tests.support.redis_server import RedisServer, free_port
+from tests.support.redis_server import RedisServer
 
 
 class MutualRedis:

@@ -9,6 +9,8 @@ import subprocess
 import time
 from pathlib import Path
 
+from services.common.ports import free_port
+
 NO_PERSISTENCE = ("--save", "", "--appendonly", "no")
 BUNDLED = Path(__file__).parents[2] / ".venv" / "opt" / "redis" / "bin" / "redis-server"
 
@@ -19,13 +21,6 @@ def redis_binary() -> str:
     if found is None:
         raise AssertionError("No redis-server on PATH or in .venv/opt/redis/bin: run scripts/redis.sh or install one.")
     return found
-
-
-def free_port() -> int:
-    """A port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class RedisServer:

@@ -9,8 +9,9 @@ from typing import Any
 
 from redis import Redis
 
+from services.common.ports import free_port
 from services.common.settings import TlsSettings
-from tests.support.redis_server import RedisServer, free_port
+from tests.support.redis_server import RedisServer
 
 SLOTS = 16_384
 

@@ -31,9 +31,8 @@ class SteadyLimiter(Limiter):
         self._local = MemoryLimiter()
         self._breaker = Breaker()
         self._live: dict[str, ApiKey] = {}  # entered at the shared limits, by request id
-        self._owed: dict[
-            str, dict[str, float]
-        ] = {}  # places to give up there, and until when, by key id and request id
+        # Places to give up there, and until when: by key id, then by request id.
+        self._owed: dict[str, dict[str, float]] = {}
         self._away = False
 
     @property

@@ -14,6 +14,7 @@ from granian.http import HTTP1Settings
 from granian.server.embed import Server as Granian
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from services.common.addresses import join
 from services.common.errors import ErrorKind, SluiceError
 from services.gateway.http.direct import PlainSends
 from services.gateway.http.guarded import Bounds
@@ -32,7 +33,7 @@ class GranianServer:
     """
 
     def __init__(self, app: ASGIApp, host: str, port: int, drain_s: float, bounds: Bounds) -> None:
-        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self.address = join(host, port)
         self._app = PlainSends(app)
         self._drain_s = drain_s
         self._running = 0

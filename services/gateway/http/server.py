@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import uvicorn
 from starlette.types import ASGIApp
 
+from services.common.addresses import host_port
 from services.common.errors import ErrorKind, SluiceError, invalid
 from services.gateway.http.direct import PlainSends
 from services.gateway.http.guarded import Bounds, GuardedProtocol
@@ -156,17 +157,16 @@ def _granian(settings: GatewaySettings, app: ASGIApp, tls: ssl.SSLContext | None
 
 def bind(listen: str, reuse_port: bool = False) -> socket.socket:
     """A bound socket; SluiceError when the address is none or cannot be had."""
-    host, _, port = listen.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
+    if (place := host_port(listen)) is None:
         raise invalid(f"{listen!r} is no host:port.", param="listen")
-    host = host.strip("[]")
+    host, port = place
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
     if reuse_port:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
-        bound.bind((host, int(port)))
+        bound.bind((host, port))
     except OSError as error:
         bound.close()
         raise SluiceError(

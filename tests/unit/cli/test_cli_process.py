@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import logging
 import signal
-import socket
 
 import pytest
 
 from services.common import logs
-from sluice.cli import ports
 from sluice.cli.process import complaint, exit_words
 from sluice.cli.ready import reachable
 
@@ -37,22 +35,6 @@ def test_exit_words() -> None:
     assert exit_words(3) == "exited with code 3"
     assert exit_words(-signal.SIGKILL) == "was killed by SIGKILL"
     assert exit_words(-250) == "was killed by signal 250"
-
-
-def test_port_problems_are_named() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        assert ports.problem("127.0.0.1", port) == "the port is taken"
-    assert ports.problem("127.0.0.1", port) == ""
-    assert ports.problem("192.0.2.1", port) == "the address is not one of this machine"
-    assert ports.problem("not a host", port) == "the host name is not known"
-
-
-def test_free_ports_are_free_and_differ() -> None:
-    free = ports.FreePorts()
-    taken = [free.take() for _ in range(50)]
-    assert len(set(taken)) == 50
-    assert not any(ports.problem("127.0.0.1", port) for port in taken)
 
 
 def test_wildcard_hosts_are_reached_over_loopback() -> None:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
+from services.common.ports import free_row
 from services.common.tasks import TaskOwner
 from services.worker.kv_events.source import EngineCacheSource
 from services.worker.kv_events.zmq_feed import ZmqFeed, endpoint_of_rank
 
 REPLAYED_BATCHES = 10_000
-PORT_ATTEMPTS = 64
 
 
 class EventFeeds:
@@ -37,7 +35,7 @@ class EventFeeds:
             self._folder = Path(tempfile.mkdtemp(prefix="sluice-sglang-"))
             self._endpoint, self._replay = (f"ipc://{self._folder / name}" for name in ("events", "replay"))
         elif ranks:  # SGLang counts ranks in port numbers only
-            base = _free_ports(2 * ranks)
+            base = free_row(2 * ranks)
             self._endpoint, self._replay = (f"tcp://127.0.0.1:{port}" for port in (base, base + ranks))
 
     @property
@@ -74,19 +72,3 @@ class EventFeeds:
         """Removes what lies on disk; may be called twice."""
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def _free_ports(count: int) -> int:
-    """The first of `count` ports in a row that nobody listens on."""
-    for _ in range(PORT_ATTEMPTS):
-        with ExitStack() as held:
-            first = held.enter_context(socket.socket())
-            first.bind(("127.0.0.1", 0))
-            base = int(first.getsockname()[1])
-            try:
-                for port in range(base + 1, base + count):
-                    held.enter_context(socket.socket()).bind(("127.0.0.1", port))
-            except (OSError, OverflowError):
-                continue
-            return base
-    raise OSError(f"no {count} free ports in a row")

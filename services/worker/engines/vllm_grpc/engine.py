@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import time
 from array import array
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -16,6 +15,7 @@ import grpc
 
 from services.common import models
 from services.common.errors import ErrorKind, SluiceError, invalid
+from services.common.ports import free_port
 from services.worker.cache_events import KvEventSource
 from services.worker.capabilities import Capability
 from services.worker.engine import Embedded, EngineConfig, GenerateContext, LLMEngine, Load
@@ -88,7 +88,7 @@ class VllmGrpcEngine(LLMEngine):
     async def _start_server(self) -> str:
         self.on_phase("starting vLLM's server", None)
         folder = await asyncio.to_thread(self._server.make_folder)
-        port = _free_port()
+        port = free_port()  # vLLM cannot be told to choose one and say which
         command = serve_command(
             find_program(self._options.program), self._options.flags, port, kv_events_config(folder, 1)
         )
@@ -289,10 +289,3 @@ async def _is_gone(client: Client) -> bool:
 
 def _gone() -> SluiceError:
     return SluiceError(ErrorKind.ENGINE_SHUTDOWN, "vLLM's server is gone; another worker can serve the request.")
-
-
-def _free_port() -> int:
-    """vLLM cannot be told to choose one and say which."""
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        return int(probe.getsockname()[1])
