@@ -55,7 +55,7 @@ def gauge(suite: Suite, name: str) -> int:
     return int(float(found[1]))
 
 
-async def until(what: str, reached: Callable[[], object], within_s: float = 15) -> None:
+async def until(what: str, reached: Callable[[], object], within_s: float = 60) -> None:
     deadline = time.monotonic() + within_s
     while True:
         answer = reached()

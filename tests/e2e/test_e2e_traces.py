@@ -70,8 +70,9 @@ def complete(collector: Collector, trace: str, wanted: set[tuple[str, str]]) -> 
         return {(span.service, span.name) for span in collector.of(trace)}
 
     awaited(lambda: names() >= wanted, lambda: sorted(wanted - names()))
-    spans = {span.span: span for span in collector.of(trace)}
-    assert len(spans) == len(collector.of(trace)), "a span is exported once"
+    found = collector.of(trace)
+    spans = {span.span: span for span in found}
+    assert len(spans) == len(found), "a span is exported once"
     for span in spans.values():
         assert span.parent in spans or span.parent == CALLER, span
     assert [span.name for span in spans.values() if span.parent == CALLER] == ["gateway.request"]

@@ -75,6 +75,7 @@ for word in sys.argv[1:]:
     health = "http" if module == "fake_http" else "grpc"
     processes.append(Process(name, module, (f"127.0.0.1:{port}", *traits), "127.0.0.1", int(port), health))
 restart = "RESTART" in os.environ
+up.KILL_AFTER_S = float(os.environ.get("KILL_AFTER", up.KILL_AFTER_S))
 sys.exit(up.run(processes, View(processes, Console(stderr=True, highlight=False)), "tekken", restart))
 """
 
@@ -164,8 +165,8 @@ def test_comes_up_says_so_and_stops_on_ctrl_c(start: Start) -> None:
     assert "router  | " in suite.err
     assert "gRPC server listens" in suite.err
     assert "router is ready at" in suite.err
-    assert suite.ends(signal.SIGINT, within_s=5) == 0
-    assert suite.left() == []
+    assert suite.ends(signal.SIGINT) == 0
+    assert suite.left(within_s=20) == []
     assert "\x1b[" not in suite.err
 
 
@@ -173,8 +174,8 @@ def test_comes_up_says_so_and_stops_on_ctrl_c(start: Start) -> None:
 def test_other_polite_signals_stop_it_too(start: Start, number: signal.Signals) -> None:
     suite = start(f"gateway,fake_http,{free_port()}")
     suite.until_ready()
-    assert suite.ends(number, within_s=5) == 0
-    assert suite.left() == []
+    assert suite.ends(number) == 0
+    assert suite.left(within_s=20) == []
 
 
 def test_who_does_not_stop_is_killed_with_its_own_children(start: Start) -> None:
@@ -183,20 +184,19 @@ def test_who_does_not_stop_is_killed_with_its_own_children(start: Start) -> None
     assert "GRANDCHILD" in suite.err
     began = time.monotonic()
     assert suite.ends(signal.SIGINT) == 0
-    assert time.monotonic() - began < 8
-    assert suite.left(within_s=2) == []
+    assert time.monotonic() - began < 30, "it waited for the grandchild"
+    assert suite.left(within_s=20) == []
     assert "router does not stop" in suite.err
 
 
-def test_second_ctrl_c_kills_at_once(start: Start) -> None:
+def test_second_ctrl_c_kills_at_once(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KILL_AFTER", "600")
     suite = start(f"gateway,fake_http,{free_port()},stuck")
     suite.until_ready()
-    began = time.monotonic()
     suite.process.send_signal(signal.SIGINT)
     suite.until(lambda: "stopping" in suite.err)
     assert suite.ends(signal.SIGINT) == 0
-    assert time.monotonic() - began < 3.5
-    assert suite.left(within_s=2) == []
+    assert suite.left(within_s=20) == []
 
 
 def test_child_that_fails_to_start_is_named(start: Start) -> None:
@@ -205,7 +205,7 @@ def test_child_that_fails_to_start_is_named(start: Start) -> None:
     assert "router exited with code 7" in suite.err
     assert "cannot start" in suite.err
     assert suite.out == ""
-    assert suite.left() == []
+    assert suite.left(within_s=20) == []
 
 
 def test_child_that_dies_later_ends_the_suite(start: Start) -> None:
@@ -216,7 +216,7 @@ def test_child_that_dies_later_ends_the_suite(start: Start) -> None:
         connection.sendall(b"GET /die HTTP/1.0\r\n\r\n")
     assert suite.ends() == 1
     assert "worker-0 exited with code 7" in suite.err
-    assert suite.left(within_s=2) == []
+    assert suite.left(within_s=20) == []
 
 
 def die(port: int) -> None:
@@ -244,7 +244,7 @@ def test_with_restart_a_child_that_dies_is_started_again_but_not_for_ever(
     die(port)
     assert suite.ends() == 1
     assert "worker-0 exited with code 7; stopping the others" in suite.err
-    assert suite.left(within_s=2) == []
+    assert suite.left(within_s=20) == []
 
 
 def test_with_restart_a_child_that_cannot_start_still_ends_it(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +259,7 @@ def test_with_restart_ctrl_c_still_stops_everything(start: Start, monkeypatch: p
     suite = start(f"gateway,fake_http,{free_port()}")
     suite.until_ready()
     assert suite.ends(signal.SIGINT) == 0
-    assert suite.left() == []
+    assert suite.left(within_s=20) == []
 
 
 def test_child_killed_by_a_signal_is_named(start: Start) -> None:
@@ -300,8 +300,8 @@ def test_says_whom_it_waits_for_and_why(start: Start) -> None:
     suite.until(lambda: "waiting for router: Redis cannot be reached" in suite.err)
     assert suite.process.poll() is None
     assert suite.out == ""
-    assert suite.ends(signal.SIGINT, within_s=5) == 0
-    assert suite.left() == []
+    assert suite.ends(signal.SIGINT) == 0
+    assert suite.left(within_s=20) == []
 
 
 def test_child_whose_parent_is_already_gone_never_starts(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import pytest
 from services.common import replicas
 from services.common.errors import ErrorKind, SluiceError, invalid, unavailable
 from services.common.grpc_errors import abort
+from services.common.ports import free_port
 from services.common.replicas import ReplicaSet
 from services.common.server import GrpcServer
 from services.common.settings import GrpcServiceSettings
@@ -55,7 +56,7 @@ class Host:
 
     def __init__(self, name: str) -> None:
         self.worker = Worker(name)  # type: ignore[abstract]
-        self.port = 0
+        self.port = free_port()
         self.server: GrpcServer | None = None
 
     async def start(self, serving: bool = True) -> Host:
@@ -119,6 +120,7 @@ async def test_a_busy_replica_gets_fewer() -> None:
         stuck = [asyncio.create_task(ask(chosen)) for _ in range(40)]
         await until(lambda: hosts[1].worker.calls >= 20)
         await until(lambda: sum(task.done() for task in stuck) >= 20)
+        await until(lambda: sum(host.worker.calls for host in hosts) == 40)
         before = hosts[0].worker.calls
         assert [await ask(chosen) for _ in range(20)] == ["w1"] * 20
         assert hosts[0].worker.calls == before

@@ -90,7 +90,7 @@ async def sluice(*arguments: str) -> tuple[int, str]:
 
 async def test_the_example_engine_is_conformant(site: Path, folder: Path, tmp_path: Path) -> None:
     async with serving(site, folder) as address:
-        code, shown = await sluice("conformance", address, "--junit", str(tmp_path / "report.xml"))
+        code, shown = await sluice("conformance", address, "--patience", "10", "--junit", str(tmp_path / "report.xml"))
     assert code == 0, shown
     suite = ElementTree.parse(tmp_path / "report.xml").getroot()[0]
     cases = {case.attrib["name"]: case for case in suite.iter("testcase")}
@@ -114,7 +114,9 @@ async def test_a_broken_engine_is_exit_code_one(site: Path, folder: Path, tmp_pa
     speech.write_text(text.replace("words[: index + 1]", "words[: index + 2]"))
     async with serving(broken, folder) as address:
         report = str(tmp_path / "report.xml")
-        code, shown = await sluice("conformance", address, "--rule", "stop-ids", "--rule", "info", "--junit", report)
+        code, shown = await sluice(
+            "conformance", address, "--patience", "10", "--rule", "stop-ids", "--rule", "info", "--junit", report
+        )
     assert code == 1, shown
     assert "Not kept: stop-ids." in shown
     failures = list(ElementTree.parse(report).getroot().iter("failure"))

@@ -77,7 +77,7 @@ def part_of(name: str) -> list[str]:
 
 async def failures(address: str, name: str, rules: list[str]) -> list[str]:
     flaw = FLAWS[name]()
-    patience = replace(PATIENCE, settle_s=2.0) if flaw.slow else PATIENCE
+    patience = replace(PATIENCE, settle_s=8.0) if flaw.slow else PATIENCE
     async with broken(address, flaw) as proxy:
         report = await run(Target(proxy), select(rules), patience)
     return report.failed

@@ -124,7 +124,8 @@ async def test_several_workers_are_lost_in_a_row(folder: Path) -> None:
 
 async def test_a_drained_worker_hands_its_generations_over(folder: Path) -> None:
     async with staged(folder, speedup=2.0, drain_s=0.2) as stage:
-        requests = [asking(f"r{number}", f"Tell me of number {number}.") for number in range(12)]
+        stop = StopRules(max_tokens=400, ignore_eos=True)
+        requests = [asking(f"r{number}", f"Tell me of number {number}.", stop=stop) for number in range(12)]
         asked = [asyncio.create_task(stage.ask(request)) for request in requests]
         await until(lambda: stage.hosts[0].worker.live_requests == len(requests))
         await asyncio.sleep(0.1)
@@ -229,7 +230,7 @@ async def test_a_killed_replica_under_two_hundred_streams(folder: Path) -> None:
     ]  # fmt: skip
     async with staged(folder, workers=1, replicas=2) as stage:
         told = await asyncio.gather(*(stage.ask(request) for request in requests))
-    async with staged(folder, workers=1, replicas=2, speedup=4.0) as stage:
+    async with staged(folder, workers=1, replicas=2, speedup=1.0) as stage:
         asked = [asyncio.create_task(stage.ask(request)) for request in requests]
         await until(lambda: stage.fewest_texts >= 80)
         await asyncio.sleep(0.2)
@@ -248,7 +249,7 @@ async def test_a_replica_that_drains_hands_over_unmarked(folder: Path) -> None:
     requests = [asking(f"r{number}", f"Tell me of number {number}.") for number in range(40)]
     async with staged(folder, workers=1, replicas=2) as stage:
         told = [one.text for one in await asyncio.gather(*(stage.ask(request) for request in requests))]
-    async with staged(folder, workers=1, replicas=2, speedup=4.0) as stage:
+    async with staged(folder, workers=1, replicas=2, speedup=1.0) as stage:
         asked = [asyncio.create_task(stage.ask(request)) for request in requests]
         await until(lambda: stage.fewest_texts >= 15)
         await asyncio.sleep(0.1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 
@@ -36,7 +37,7 @@ async def make(request: pytest.FixtureRequest, redis: RedisServer) -> AsyncItera
         if request.param == "memory":
             store: ResponseStore = MemoryStore(most, most_bytes, longest_s)
         else:
-            prefix = f"t{id(stores)}-{len(stores)}"
+            prefix = f"t{uuid4().hex}"
             store = RedisStore(redis.url, most, most_bytes, longest_s, tasks, prefix, timeout_s=20)
         stores.append(store)
         return store

@@ -45,7 +45,7 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 async def test_limits_are_one_for_all_gateways(place: Place) -> None:
     gateways = [SharedLimiter(place[0], "limits", PATIENT_S, place[1]) for _ in range(2)]
-    keys = [ApiKey(f"{number:012}", "k", "", requests_per_minute=AT_ONCE // 2) for number in range(3)]
+    keys = [ApiKey(f"{number:012}", "k", "", concurrency=AT_ONCE // 2) for number in range(3)]
     asked = [gateways[number % 2].enter(key, f"r{number}") for key in keys for number in range(AT_ONCE)]
     decisions = await asyncio.gather(*asked)
     refused = [decision for decision in decisions if decision.refused_by is not None]

@@ -16,7 +16,7 @@ from services.gateway.silent_workers import SilentWorkers
 from tests.support.survival import Stage, asking, staged, until
 from tests.support.tiny_models import build_tiny_model
 
-SILENCE_S = 1.5
+SILENCE_S = 3.0
 STEPS = {"timing": "fixed", "fixed_step_ms": 10.0, "speedup": 1.0}
 
 
@@ -45,7 +45,7 @@ async def fault(stage: Stage, name: str, worker: int = 0) -> None:
 
 
 def stories(count: int) -> list[Any]:
-    stop = StopRules(max_tokens=120, ignore_eos=True)
+    stop = StopRules(max_tokens=300, ignore_eos=True)
     return [asking(f"r{number}", f"Tell me of number {number}.", stop=stop) for number in range(count)]
 
 

@@ -23,7 +23,7 @@ WAIT_S = 120
 @pytest.fixture
 async def opener(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Opener]:
     monkeypatch.setenv("PYTHONPATH", str(PACKAGE))
-    opener = Opener(Limits(), OwnParsers(time_s=1.5, memory_mb=64, engines={"vllm": ""}))
+    opener = Opener(Limits(), OwnParsers(time_s=6.0, memory_mb=64, engines={"vllm": ""}))
     await opener.start()
     await opener.prepare(opener.plan(OPTIONS, tekken().vocabulary, ""))
     yield opener

@@ -26,7 +26,7 @@ WAIT_S = 60
 
 @pytest.fixture
 async def opener() -> AsyncIterator[Opener]:
-    opener = Opener(Limits(), OwnParsers([SHOUTING], time_s=1.5, memory_mb=64))
+    opener = Opener(Limits(), OwnParsers([SHOUTING], time_s=6.0, memory_mb=64))
     await opener.start()
     yield opener
     await opener.close()

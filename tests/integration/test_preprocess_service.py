@@ -266,7 +266,7 @@ async def test_a_large_prompt_does_not_hold_up_small_ones(stub: preprocess_pb2_g
         chat=chat(chat_template="{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"),
     )
     slow = asyncio.ensure_future(stub.Tokenize(hostile))
-    for _ in range(20):
+    for _ in range(3):
         await stub.Tokenize(pb.TokenizeRequest(model="tiny", chat=chat()))
     assert not slow.done()
     assert "did not finish" in (await refused(slow)).message
@@ -296,9 +296,9 @@ async def test_the_process_is_healthy_once_loaded_serves_and_ends_on_sigterm() -
     process = await start_process("--listen", address, "--models", f"tiny={tiny_folder()}", "--drain-s", "5")
     channel = open_channel(address)
     try:
-        await asyncio.wait_for(channel.channel_ready(), 30)
+        await asyncio.wait_for(channel.channel_ready(), 120)
         health = health_pb2_grpc.HealthStub(channel)
-        watch = health.Watch(health_pb2.HealthCheckRequest(service="sluice.v1.Preprocess"), timeout=30)
+        watch = health.Watch(health_pb2.HealthCheckRequest(service="sluice.v1.Preprocess"), timeout=120)
         async for answer in watch:
             if answer.status == health_pb2.HealthCheckResponse.SERVING:
                 break
@@ -309,7 +309,7 @@ async def test_the_process_is_healthy_once_loaded_serves_and_ends_on_sigterm() -
         request = pb.RenderRequest(model="tiny", chat=chat(chat_template="{{ messages[0].role }}"))
         assert (await stub.Render(request)).text == "user"
         process.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(process.wait(), 30) == 0
+        assert await asyncio.wait_for(process.wait(), 120) == 0
     finally:
         await channel.close()
         if process.returncode is None:

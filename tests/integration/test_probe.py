@@ -28,7 +28,7 @@ async def ask(*arguments: str) -> tuple[int, str]:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "services.common.probe", *arguments, stderr=subprocess.PIPE
     )
-    _, said = await asyncio.wait_for(process.communicate(), 30)
+    _, said = await asyncio.wait_for(process.communicate(), 120)
     return process.returncode or 0, said.decode()
 
 

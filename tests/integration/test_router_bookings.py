@@ -20,7 +20,7 @@ from tests.support.redis_server import RedisServer
 from tests.support.router_cluster import BLOCK, MODEL, FakeWorker, RouterProcess, routers, until
 
 RESERVE = router_pb2.RouteQueryRequest.MODE_SELECT_AND_RESERVE
-LEASE_MS = 1_500
+LEASE_MS = 3_000
 
 
 @pytest.fixture
@@ -180,7 +180,7 @@ async def test_a_retry_gets_the_same_answer_from_any_replica(pair: list[RouterPr
 
 async def test_unknown_and_foreign_reservations_are_counted(pair: list[RouterProcess]) -> None:
     await workers(pair, "a")
-    answer = await pair[0].stub.RouteQuery(reserve("r1", ttl_ms=300))
+    answer = await pair[0].stub.RouteQuery(reserve("r1", ttl_ms=3_000))
     ids = [f"{MODEL}:other", "elsewhere:r1", "", ":", "nonsense"]
     for call, request in (
         (pair[1].stub.MarkPrefillComplete, router_pb2.MarkPrefillCompleteRequest(reservation_ids=ids)),

@@ -32,6 +32,7 @@ async def test_a_worker_that_floods_is_cut_off(caplog: pytest.LogCaptureFixture)
     async with routers() as (router,):
         good, bad = FakeWorker("good"), FakeWorker("bad", total_blocks=50_000)
         await good.attach(router)
+        good.keep_beating()
         await good.store(block_hashes(PROMPT, BLOCK))
         await bad.attach(router)
         some = pack_u64(range(50_000))
@@ -56,6 +57,7 @@ async def test_blocks_beyond_the_card_and_garbage_leave_nothing_behind(caplog: p
     async with routers() as (router,):
         good = FakeWorker("good")
         await good.attach(router)
+        good.keep_beating()
         await good.store(block_hashes(PROMPT, BLOCK))
         for name, nonsense in (("liar", too_many), ("babbler", torn)):
             bad = FakeWorker(name, total_blocks=100)

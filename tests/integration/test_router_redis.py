@@ -32,7 +32,7 @@ def redis(tmp_path: Path) -> Iterator[RedisServer]:
 
 @pytest.fixture
 async def pair(redis: RedisServer) -> AsyncIterator[list[RouterProcess]]:
-    async with routers(2, redis_url=redis.url, drain_s=5) as replicas:
+    async with routers(2, redis_url=redis.url, drain_s=5, redis_timeout_s=10, lease_ms=60_000) as replicas:
         for replica in replicas:
             await until(lambda replica=replica: serving(replica))
         yield replicas
@@ -249,13 +249,14 @@ async def test_without_redis_the_router_waits_and_says_not_serving(
 
 @pytest.mark.parametrize("how", ["lost", "frozen"])
 async def test_an_outage_degrades_visibly_and_heals(redis: RedisServer, how: str) -> None:
-    async with routers(2, redis_url=redis.url, redis_timeout_s=0.5, lease_ms=3_000) as (first, second):
+    async with routers(2, redis_url=redis.url, redis_timeout_s=2, lease_ms=6_000) as (first, second):
         for replica in (first, second):
             await until(lambda replica=replica: serving(replica))
         w1, w2 = FakeWorker("w1"), FakeWorker("w2")
         await w1.attach(first)
         await w2.attach(second)
         w1.keep_beating()
+        w2.keep_beating()
         await w1.store(block_hashes(PROMPT, BLOCK))
         await knows(first, "w1", "w2")
         booked = await first.stub.RouteQuery(query(PROMPT, "before"))
@@ -264,10 +265,10 @@ async def test_an_outage_degrades_visibly_and_heals(redis: RedisServer, how: str
             redis.stop()
         else:
             redis.freeze()
-        away = await first.stub.RouteQuery(query(PROMPT, "during"), timeout=10)
+        away = await first.stub.RouteQuery(query(PROMPT, "during"), timeout=30)
         assert (away.decode.worker_id, away.degraded) == ("w1", "store_unavailable")
         assert away.overlap.device_blocks == len(PROMPT) // BLOCK
-        again = await first.stub.RouteQuery(query(PROMPT, "during"), timeout=10)
+        again = await first.stub.RouteQuery(query(PROMPT, "during"), timeout=30)
         assert (again.decode, again.reservation_id) == (away.decode, away.reservation_id)
         assert await serving(first)
         await w1.store(block_hashes(OTHER, BLOCK), wait=False)

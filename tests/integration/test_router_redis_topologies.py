@@ -85,7 +85,7 @@ async def test_a_node_of_a_cluster_that_forgot_its_scripts_learns_them_again(clu
 
 
 async def test_the_store_moves_to_the_new_master_when_the_old_one_dies(sentinels: RedisSentinels) -> None:
-    store = RedisStore(sentinels.url, timeout_s=2)
+    store = RedisStore(sentinels.url, timeout_s=10)
     await store.register(worker("m"), "s", 60_000)
     await store.apply("m", "a", 1, 100, [stored(1, 7, 8)])
     await store.select("m", OFFERS, Terms("r", 60_000))

@@ -83,7 +83,7 @@ async def _lists(router: RouterProcess, count: int | None = None) -> bool:
 
 @pytest.mark.parametrize("shared", [False, True], ids=["memory", "redis"])
 async def test_sessions_stay_where_they_were_at_every_replica(shared: bool, redis: RedisServer, tmp_path: Path) -> None:
-    more = {"redis_url": redis.url, "redis_prefix": tmp_path.name} if shared else {}
+    more = {"redis_url": redis.url, "redis_prefix": tmp_path.name, "redis_timeout_s": 10} if shared else {}
     async with routers(2 if shared else 1, drain_s=5, **more) as replicas:
         workers = await attached(replicas[0], "a", "b")
         for replica in replicas:
@@ -101,7 +101,7 @@ async def test_sessions_stay_where_they_were_at_every_replica(shared: bool, redi
 @pytest.mark.parametrize("shared", [False, True], ids=["memory", "redis"])
 async def test_overload_is_shed_with_a_time_to_come_again(shared: bool, redis: RedisServer, tmp_path: Path) -> None:
     """One worker, blocks of 4, 64 of them, threshold 0.2: the surplus is refused, by all replicas together."""
-    more = {"redis_url": redis.url, "redis_prefix": tmp_path.name} if shared else {}
+    more = {"redis_url": redis.url, "redis_prefix": tmp_path.name, "redis_timeout_s": 10} if shared else {}
     async with routers(2 if shared else 1, drain_s=5, busy_kv_share=0.2, **more) as replicas:
         await attached(replicas[0], "a", block_size=4, total_blocks=64)
         for replica in replicas:
@@ -133,7 +133,7 @@ async def test_with_the_threshold_off_nobody_is_refused() -> None:
 async def test_those_who_wait_are_served_in_order_and_who_leaves_is_not(
     shared: bool, redis: RedisServer, tmp_path: Path
 ) -> None:
-    more = {"redis_url": redis.url, "redis_prefix": tmp_path.name} if shared else {}
+    more = {"redis_url": redis.url, "redis_prefix": tmp_path.name, "redis_timeout_s": 10} if shared else {}
     async with routers(drain_s=5, busy_requests=1, **more) as (router,):
         await attached(router, "a")
         running = await router.stub.RouteQuery(query(prompt(1, 2), "r0"))
@@ -147,7 +147,7 @@ async def test_those_who_wait_are_served_in_order_and_who_leaves_is_not(
         waiting = []
         for name, priority in (("late", 2), ("soon", 1), ("leaver", 0), ("sooner", 1)):
             waiting.append(asyncio.create_task(wait(name, priority)))
-            await asyncio.sleep(0.05)  # arrival is an order of its own
+            await asyncio.sleep(0.3)  # arrival is an order of its own
         waiting.pop(2).cancel()
         with_patience = await refused(router.stub.RouteQuery(query(prompt(1, 2), "impatient", max_wait_ms=50)))
         assert with_patience.kind is ErrorKind.OVERLOADED
@@ -165,7 +165,7 @@ async def _idle(router: RouterProcess) -> bool:
 async def test_growing_prompts_go_to_one_prefill_worker_outside_the_decode_set(
     shared: bool, redis: RedisServer, tmp_path: Path
 ) -> None:
-    more = {"redis_url": redis.url, "redis_prefix": tmp_path.name} if shared else {}
+    more = {"redis_url": redis.url, "redis_prefix": tmp_path.name, "redis_timeout_s": 10} if shared else {}
     async with routers(drain_s=5, **more) as (router,):
         prefill = await attached(router, "p1", "p2", role=common_pb2.WORKER_ROLE_PREFILL)
         await attached(router, "d1", "d2", role=common_pb2.WORKER_ROLE_DECODE)

@@ -21,7 +21,7 @@ RESERVE = router_pb2.RouteQueryRequest.MODE_SELECT_AND_RESERVE
 
 @pytest.fixture
 async def router() -> AsyncIterator[RouterProcess]:
-    async with routers(drain_s=5) as (replica,):
+    async with routers(drain_s=5, lease_ms=60_000) as (replica,):
         yield replica
 
 

@@ -162,7 +162,7 @@ async def test_a_sleeping_worker_is_out_of_discovery_and_comes_back(
 
 async def test_a_hang_is_noticed_and_forgiven(folder: Path, listening: tuple[Listening, str]) -> None:
     router, address = listening
-    fields = {"canary_s": 0.1, "canary_timeout_s": 0.3, "canary_failures": 2}
+    fields = {"canary_s": 0.1, "canary_timeout_s": 1.5, "canary_failures": 2}
     async with hosted(folder, routers=[address], worker_id="w", **fields) as host, stub_of(host) as stub:
         await until(lambda: router.present)
         assert await act(host, Action.ACTION_INJECT_FAULT, fault="hang") == {"fault": "hang"}
@@ -317,7 +317,7 @@ async def test_five_hundred_random_cancels_leave_nothing_behind(folder: Path) ->
 
 
 async def test_a_stop_under_load_finishes_what_runs_and_sends_the_rest_elsewhere(folder: Path) -> None:
-    async with hosted(folder, speedup=1.0, grace_s=0.3, drain_s=120.0) as host, stub_of(host) as stub:
+    async with hosted(folder, speedup=1.0, grace_s=3.0, drain_s=120.0) as host, stub_of(host) as stub:
         caller, long = Caller(stub), 99
         lengths = {slot: 20 + slot for slot in range(64)}
         await caller.send(

@@ -12,6 +12,7 @@ import pytest
 
 from services.common.hashing import block_hashes
 from services.common.packing import unpack_u64
+from services.common.ports import free_port
 from services.common.server import GrpcServer
 from services.common.settings import GrpcServiceSettings
 from services.worker import cache_log
@@ -188,7 +189,7 @@ async def test_after_a_lost_stream_it_attaches_elsewhere_and_continues(folder: P
 async def test_a_router_too_far_behind_gets_a_snapshot_on_attach(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_log, "BACKLOG_BATCHES", 2)
     log = RouterLog()
-    async with router(log) as server:
+    async with router(log, free_port()) as server:
         port = server.port
         async with hosted(folder, routers=[f"127.0.0.1:{port}"]) as host:
             for number in range(5):
@@ -250,7 +251,7 @@ async def test_a_router_whose_name_goes_while_it_takes_the_worker_in_is_not_the_
 
 
 async def test_no_router_is_no_reason_not_to_serve(folder: Path) -> None:
-    async with router(RouterLog()) as server:
+    async with router(RouterLog(), free_port()) as server:
         taken = server.port
     async with hosted(folder, routers=[f"127.0.0.1:{taken}"]) as host:
         await say(host, "a", range(3, 50))

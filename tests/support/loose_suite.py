@@ -16,7 +16,7 @@ import httpx
 
 from services.common.ports import free_port
 
-READY_S = 120
+READY_S = 240
 
 
 class LooseSuite:

@@ -22,6 +22,14 @@ MODULE = re.compile(r"services\.(gateway|preprocess|router|postprocess|worker)")
 READY = re.compile(r"^ready (https?://\S+)")
 
 
+def command_of(process: psutil.Process) -> list[str]:
+    """Its command line; empty when it has ended."""
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
 class Suite:
     """`sluice up` with the given flags, from `ready` to Ctrl-C."""
 
@@ -69,7 +77,7 @@ class Suite:
         """The services' processes, of one kind or all."""
         found = []
         for child in psutil.Process(self.pid).children(recursive=True):
-            kind = MODULE.search(" ".join(child.cmdline()))
+            kind = MODULE.search(" ".join(command_of(child)))
             if kind and service in ("", kind[1]):
                 found.append(child)
         return found

@@ -19,6 +19,7 @@ import grpc
 
 from services.common.errors import SluiceError, unavailable
 from services.common.packing import pack_u32, unpack_u32
+from services.common.ports import free_port
 from services.common.runner import Stop
 from services.common.server import GrpcServer
 from services.common.settings import GrpcServiceSettings
@@ -173,7 +174,7 @@ class PostReplica:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.port = 0
+        self.port = free_port()
         self.server: GrpcServer | None = None
         self.service: postprocess.PostprocessService | None = None
 

@@ -71,7 +71,7 @@ async def test_close_writes_what_is_left_and_returns() -> None:
     collector = Collector()
     collector.put(1)
     collector.writer.close()
-    await asyncio.wait_for(collector.writer.run(), 5)
+    await asyncio.wait_for(collector.writer.run(), 30)
     assert collector.written == [[1]]
 
 
@@ -82,7 +82,7 @@ async def test_failed_write_ends_it() -> None:
     writer: BatchWriter[int] = BatchWriter(lambda: 1, fail)
     writer.wake()
     with pytest.raises(ConnectionError, match="gone"):
-        await asyncio.wait_for(writer.run(), 5)
+        await asyncio.wait_for(writer.run(), 30)
 
 
 @given(st.lists(st.one_of(st.integers(0, 99), st.sampled_from(["pause", "block", "free"])), max_size=40))
@@ -103,7 +103,7 @@ def test_nothing_is_lost_doubled_or_reordered(script: list[int | str]) -> None:
                 collector.wire_is_free.set()
         collector.wire_is_free.set()
         collector.writer.close()
-        await asyncio.wait_for(running, 5)
+        await asyncio.wait_for(running, 30)
         return put, collector.written
 
     put, written = asyncio.run(play())

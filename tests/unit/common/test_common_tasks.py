@@ -33,7 +33,7 @@ async def test_death_stops_the_process_as_failed() -> None:
     stop = Stop()
     owner = TaskOwner(on_death=stop.fail)
     owner.spawn(die(), "heartbeat")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         await stop.wait()
     assert stop.failed
     await owner.close()
@@ -98,7 +98,7 @@ async def test_close_from_one_of_its_own_tasks_does_not_hang() -> None:
             closed.set()
 
     owner.spawn(closer(), "closer")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         await closed.wait()
 
 

@@ -73,7 +73,7 @@ async def test_a_loop_that_is_kept_busy_lags(measured: ProcessMetrics) -> None:
     await asyncio.sleep(0)
     time.sleep(LAG_EVERY_S + 0.3)  # noqa: ASYNC251  what must not happen
     await asyncio.sleep(0.05)
-    assert seen("event_loop_lag_seconds") == {("router",): 1}
+    assert seen("event_loop_lag_seconds")[("router",)] >= 1
     registry = CollectorRegistry()
     expose(registry)
     late = registry.get_sample_value("sluice_process_event_loop_lag_seconds_sum", {"service": "router"})

@@ -122,7 +122,7 @@ async def test_errors_are_told_by_their_code(tmp_path: Path) -> None:
     await http.post("/v1/break")
     await http.post("/v1/nothing")
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(http.post("/v1/wait"), 0.2)
+        await asyncio.wait_for(http.post("/v1/wait"), 2.0)
     lines = await finish()
     assert [(line["outcome"], line["status"]) for line in lines] == [
         ("thing_not_found", 404),

@@ -83,7 +83,7 @@ async def test_chunks_of_a_chat_in_order() -> None:
     choices.sinks[0].text('lo "ü"\n')
     await settle_round()
     choices.sinks[0].finish(STOP)
-    await asyncio.wait_for(serving, 5)
+    await asyncio.wait_for(serving, 30)
     role, first, second, closing, counts, done = client.events
     assert role["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert first["choices"][0]["delta"] == {"content": "Hel"}
@@ -105,7 +105,7 @@ async def test_text_that_waits_becomes_one_event() -> None:
     for piece in ("a", "b", "c"):
         choices.sinks[0].text(piece)
     choices.sinks[0].finish(STOP)
-    await asyncio.wait_for(serving, 5)
+    await asyncio.wait_for(serving, 30)
     assert [event["choices"][0]["delta"].get("content") for event in client.events[:-1]] == ["", "abc", None]
 
 
@@ -120,7 +120,7 @@ async def test_choices_keep_apart() -> None:
     await settle_round()
     assert not serving.done()
     choices.sinks[0].finish(Finish(FinishReason.LENGTH))
-    await asyncio.wait_for(serving, 5)
+    await asyncio.wait_for(serving, 30)
     texts = {0: "", 1: ""}
     reasons = {}
     for event in client.events[:-1]:
@@ -137,7 +137,7 @@ async def test_failure_before_the_first_text_is_an_http_error() -> None:
     client = Client()
     serving = serve(stream, client)
     choices.sinks[0].fail(unavailable("nobody there"))
-    await asyncio.wait_for(serving, 5)
+    await asyncio.wait_for(serving, 30)
     assert client.status == 503
     assert json.loads(client.body)["error"]["message"] == "nobody there"
 
@@ -149,7 +149,7 @@ async def test_failure_in_the_middle_is_an_event_and_the_end() -> None:
     choices.sinks[0].text("so far")
     await settle()
     choices.sinks[0].fail(unavailable("worker lost"))
-    await asyncio.wait_for(serving, 5)
+    await asyncio.wait_for(serving, 30)
     assert client.status == 200
     assert client.events[-2]["error"]["message"] == "worker lost"
     assert client.events[-1] == "[DONE]"
@@ -168,7 +168,7 @@ async def test_a_slow_client_holds_nobody_up_and_gets_everything() -> None:
     choices.sinks[0].text("c")
     choices.sinks[0].finish(STOP)
     client.reads.set()
-    await asyncio.wait_for(serving, 5)
+    await asyncio.wait_for(serving, 30)
     content = "".join(event["choices"][0]["delta"].get("content", "") for event in client.events[:-1])
     assert content == "a" + "b" * 500 + "c"
     assert client.events[-1] == "[DONE]"
@@ -187,7 +187,7 @@ async def test_a_client_that_never_reads_is_cut() -> None:
     await settle_round()
     for _ in range(200):
         choices.sinks[0].text("c")
-    await asyncio.wait_for(serving, 5)
+    await asyncio.wait_for(serving, 30)
     assert cancelled
 
 
@@ -203,7 +203,7 @@ async def test_a_client_that_never_reads_is_cut_for_a_choice_that_it_has_not_hea
     assert stream.blocked
     for _ in range(200):
         choices.sinks[1].text("c")
-    await asyncio.wait_for(serving, 5)
+    await asyncio.wait_for(serving, 30)
     assert not choices.sinks
 
 
@@ -227,9 +227,9 @@ async def test_a_stream_that_fails_to_write_is_cut_and_disturbs_no_other() -> No
     broken[0].take = fails  # type: ignore[method-assign]
     broken[0].sinks[0].text("b")
     sound[0].sinks[0].text("b")
-    await asyncio.wait_for(serving[0], 5)
+    await asyncio.wait_for(serving[0], 30)
     sound[0].sinks[0].finish(STOP)
-    await asyncio.wait_for(serving[1], 5)
+    await asyncio.wait_for(serving[1], 30)
     assert cut == [True]
     assert clients[1].events[-1] == "[DONE]"
 
@@ -246,7 +246,7 @@ async def test_a_stream_that_fails_at_its_first_text_is_cut_without_a_word_to_wh
 
     choices.take = fails  # type: ignore[method-assign]
     choices.sinks[1].text("b")  # else the session that brings everybody's text would end
-    await asyncio.wait_for(serving, 5)
+    await asyncio.wait_for(serving, 30)
 
 
 async def test_a_client_that_leaves_cancels() -> None:
@@ -258,7 +258,7 @@ async def test_a_client_that_leaves_cancels() -> None:
     choices.sinks[0].text("a")
     await settle()
     client.left.set()
-    await asyncio.wait_for(serving, 5)
+    await asyncio.wait_for(serving, 30)
     assert cancelled
     before = len(client.messages)
     choices.sinks[0].text("too late")
@@ -276,7 +276,7 @@ async def test_a_broken_connection_ends_the_stream() -> None:
 
     serving = asyncio.create_task(stream({"type": "http"}, client.receive, broken))
     choices.sinks[0].text("a")
-    await asyncio.wait_for(serving, 5)
+    await asyncio.wait_for(serving, 30)
 
 
 def test_chunks_are_valid_json_whatever_the_text() -> None:
@@ -309,7 +309,7 @@ async def test_reasoning_text_and_calls_keep_their_order_and_wait_together() -> 
     sink.tool_call(1, "call_b", "g", "{}")
     sink.text("?")
     sink.finish(Finish(FinishReason.TOOL_CALLS, degraded=("tool_call_malformed",)))
-    await asyncio.wait_for(serving, 5)
+    await asyncio.wait_for(serving, 30)
     deltas = [event["choices"][0]["delta"] for event in client.events[:-2]]
     assert deltas == [
         {"role": "assistant", "content": ""},
@@ -349,7 +349,7 @@ async def test_arguments_go_out_as_they_come() -> None:
     await settle_round()
     sink.tool_call(0, "", "", '":1}')
     sink.finish(STOP)
-    await asyncio.wait_for(serving, 5)
+    await asyncio.wait_for(serving, 30)
     calls = [event["choices"][0]["delta"].get("tool_calls") for event in client.events[1:4]]
     assert [call[0]["function"]["arguments"] for call in calls] == ["", '{"a', '":1}']
     assert [("id" in call[0], "name" in call[0]["function"]) for call in calls] == [(True, True), *[(False, False)] * 2]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -74,10 +75,14 @@ def test_a_killed_process_loses_no_request(ready: EngineProcess) -> None:
         futures = [pool.submit(ready.call, "encode_chat", chat(text)) for text in texts]
         for reached in (50, 150, 250):  # 16 callers wait or compute at each of them
             assert futures[reached].result(120)
-            killed.add(ready.pid)
-            os.kill(ready.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # the one before, and the next is not up yet
+                os.kill(pid := ready.pid, signal.SIGKILL)
+                killed.add(pid)
         answers = [future.result(120) for future in futures]
     assert answers == [list(text.encode()) for text in texts]
+    deadline = time.monotonic() + 60
+    while ready.restarts < len(killed) and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert 1 <= len(killed) <= ready.restarts
 
 

@@ -34,7 +34,7 @@ async def started(engine: ScriptedEngine, on_failure: Callable[[str, BaseExcepti
 
 
 async def read(delivery: StreamDelivery) -> list[Delta]:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         return [delta async for delta in delivery.deltas()]
 
 
@@ -123,7 +123,7 @@ async def test_cancel_reaches_the_engine_and_ends_as_cancelled() -> None:
     delivery = StreamDelivery()
     worker.submit(request(), delivery)
     reading = delivery.deltas()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         assert list((await anext(reading)).token_ids) == [5]
         worker.cancel(delivery)
         terminal = await anext(reading)
@@ -157,7 +157,7 @@ async def test_an_engine_that_is_told_twice_still_ends_in_order() -> None:
     worker.submit(request(), delivery)
     await asyncio.sleep(0)
     worker.cancel(delivery)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         await engine.freeing.wait()
         worker.cancel(delivery)  # as when a caller cancels and then goes away
         await asyncio.sleep(0)
@@ -245,7 +245,7 @@ async def test_drain_waits_for_what_runs() -> None:
     await asyncio.sleep(0)
     assert not draining.done()
     worker.abort("r")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         await draining
     assert worker.live_requests == 0
 
@@ -287,7 +287,7 @@ async def test_the_default_submit_is_begin_pushes_finish() -> None:
     engine = ScriptedEngine([Delta((5,), cached_tokens=1), Delta((6,)), Delta(finish_reason=FinishReason.LENGTH)])
     sink = RecordingSink()
     engine.submit(request(), GenerateContext("r"), sink)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         await sink.done.wait()
         await engine.drain()
     assert sink.calls == ["begin", "push", "push", "finish"]

@@ -125,7 +125,7 @@ async def test_closing_the_iterator_cancels(make: Any) -> None:
             await anext(deltas)
         await deltas.aclose()
         assert engine.load()[0].running_requests == 0
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(20):
             await engine.drain()
 
 
@@ -169,7 +169,7 @@ async def test_events_and_a_cleared_cache_replay_to_the_truth(make: Any) -> None
 
 async def test_clearing_while_a_step_runs_keeps_the_events_in_order(make: Any) -> None:
     heard: list[KvEvent] = []
-    async with make(timing="fixed", fixed_step_ms=200, fixed_prefill_us=0, speedup=1) as engine:
+    async with make(timing="fixed", fixed_step_ms=1000, fixed_prefill_us=0, speedup=1) as engine:
         engine.kv_event_sources()[0].subscribe(heard.extend)
         sink = RecordingSink()
         engine.submit(request(prompt=range(3, 103), max_tokens=2, ignore_eos=True), GenerateContext("r"), sink)

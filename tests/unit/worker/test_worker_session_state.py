@@ -40,7 +40,7 @@ def rows(page: Page) -> Iterator[tuple[int, list[int]]]:
 
 
 async def settle(worker: Worker) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         await worker.engine.drain()
 
 
