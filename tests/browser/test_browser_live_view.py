@@ -132,9 +132,22 @@ def test_with_api_keys_the_page_asks_for_one(tmp_path: Path, open_page: Open) ->
         page.locator("#key-text").fill(shown)
         page.keyboard.press("Enter")
         is_live(page)
+        expect(page.locator("#model")).to_have_value("tiny", timeout=15_000)
         page.locator("#question").fill("Hello")
         page.locator("#send").click()
         expect(page.locator(".said:not(.mine) .facts")).to_contain_text("tokens/s", timeout=20_000)
+
+
+def test_a_question_before_there_is_a_model_is_kept_and_gets_a_word(open_page: Open) -> None:
+    with LooseSuite(Path(DEFAULT_SOURCE), workers=0, postprocess=1) as suite:
+        page = open_page(suite.url, quiet=False)  # a browser complains when the suite ends under it
+        is_live(page)
+        page.locator("#question").fill("Hello")
+        for _ in range(2):
+            page.locator("#send").click()
+            expect(page.locator("#log .wrong")).to_have_count(1)
+        expect(page.locator("#log .wrong")).to_have_text("No model is served yet. Send again when one is.")
+        expect(page.locator("#question")).to_have_value("Hello")
 
 
 def test_it_can_be_read_and_used_on_a_phone_and_by_keyboard(suite: Suite, open_page: Open) -> None:

@@ -14,6 +14,7 @@ export class Chat {
   #model = $("#model");
   #messages = [];
   #running = null;
+  #absent = el("div", { class: "said" }, el("p", { class: "facts wrong", text: "No model is served yet. Send again when one is." }));
 
   constructor() {
     $("#ask").addEventListener("submit", (event) => {
@@ -45,7 +46,12 @@ export class Chat {
 
   async #ask() {
     const text = this.#question.value.trim();
-    if (!text || this.#running || !this.#model.value) return;
+    if (!text || this.#running) return;
+    if (!this.#model.value) {
+      if (!this.#absent.isConnected) this.#add(this.#absent);
+      return;
+    }
+    this.#absent.remove();
     this.#question.value = "";
     this.#say("mine", text);
     this.#messages = [...this.#messages, { role: "user", content: text }].slice(-MOST_MESSAGES);
