@@ -48,7 +48,11 @@ A = TypeVar("A")
 
 
 class Replica(Generic[S]):
-    """One process of a service: its address, its stub, and whether it takes requests."""
+    """One process of a service: its address, its stub, and whether it takes requests.
+
+    Attributes:
+        held: somebody else uses the channel; it stays open, and the replica known, until that ends.
+    """
 
     def __init__(
         self, address: str, channel: grpc.aio.Channel, stub: S, shared: CallStream[Any, Any] | None = None
@@ -59,6 +63,7 @@ class Replica(Generic[S]):
         self.shared = shared
         self.serving = False
         self.outstanding = 0
+        self.held = False
         self.breaker = Breaker()
 
 
@@ -279,7 +284,7 @@ class ReplicaSet(Generic[S]):
         for address in self._replicas.keys() - found.keys():
             # Not in the name service any more. While it still answers it only gets no new requests, because a name
             # service that is restarting may answer in part.
-            if not self._replicas[address].serving:
+            if not (self._replicas[address].serving or self._replicas[address].held):
                 await self._remove(address)
 
     def _add(self, address: str, name: str) -> None:

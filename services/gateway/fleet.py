@@ -127,8 +127,9 @@ class Fleet:
                 self._running.pop(link).cancel()
                 if isinstance(link, WorkerLink):
                     await self._channels.pop(link).close()
-                elif self._switchboard.texts.links.get(link.address) is link:
+                else:
                     del self._switchboard.texts.links[link.address]
+                    link.replica.held = False
 
     def _on_post_change(self) -> None:
         if not self.makes_text:
@@ -139,5 +140,6 @@ class Fleet:
             link.retired = address not in serving
         for address in serving.keys() - links.keys():
             link = PostLink(serving[address], self._connect_timeout_s, self._switchboard)
+            link.replica.held = True  # its channel carries the session, also while it drains
             links[address] = link
             self._running[link] = self._tasks.spawn(link.run(), f"link-postprocess-{address}")

@@ -92,6 +92,7 @@ class PostLink(Link[postprocess_pb2.PostSessionRequest, postprocess_pb2.TextBatc
         )
         self.leaving = False  # asked for its streams to be moved
         self.address = replica.address
+        self.replica = replica
         self._stub = replica.stub
         self._events = events
         self._opens: list[tuple[postprocess_pb2.OpenStream, int]] = []  # each with its size, bytes
