@@ -1,0 +1,81 @@
+"""The links to postprocess replicas that come and go, in a name service that says so before anybody else."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from services.common import replicas
+from services.common.ports import free_port
+from services.common.server import GrpcServer
+from services.common.settings import GrpcServiceSettings
+from services.common.tasks import TaskOwner
+from services.gateway import fleet as fleet_module
+from services.gateway.fleet import Fleet
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.switchboard import Switchboard
+from sluice.v1 import postprocess_pb2, postprocess_pb2_grpc
+from tests.support.engines import until
+
+
+class Host(postprocess_pb2_grpc.PostprocessServicer):
+    """A replica whose sessions stay open."""
+
+    def __init__(self) -> None:
+        self.address = f"127.0.0.1:{free_port()}"
+        self.server = GrpcServer(GrpcServiceSettings(listen=self.address), postprocess_pb2.DESCRIPTOR)
+        self.sessions = 0
+        postprocess_pb2_grpc.add_PostprocessServicer_to_server(self, self.server.server)
+
+    async def Session(self, request_iterator: object, context: object) -> None:  # type: ignore[override]
+        self.sessions += 1
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("back", [False, True], ids=["for good", "and comes back"])
+async def test_a_replica_that_leaves_the_name_service_ends_no_gateway(
+    monkeypatch: pytest.MonkeyPatch, back: bool
+) -> None:
+    monkeypatch.setattr(replicas, "RESOLVE_EVERY_S", 0.02)
+    monkeypatch.setattr(fleet_module, "SWEEP_S", 1.0)
+    hosts = [Host(), Host()]
+    known = list(hosts)
+
+    async def resolve(target: str) -> list[tuple[str, str]]:
+        return [(host.address, "post") for host in known]
+
+    monkeypatch.setattr(replicas, "_resolve", resolve)
+    deaths: list[str] = []
+    tasks = TaskOwner(on_death=lambda name, error: deaths.append(f"{name}: {error}"))
+    board = Switchboard(4, lambda *_: None, lambda *_: None, GatewayMetrics())
+    fleet = Fleet(["post:1"], None, 5.0, board, tasks)
+    for host in hosts:
+        await host.server.start()
+        await host.server.set_serving(True)
+    try:
+        await fleet.postprocess.start()
+        tasks.spawn(fleet.run_sweeps(), "sweeps")
+        await until(lambda: sum(link.connected for link in board.texts.links.values()) == 2)
+        leaver = hosts[0]
+        known.remove(leaver)
+        await leaver.server.set_serving(False)
+        await until(lambda: board.texts.links[leaver.address].retired)
+        await asyncio.sleep(0.2)  # ten looks at the name service
+        assert board.texts.links[leaver.address].connected, "what it carries may finish"
+        if back:
+            known.append(leaver)
+            await leaver.server.set_serving(True)
+            await until(lambda: not board.texts.links[leaver.address].retired)
+            await asyncio.sleep(1.5)
+            assert all(link.connected for link in board.texts.links.values())
+            assert leaver.sessions == 1
+        else:
+            await until(lambda: leaver.address not in fleet.postprocess._replicas)
+            assert list(board.texts.links) == [hosts[1].address]
+        assert not deaths
+    finally:
+        await tasks.close()
+        await fleet.postprocess.close()
+        for host in hosts:
+            await host.server.stop(0)
