@@ -8,6 +8,8 @@ from services.worker.conformance.rule import NotChecked, expect, rule
 from services.worker.conformance.subject import OUTPUT_TOKENS, Subject
 
 STOP, LENGTH = REASONS.FINISH_REASON_STOP, REASONS.FINISH_REASON_LENGTH
+ATTEMPTS = 5
+"""On a machine that is busy a fast engine is done before the kit gets its turn."""
 
 
 def _all_ended_well(requests: list[Heard]) -> None:
@@ -68,17 +70,25 @@ async def unknown_cancel(subject: Subject) -> str:
     "worker.proto, GenerateRequest.request_id",
 )
 async def duplicate_request_id(subject: Subject) -> str:
+    for _ in range(ATTEMPTS):
+        if said := await _twins(subject):
+            return said
+    raise NotChecked("The first request had ended every time before the second one came.")
+
+
+async def _twins(subject: Subject) -> str:
+    """What the second one heard; empty when the first one had ended before it came."""
     async with subject.session() as caller:
         request = subject.long()
         (first,) = await caller.start(request)
         await caller.began(first)
         if first.terminals:
-            raise NotChecked(f"The engine cannot be kept busy: the request ended with {first.describe()}.")
+            return ""
         twin = subject.request()
         twin.request_id = request.request_id
         second = await caller.ask_one(twin)
         if second.reason in (STOP, LENGTH) and first.terminals:
-            raise NotChecked("The first request had ended before the second one came.")
+            return ""
         expect(
             second.reason == REASONS.FINISH_REASON_ERROR, f"The second request was taken and ended {second.describe()}."
         )
