@@ -87,6 +87,7 @@ class CallStream(Generic[Q, A]):
                 self._cancels.append(number)
                 session.wake()
             self._close_if_done()
+            del answer  # what it raises holds this call, which must not hold it as well
 
     async def run(self) -> None:
         """Keeps a session open until cancelled."""

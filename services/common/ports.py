@@ -68,7 +68,9 @@ def _claim(port: int) -> socket.socket | None:
     claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
         claim.bind(f"\0sluice-port-{port}")
-    except OSError:
-        claim.close()
-        return None
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            claim.close()
+            return None
+        # A system without such names: the port is given all the same.
     return claim

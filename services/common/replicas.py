@@ -250,23 +250,22 @@ class ReplicaSet(Generic[S]):
         usual = self._usual.setdefault(name, UsualTime(HEDGE_FLOOR_S, HEDGE_GUESS_S))
         self._hedges.earn()
         started = perf_counter()
-        calls = [asyncio.ensure_future(self._once(method, request, deadline, tried))]
+        calls: list[asyncio.Future[A]] = [asyncio.ensure_future(self._once(method, request, deadline, tried))]
         try:
             await asyncio.wait(calls, timeout=usual.seconds)
             usual.saw(perf_counter() - started)
             if not calls[0].done() and self._hedges.spend():
                 self.on_event("hedge")
                 calls.append(asyncio.ensure_future(self._once(method, request, deadline, tried)))
-            answer = await _first_answer(calls)
-            if answer is not calls[0]:
+            first = calls.index(await _first_answer(calls))
+            if first > 0:
                 self.on_event("hedge_won")
                 if (slow := self._replicas.get(tried[0])) is not None:
                     self._failed(slow)  # once is nothing; a replica that never answers any more is found out this way
-            return answer.result()
+            return calls[first].result()
         finally:
-            for call in calls:
-                call.cancel()
-            await asyncio.gather(*calls, return_exceptions=True)
+            await _end(calls)
+            calls.clear()  # what they raise holds this call, which must not hold them as well
 
     async def _keep_resolving(self) -> None:
         while True:
@@ -333,6 +332,12 @@ def _refused(cause: SluiceError) -> bool:
 def _typed(error: grpc.aio.AioRpcError) -> bool:
     """The service itself said so."""
     return any(key == DETAIL_KEY for key, _ in error.trailing_metadata() or ())
+
+
+async def _end(calls: Sequence[asyncio.Future[A]]) -> None:
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
 
 
 async def _first_answer(calls: Sequence[asyncio.Future[A]]) -> asyncio.Future[A]:

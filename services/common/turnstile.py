@@ -8,6 +8,7 @@ measures the service, and the line is what grows.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from math import inf
@@ -52,8 +53,9 @@ class Turnstile:
             self._turns.release()
 
     async def _wait(self, most_s: float) -> None:
-        try:
+        came = False
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(most_s):
-                await self._turns.acquire()
-        except TimeoutError:
-            raise overloaded(f"Too many requests wait for the {self._peer} service; try again soon.") from None
+                came = await self._turns.acquire()
+        if not came:  # not where the timeout is caught: its own error knows this task, and would be the context
+            raise overloaded(f"Too many requests wait for the {self._peer} service; try again soon.")

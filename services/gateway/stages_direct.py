@@ -81,7 +81,10 @@ class DirectPlacement:
                     raise
             else:
                 return entry, link
-        raise failure or no_such_worker(names, wanted.request.model)
+        try:
+            raise failure or no_such_worker(names, wanted.request.model)
+        finally:
+            del failure  # it holds this call, which must not hold it as well
 
     def _check(self, entry: WorkerEntry, prefill: WorkerEntry | None) -> None:
         if entry.role is Role.PREFILL:

@@ -136,17 +136,17 @@ class Lines(Generic[T]):
         try:
             # The impatient ones are answered by the next round.
             async with asyncio.timeout(max_wait_ms / 1000 if max_wait_ms else LONGEST_WAIT_MS / 1000):
-                found = await answer
+                return await answer, int((time.monotonic() - started) * 1000)
         except BaseException as error:
             if _placed(answer):  # in the moment in which its caller gave up
                 self._tasks.spawn(self._abandon(answer.result()), f"abandon-{model}")
-            if isinstance(error, TimeoutError):
-                raise self._refusal(model) from None
-            raise
+            if not isinstance(error, TimeoutError):
+                raise
         finally:
             if waiter in line.waiters:
                 line.waiters.remove(waiter)
-        return found, int((time.monotonic() - started) * 1000)
+            del waiter, answer  # what is raised holds this call, which must not hold it as well
+        raise self._refusal(model)  # not where the timeout is caught: its own error knows this task
 
     def _join(self, model: str, waiter: _Waiter[T]) -> _Line[T]:
         line = self._lines.get(model)

@@ -94,11 +94,14 @@ class Gate:
         left = waiting.cancel()
         refused = None if left else waiting.exception()
         self._metrics.waited(monotonic() - began, "left" if left else "refused" if refused else "turn")
-        if left:
-            raise SluiceError(ErrorKind.CANCELLED, "The client went away while it waited in line.")
-        if isinstance(refused, Refused):
-            raise self._told(refused)
-        waiting.result()
+        try:
+            if left:
+                raise SluiceError(ErrorKind.CANCELLED, "The client went away while it waited in line.")
+            if isinstance(refused, Refused):
+                raise self._told(refused)
+            waiting.result()
+        finally:
+            del waiting, refused  # what is raised holds this call, which must not hold it as well
 
     def leave(self, permit: Permit) -> None:
         """A request that was let in is over."""

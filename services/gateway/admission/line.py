@@ -132,7 +132,16 @@ class Line:
         self.waiting += 1
         longest = self._patience_s if patience_s is None else min(patience_s, self._patience_s)
         try:
-            async with asyncio.timeout(longest):
+            if not await self._turn_came(waiter, rank, longest):
+                # Outside of the handler: the timeout's own error knows this task, and would be its context.
+                raise no_room("line_timeout", f"no place became free within {longest:g} s", self.retry_after_s)
+        finally:
+            del waiter  # what is raised holds this call, which must not hold it as well
+
+    async def _turn_came(self, waiter: _Waiter, rank: _Rank, longest_s: float) -> bool:
+        """False when it took too long."""
+        try:
+            async with asyncio.timeout(longest_s):
                 await waiter.turn
         except BaseException as error:
             if waiter.in_line:
@@ -140,11 +149,12 @@ class Line:
                 self.waiting -= 1
             elif not waiter.turn.cancelled() and waiter.turn.exception() is None:
                 self.leave()  # its turn came in the moment it gave up
-            if isinstance(error, TimeoutError):
-                raise no_room(
-                    "line_timeout", f"no place became free within {longest:g} s", self.retry_after_s
-                ) from None
-            raise
+            if not isinstance(error, TimeoutError):
+                raise
+            return False
+        finally:
+            del waiter
+        return True
 
     def leave(self) -> None:
         """A request that was let in is over."""

@@ -29,15 +29,30 @@ T = TypeVar("T")
 
 async def all_or_none(jobs: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Results in order; the first SluiceError ends all jobs and is raised by itself."""
+    tasks = [asyncio.ensure_future(job) for job in jobs]
     try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(job) for job in jobs]
-    except ExceptionGroup as failed:
-        typed = [error for error in failed.exceptions if isinstance(error, SluiceError)]
-        if not typed:
-            raise
-        raise typed[0] from None
-    return [task.result() for task in tasks]
+        if tasks:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        failed = [error for error in map(_failure, tasks) if error is not None]
+        if not failed:
+            return [task.result() for task in tasks]
+    finally:
+        await _ended(tasks)
+        tasks.clear()
+    try:
+        raise next((error for error in failed if isinstance(error, SluiceError)), failed[0])
+    finally:
+        failed.clear()  # what is raised holds this call, which must not hold it as well
+
+
+async def _ended(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _failure(task: asyncio.Future[Any]) -> BaseException | None:
+    return task.exception() if task.done() and not task.cancelled() else None
 
 
 @dataclass(frozen=True, slots=True)

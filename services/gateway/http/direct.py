@@ -31,7 +31,7 @@ class PlainSends:
         try:
             await self._app(scope, receive, send)
         finally:
-            del scope[SEND_KEY]  # the server's request knows its scope: parted here, they need no garbage collector
+            scope.pop(SEND_KEY, None)  # the server's request knows its scope: they part here
 
 
 def plain_send(scope: Scope, send: Send) -> Send:
@@ -81,9 +81,10 @@ class DirectSender:
 
     async def close(self) -> None:
         """Gives up on a message that still waits."""
-        if self._waiting is not None:
-            self._waiting.cancel()
-            await asyncio.gather(self._waiting, return_exceptions=True)
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
 
     async def _finish(self, sending: Coroutine[Any, Any, None], waits_for: Any) -> None:
         try:

@@ -210,6 +210,7 @@ async def result_unless_gone(receive: Receive, job: Coroutine[Any, Any, T]) -> T
         gone.cancel()
         working.cancel()
         await asyncio.gather(working, return_exceptions=True)
+        del working  # what it raises holds this call, which must not hold it as well
 
 
 async def run_unless_gone(receive: Receive, done: asyncio.Event, cancel: Callable[[], None]) -> bool:

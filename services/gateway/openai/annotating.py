@@ -97,6 +97,10 @@ class Annotator:
         self._blocked = False
         self._tell_what_can_be_told()
 
+    def forget(self) -> None:
+        """The generation never runs: what waits to be said is not."""
+        self._waiting.clear()
+
     def logprobs(self, positions: Sequence[PositionLogprobs]) -> None:
         """See Sink."""
         self._positions.extend(positions)

@@ -207,6 +207,7 @@ class OpenAIEndpoints:
 
     async def _start(self, generations: list[GenerationRequest], choices: Any, usage: Usage, asked: Wishes) -> None:
         usage.only_prompt = asked.only_prompt
+        annotators: list[Annotator] = []
         first = 0
         try:
             for one in generations:
@@ -214,6 +215,7 @@ class OpenAIEndpoints:
                 first += one.choices
                 if asked.any:
                     sinks = [self._annotator(sink, one, asked) for sink in sinks]
+                    annotators += sinks
                 if asked.echo:
                     text = await self._pipeline.prompt_text(one)
                     for sink in sinks:
@@ -226,6 +228,8 @@ class OpenAIEndpoints:
                         sink.begin(stream.tokens, prompt_ids)
         except BaseException:
             usage.cancel()
+            for annotator in annotators:
+                annotator.forget()
             raise
 
     def _annotator(self, sink: TokenSink, request: GenerationRequest, asked: Wishes) -> Annotator:

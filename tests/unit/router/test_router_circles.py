@@ -1,0 +1,33 @@
+"""A request that waited in line for nothing is gone when it has heard so."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from services.common.tasks import TaskOwner
+from services.router.book import AllBusy
+from services.router.line import Lines
+from tests.support.circles import circles_of
+
+TIMES = 20
+
+
+async def refuse(*, place: bool = True) -> int:
+    raise AllBusy
+
+
+async def nobody(found: int) -> None:
+    pass
+
+
+async def test_refused_after_a_wait_in_line() -> None:
+    tasks = TaskOwner()
+    lines: Lines[int] = Lines(tasks, 100, nobody)
+
+    async def wait() -> None:
+        with suppress(AllBusy):
+            await lines.admit("m", refuse, max_wait_ms=20)
+
+    found = await circles_of(wait, TIMES)
+    assert found.total() < TIMES, found
+    await tasks.close()
