@@ -6,7 +6,6 @@ import gc
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
-
 LOOKS = 3
 
 
