@@ -141,7 +141,10 @@ class ClientSession(Generic[Out, In]):
 
     async def _write(self, message: Out) -> None:
         assert self._call is not None
-        await self._call.write(message)
+        try:
+            await self._call.write(message)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            self._writer.give_up()  # the call is over, and its reader hears why
 
     def close(self) -> None:
         """Ends the session from this side; `run` then returns."""

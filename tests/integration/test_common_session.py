@@ -175,6 +175,41 @@ async def test_close_ends_both_sides() -> None:
         await asyncio.wait_for(worker.ended.wait(), DEADLINE_S)
 
 
+@pytest.mark.parametrize("first", ["closed", "woken"])
+async def test_what_is_still_to_be_written_when_it_is_closed_is_no_defect(first: str) -> None:
+    async with connected() as (_, _, make):
+        for _ in range(20):
+            caller = make()
+            running = asyncio.create_task(caller.session.run())
+            caller.send(1)
+            await caller.has(1)
+            if first == "closed":
+                caller.session.close()
+            caller.send(2)
+            caller.session.close()
+            assert (await reason(running)).kind is ErrorKind.DISCONNECTED
+
+
+async def test_a_busy_session_may_be_closed_at_any_moment() -> None:
+    async with connected() as (_, _, make):
+        for number in range(40):
+            caller = make()
+            running = asyncio.create_task(caller.session.run())
+            caller.send(1)
+            await caller.has(1)
+
+            async def talk(caller: Caller = caller) -> None:
+                while True:
+                    caller.send(2)
+                    await asyncio.sleep(0)
+
+            talking = asyncio.create_task(talk())
+            await asyncio.sleep(0.0003 * number)
+            caller.session.close()
+            assert (await reason(running)).kind is ErrorKind.DISCONNECTED
+            talking.cancel()
+
+
 async def test_cancelled_owner_stays_cancelled_and_the_server_notices() -> None:
     async with connected() as (worker, _, make):
         caller = make()
