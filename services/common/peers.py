@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
@@ -159,7 +160,20 @@ class RenewingChannel(grpc.aio.Channel):
         return self._current().channel.get_state(try_to_connect)
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        await self._current().channel.wait_for_state_change(last_observed_state)
+        with self._used() as channel:
+            await channel.wait_for_state_change(last_observed_state)
 
     async def channel_ready(self) -> None:
-        await self._current().channel.channel_ready()
+        with self._used() as channel:
+            await channel.channel_ready()
+
+    @contextmanager
+    def _used(self) -> Iterator[grpc.aio.Channel]:
+        """Whoever waits for a connection uses it: it is not closed under them."""
+        line = self._current()
+        line.calls += 1
+        try:
+            yield line.channel
+        finally:
+            line.calls -= 1
+            self._close_if_done(line)

@@ -29,7 +29,7 @@ from services.common.channels import open_channel
 from services.common.errors import ErrorKind, SluiceError, unavailable
 from services.common.grpc_errors import DETAIL_KEY, from_rpc_error, late_answer
 from services.common.idlest import idlest
-from services.common.tasks import TaskOwner
+from services.common.tasks import TaskOwner, asked_to_end
 
 log = logging.getLogger(__name__)
 
@@ -211,6 +211,11 @@ class ReplicaSet(Generic[S]):
             late = loop.time() >= deadline
             self._judge(replica, error, left_s, late)
             raise self._cause(error, late) from error
+        except asyncio.CancelledError:
+            if asked_to_end():
+                raise
+            # Its channel was closed under it.
+            raise unavailable(f"The {self.peer} replica left before it answered.", code="service_unavailable") from None
         else:
             replica.breaker.succeeded()
             return answer
@@ -283,7 +288,8 @@ class ReplicaSet(Generic[S]):
         for address in self._replicas.keys() - found.keys():
             # Not in the name service any more. While it still answers it only gets no new requests, because a name
             # service that is restarting may answer in part.
-            if not (self._replicas[address].serving or self._replicas[address].held):
+            replica = self._replicas[address]
+            if not (replica.serving or replica.held or replica.outstanding):
                 await self._remove(address)
 
     def _add(self, address: str, name: str) -> None:

@@ -13,6 +13,12 @@ CANCEL_AGAIN_S = 0.25
 CANCEL_ATTEMPTS = 20
 
 
+def asked_to_end() -> bool:
+    """Whether somebody cancelled the current task; if not, a CancelledError in it is about what it waits for."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
 class TaskOwner:
     """Holds tasks that should run until closed.
 

@@ -12,7 +12,7 @@ import grpc
 from services.common.channels import open_channel
 from services.common.errors import SluiceError
 from services.common.replicas import ReplicaSet
-from services.common.tasks import TaskOwner
+from services.common.tasks import TaskOwner, asked_to_end
 from sluice.v1 import common_pb2, router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -97,6 +97,9 @@ class WorkerWatch:
                 await self._follow(routers)
             except grpc.aio.AioRpcError as error:
                 log.info("the router's worker list broke off", extra={"status": error.code().name})
+            except asyncio.CancelledError:
+                if asked_to_end():
+                    raise  # else the channel to a router that left was closed
             except SluiceError:
                 pass  # no router is up yet: what is known stays
             await asyncio.sleep(AGAIN_S)

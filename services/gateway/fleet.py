@@ -123,7 +123,9 @@ class Fleet:
         while True:
             await asyncio.sleep(SWEEP_S)
             self._switchboard.texts.sweep()
-            for link in [link for link in self._running if link.retired and (not link.live or not link.connected)]:
+            for link in [link for link in self._running if _is_done(link)]:
+                if not _is_done(link):  # it came back while another one was closed
+                    continue
                 self._running.pop(link).cancel()
                 if isinstance(link, WorkerLink):
                     await self._channels.pop(link).close()
@@ -143,3 +145,7 @@ class Fleet:
             link.replica.held = True  # its channel carries the session, also while it drains
             links[address] = link
             self._running[link] = self._tasks.spawn(link.run(), f"link-postprocess-{address}")
+
+
+def _is_done(link: WorkerLink | PostLink) -> bool:
+    return link.retired and (not link.live or not link.connected)

@@ -6,6 +6,7 @@ Tokens take the path of `token_path`; everything else that is said of a stream c
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -34,6 +35,8 @@ from services.gateway.live_stream import EngineEnd, LiveStream, Pair
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.text_replicas import TextReplicas
 from services.gateway.token_path import TokenPath
+
+log = logging.getLogger(__name__)
 
 POST_WAIT_S = 10.0
 
@@ -285,7 +288,7 @@ class Switchboard:
         """A worker's session is gone, and with it every generation on it that was not done."""
         for stream in [stream for stream in self._streams.values() if stream.worker is link]:
             if stream.end is None:
-                self.interrupted(stream, error)
+                self._guarded(stream, lambda lost: self.interrupted(lost, error))
 
     def interrupted(self, stream: LiveStream, error: SluiceError) -> None:
         """The worker of a stream cannot go on with it."""
@@ -415,6 +418,14 @@ class Switchboard:
         self._metrics.failed(stream.model, error)
         stream.end_spans(error)
         stream.part().fail(error)
+
+    def _guarded(self, stream: LiveStream, job: Callable[[LiveStream], None]) -> None:
+        """What goes wrong with one stream is no reason for the others to be left."""
+        try:
+            job(stream)
+        except Exception:
+            log.exception("a stream could not be moved", extra={"request_id": stream.request_id})
+            self.give_up(stream, internal("The gateway could not go on with this request; its log has the details."))
 
     def give_up_all(self, error: SluiceError) -> None:
         """Ends everything under way."""

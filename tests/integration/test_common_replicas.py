@@ -217,6 +217,48 @@ async def test_exclude_and_changes() -> None:
         await host.stop()
 
 
+async def test_a_replica_that_left_is_known_until_its_last_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = [await Host("w0").start()]
+
+    async def resolve(target: str) -> list[tuple[str, str]]:
+        return [(host.address, "worker") for host in known]
+
+    monkeypatch.setattr(replicas, "_resolve", resolve)
+    monkeypatch.setattr(replicas, "RESOLVE_EVERY_S", 0.02)
+    chosen: Set = ReplicaSet("worker", ["worker:1"], worker_pb2_grpc.WorkerStub)
+    await chosen.start()
+    leaver, stays = known[0], await Host("w1").start()
+    try:
+        assert await chosen.wait_ready(DEADLINE_S)
+        leaver.worker.gate.clear()
+        late = asyncio.create_task(ask(chosen))
+        await until(lambda: leaver.worker.calls == 1)
+        known[:] = [stays]
+        assert leaver.server is not None
+        await leaver.server.set_serving(False)
+        await until(lambda: [replica.address for replica in chosen.serving] == [stays.address])
+        await asyncio.sleep(0.2)
+        leaver.worker.gate.set()
+        assert await late == "w0"
+        await until(lambda: leaver.address not in chosen._replicas)
+    finally:
+        await chosen.close()
+        await leaver.stop()
+        await stays.stop()
+
+
+async def test_a_channel_that_is_closed_under_a_call_does_not_cancel_its_caller() -> None:
+    async with suite(1) as (hosts, chosen):
+        hosts[0].worker.gate.clear()
+        asking = asyncio.create_task(ask(chosen, attempts=1))
+        await until(lambda: hosts[0].worker.calls == 1)
+        await chosen.serving[0].channel.close()
+        with pytest.raises(SluiceError, match="left before it answered") as lost:
+            await asking
+        assert lost.value.kind is ErrorKind.UNAVAILABLE
+        hosts[0].worker.gate.set()
+
+
 async def test_name_that_changes_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     known: list[Host] = [await Host("w0").start()]
 

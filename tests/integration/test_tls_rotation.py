@@ -15,6 +15,7 @@ import pytest
 from services.common import peers, watched
 from services.common.channels import open_channel
 from services.common.peers import PeerCredentials
+from services.common.ports import free_port
 from services.common.server import GrpcServer
 from services.common.settings import GrpcServiceSettings, TlsSettings
 from services.common.tls import channel_credentials
@@ -110,6 +111,21 @@ async def test_a_channel_shows_its_new_certificate_and_finishes_what_runs_on_the
             await until_shown(channel, trust.tls_cert)
             await stream.read()
         stream.cancel()
+
+
+async def test_whoever_waits_for_a_connection_waits_on_while_the_certificate_is_renewed(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    trust = authority.issue("client")
+    address = f"127.0.0.1:{free_port()}"  # where nobody listens yet
+    async with open_channel(address, channel_credentials(trust)) as channel:
+        waiting = asyncio.create_task(channel.channel_ready())
+        await asyncio.sleep(0.1)
+        authority.issue("client")
+        with pytest.raises(grpc.aio.AioRpcError):
+            await shown(channel)  # takes another line, and closes the one that nobody uses
+        await asyncio.sleep(0.2)
+        assert not waiting.done(), "the channel was closed under it"
+        waiting.cancel()
 
 
 async def test_a_new_authority_on_both_sides_refuses_who_only_has_the_old_one(tmp_path: Path) -> None:

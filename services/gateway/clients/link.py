@@ -89,7 +89,7 @@ class Link(ABC, Generic[Out, In]):
     async def _carry_one_session(self) -> SluiceError | None:
         try:
             await asyncio.wait_for(self._channel.channel_ready(), self._connect_timeout_s)
-        except TimeoutError:
+        except (TimeoutError, grpc.aio.UsageError):  # or the channel was closed, and this link is about to be
             return None
         self._session = ClientSession(self.peer, self._open_call, self._drain, self._take)
         self._abandoned = False

@@ -58,6 +58,26 @@ async def test_the_largest_seed_has_further_choices() -> None:
     assert seeds == [2**63 - 1, -(2**63), -(2**63) + 1]
 
 
+def test_a_stream_that_cannot_be_moved_leaves_the_others_of_its_worker_to_go_on() -> None:
+    desk = Board()
+    garbled = replace(PROMPT, eos_token_ids=b"\1\0\0")
+    worker = cast(WorkerLink, desk.workers[0])
+    sink = Sink()
+    desk.board.connect(
+        REQUEST, 0, garbled, Route("w0", reservation_id=desk.book()), worker, MAX_TOKENS, cast(Any, sink)
+    )
+    first = desk.board.connect(
+        REQUEST, 0, garbled, Route("w0", reservation_id=desk.book()), worker, MAX_TOKENS, cast(Any, sink)
+    )
+    other, other_sink = desk.connect()
+    desk.tokens([(first, [10]), (other, [10])])
+    desk.lose_worker(0)
+    (error,) = [end for end in sink.ends if isinstance(end, SluiceError)]
+    assert error.kind is ErrorKind.INTERNAL
+    assert other in desk.moving
+    assert not other_sink.ends
+
+
 class Siblings(Sink):
     """A choice whose failure ends the answer, and so the other choices."""
 
