@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from services.common.errors import SluiceError, overloaded
+from services.common.errors import SluiceError, internal, overloaded
 from services.common.tasks import TaskOwner
 from services.postprocess.library import VocabularyLibrary
 from services.postprocess.opening import INLINE_TOKENS, AnyStream, Opener, fed
 from services.postprocess.plan import Plan
 from services.postprocess.resuming import Resume
 from services.postprocess.stream import FinishReason, StreamOptions
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -101,21 +104,35 @@ class WaitingStreams:
         self._streams.pop(slot, None)
 
     async def _settle(self, slot: int, waiting: WaitingStream) -> None:
+        """Begins the stream, or refuses it: whatever is wrong with one of them must not end the service."""
         try:
-            vocabulary = await self._library.get(waiting.options.model)
-            plan = self._opener.plan(waiting.options, vocabulary, waiting.identity)
-            await self._opener.prepare(plan)
-            stream = self._opener.begin(waiting.options, vocabulary, plan)
-            text = await fed(stream, waiting.resume.token_ids if waiting.resume is not None else ())
-        except SluiceError as error:
+            stream, plan, text = await self._made(waiting)
+        except Exception as error:
             if self._streams.get(slot) is waiting:
-                self._refused(slot, error)
+                self._refused(slot, _told(error, waiting))
             return
         if self._streams.get(slot) is not waiting:
             stream.close()
             return
         del self._streams[slot]
-        self._begun(slot, waiting, stream, plan, text)
+        try:
+            self._begun(slot, waiting, stream, plan, text)
+        except Exception as error:
+            stream.close()
+            self._refused(slot, _told(error, waiting))
+
+    async def _made(self, waiting: WaitingStream) -> tuple[AnyStream, Plan, str]:
+        """The stream, and the text that its past gave."""
+        vocabulary = await self._library.get(waiting.options.model)
+        plan = self._opener.plan(waiting.options, vocabulary, waiting.identity)
+        await self._opener.prepare(plan)
+        stream = self._opener.begin(waiting.options, vocabulary, plan)
+        try:
+            text = await fed(stream, waiting.resume.token_ids if waiting.resume is not None else ())
+        except BaseException:
+            stream.close()
+            raise
+        return stream, plan, text
 
     async def settled(self) -> None:
         """Waits until none waits any more."""
@@ -126,3 +143,11 @@ class WaitingStreams:
         """Forgets all of them."""
         await self._tasks.close()
         self._streams.clear()
+
+
+def _told(error: Exception, waiting: WaitingStream) -> SluiceError:
+    """What the caller hears; the log hears the rest."""
+    if isinstance(error, SluiceError):
+        return error
+    log.error("a stream cannot begin", extra={"model": waiting.options.model}, exc_info=error)
+    return internal("The stream cannot begin; the log of this service says why.")
