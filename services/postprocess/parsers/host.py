@@ -108,7 +108,7 @@ class ParserHost:
 
     async def start(self) -> None:
         """Starts the process; SluiceError when it cannot."""
-        await self._start()
+        await self._start_or_say_why()
         self._tasks.spawn(self._run(), f"parser {self.name}")
 
     async def close(self) -> None:
@@ -117,6 +117,19 @@ class ParserHost:
         await self._kill()
         self._progress.close()
         self._file.close()
+
+    async def _start_or_say_why(self) -> None:
+        """As `_start`, with every failure as a SluiceError: where a system is short of memory or of descriptors it
+        raises what it likes, and a parser without a process must not end the service.
+        """
+        try:
+            await self._start()
+        except SluiceError:
+            raise
+        except Exception as error:
+            log.warning("a parser's process cannot be started", extra={"parser": self.name}, exc_info=error)
+            await self._kill()
+            raise unavailable(f"The parser {self.name} cannot be started now; the log above says why.") from None
 
     async def _start(self) -> None:
         self._process = await asyncio.create_subprocess_exec(
@@ -158,7 +171,7 @@ class ParserHost:
             if size > FRAME_AT_MOST:
                 raise ValueError(f"a frame of {size} bytes")
             return unframe(await self._reader.readexactly(size))
-        except asyncio.IncompleteReadError:
+        except (asyncio.IncompleteReadError, OSError):
             raise EOFError("the process ended") from None
 
     async def _run(self) -> None:
@@ -202,7 +215,7 @@ class ParserHost:
                     stream.answer(pieces, unpack_events(events), held, reasoning_tokens, failed)
         except TimeoutError:
             return TOO_SLOW
-        except (EOFError, ConnectionError, ValueError, TypeError, KeyError):
+        except (EOFError, OSError, ValueError, TypeError, KeyError):
             return DIED
         return ""
 
@@ -231,7 +244,7 @@ class ParserHost:
         if asyncio.get_running_loop().time() < self._not_before:
             raise EOFError("there is no process")
         try:
-            await self._start()
+            await self._start_or_say_why()
         except SluiceError as error:
             raise EOFError(error.message) from None
 
@@ -254,7 +267,7 @@ class ParserHost:
         hopeless = self._deaths >= DEATHS_AT_MOST
         if not hopeless:
             try:
-                await self._start()
+                await self._start_or_say_why()
             except SluiceError as error:
                 log.error("%s", error.message)
                 hopeless = True
