@@ -160,7 +160,10 @@ class Attachment:
 
     async def _say_goodbye(self, reading: asyncio.Task[None]) -> None:
         if not self._call.done():
-            await self._call.done_writing()
+            try:
+                await self._call.done_writing()
+            except Exception as error:  # the router died in this moment, and gRPC has untyped errors for that
+                log.debug("the router does not hear the goodbye", extra={"reason": repr(error)})
         await asyncio.wait((reading,), timeout=LEAVE_S)
 
     def _changes(self) -> Iterator[router_pb2.AttachRequest]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from grpc._cython import cygrpc
 
 from services.common.errors import ErrorKind, SluiceError
 from services.worker import attach
@@ -81,3 +82,31 @@ async def test_a_router_that_never_answers_is_given_up(monkeypatch: pytest.Monke
         async with asyncio.timeout(10):
             await attachment.run()
     assert lost.value.kind is ErrorKind.RESPONSE_TIMEOUT
+
+
+class DeafCall(BrokenCall):
+    """Of a router that dies in the moment of the goodbye."""
+
+    def __init__(self) -> None:
+        super().__init__(nothing)
+
+    def done(self) -> bool:
+        return False
+
+    async def done_writing(self) -> None:
+        raise cygrpc.InternalError("Failed grpc_call_start_batch: 8")
+
+
+async def nothing() -> None:
+    return None
+
+
+async def test_a_goodbye_that_nobody_hears_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attach, "LEAVE_S", 0.05)
+    call: Any = DeafCall()
+    attachment = Attachment(call, router_pb2.Registration(), [], lambda: [Load()], lambda: None)
+    attachment.leave("shutdown")
+    async with asyncio.timeout(10):
+        await attachment.run()
+    assert call.written[-1].leave.reason == "shutdown"
+    assert call.cancelled
