@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+
+log = logging.getLogger(__name__)
 
 REFRESH_S = 5.0
 
@@ -13,12 +16,23 @@ class SchedulerMetrics:
 
     def __init__(self) -> None:
         self.text = ""
+        self._failed = False
 
     async def run(self) -> None:
         """Refreshes until cancelled."""
         while True:
-            self.text = await asyncio.to_thread(_read)
+            await self._refresh()
             await asyncio.sleep(REFRESH_S)
+
+    async def _refresh(self) -> None:
+        """The files are others', who may write or remove them in this moment: no reason to end a worker."""
+        try:
+            self.text = await asyncio.to_thread(_read)
+            self._failed = False
+        except Exception:
+            if not self._failed:  # once, not every few seconds
+                log.warning("SGLang's metrics cannot be read; the last ones are kept", exc_info=True)
+            self._failed = True
 
 
 def _read() -> str:
