@@ -7,9 +7,10 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from functools import cache
 
+from services.common.errors import SluiceError
 from services.common.instruments import Counter
 from services.worker.cache_events import KvEvent
-from services.worker.kv_events.events import EngineBatch
+from services.worker.kv_events.events import EngineBatch, MalformedEvents
 from services.worker.kv_events.translation import Translator
 from services.worker.metrics import EVENT_GAPS, EVENT_LOSSES, EVENT_ORPHANS
 
@@ -60,7 +61,12 @@ class Follower:
         self._gaps, self._lost, self._orphaned = _counters()
 
     def live(self, sequence: int, batch: EngineBatch) -> None:
-        """A batch as the engine published it."""
+        """A batch as the engine published it.
+
+        Raises:
+            SluiceError: INVALID_ARGUMENT when the engine's block size does not go together with ours from the start;
+                so do `replayed` and `replay_ended`.
+        """
         if self._joins:
             self._joins = False
             self.expected = sequence
@@ -150,7 +156,7 @@ class Follower:
 
     def _apply(self, sequence: int, batch: EngineBatch) -> None:
         orphans = self._translator.orphans
-        events = self._translator.apply(batch.events)
+        events = self._translated(sequence, batch)
         self.expected = sequence + 1
         self._times[sequence] = batch.time
         if len(self._times) > REMEMBERED:
@@ -161,6 +167,19 @@ class Follower:
         if orphaned := self._translator.orphans - orphans:
             self._orphaned.add(orphaned)
             self._consider_rebuild()
+
+    def _translated(self, sequence: int, batch: EngineBatch) -> Sequence[KvEvent]:
+        """What a batch means; one that makes no sense is lost, because a worker outlives a strange event."""
+        try:
+            return self._translator.apply(batch.events)
+        except SluiceError:
+            raise
+        except MalformedEvents as error:
+            log.warning("%s", error)
+        except Exception:
+            log.exception("a batch of KV events cannot be translated")
+        self.unreadable(sequence)
+        return ()
 
     def _consider_rebuild(self) -> None:
         """What came before is unknown: the whole story again, if the engine still has it; now and then at most."""

@@ -16,6 +16,7 @@ from services.worker.kv_events.events import (
     EngineHash,
     EngineRemoved,
     EngineStored,
+    MalformedEvents,
 )
 
 KEEP_GONE = 65_536
@@ -41,6 +42,7 @@ class Translator:
         self._held: dict[CacheTier, Counter[int]] = {}
         self._group: int | None = None
         self._heals = False
+        self._has_fitted = False
         self._out: list[KvEvent] = []
         self.orphans = 0
 
@@ -48,7 +50,8 @@ class Translator:
         """What these events mean.
 
         Raises:
-            SluiceError: INVALID_ARGUMENT when the engine's block size does not go together with ours.
+            MalformedEvents: an event's block size makes no sense, while those of others before it did.
+            SluiceError: INVALID_ARGUMENT when the engine's block size does not go together with ours from the start.
         """
         for event in events:
             if isinstance(event, EngineStored):
@@ -204,7 +207,13 @@ class Translator:
 
     def _check(self, engine_block_size: int) -> None:
         ours = self._block_size
-        if engine_block_size < 1 or (engine_block_size % ours and ours % engine_block_size):
+        if engine_block_size < 1:
+            raise MalformedEvents(f"blocks of {engine_block_size} tokens were stored")
+        if not engine_block_size % ours or not ours % engine_block_size:
+            self._has_fitted = True
+        elif self._has_fitted:  # the settings are right, so the event is wrong
+            raise MalformedEvents(f"blocks of {engine_block_size} tokens were stored, which do not fit those of {ours}")
+        else:
             raise invalid(
                 f"The engine's blocks have {engine_block_size} tokens and the index's {ours}; one must be a multiple "
                 "of the other. Set block-size to the engine's.",

@@ -52,9 +52,9 @@ def decode(payload: bytes) -> EngineBatch:
         events = [event for raw in batch["events"] if (event := _event(raw)) is not None]
         rank = batch.get("data_parallel_rank")
         return EngineBatch(events, float(batch.get("ts") or 0.0), None if rank is None else int(rank))
-    except (msgspec.MsgspecError, LookupError, TypeError, ValueError, OverflowError) as error:
-        if isinstance(error, MalformedEvents):
-            raise
+    except MalformedEvents:
+        raise
+    except Exception as error:  # the bytes are another's: whatever they do to the decoder, they are no batch
         raise MalformedEvents(f"a batch of KV events cannot be read: {error}") from error
 
 

@@ -122,22 +122,29 @@ class ZmqFeed:
             return None
 
     async def _replay(self, start: int) -> None:
+        import zmq
+
+        try:
+            await self._ask_again(start)
+        except (TimeoutError, zmq.ZMQError) as error:
+            log.warning("the engine did not replay its KV events", extra={"reason": str(error) or "timeout"})
+        finally:
+            self._follower.replay_ended()
+
+    async def _ask_again(self, start: int) -> None:
         """Asks on a socket of its own, so that an answer that comes too late meets nobody."""
         import zmq
 
         socket = self._context.socket(zmq.DEALER)
-        socket.set(zmq.RCVHWM, QUEUED_MESSAGES)
         try:
+            socket.set(zmq.RCVHWM, QUEUED_MESSAGES)
             socket.connect(self._replay_endpoint)
             async with asyncio.timeout(REPLAY_SILENCE_S):
                 await socket.send_multipart([b"", start.to_bytes(8, "big")])
             while await self._take_replayed(socket):
                 pass
-        except (TimeoutError, zmq.ZMQError) as error:
-            log.warning("the engine did not replay its KV events", extra={"reason": str(error) or "timeout"})
         finally:
             socket.close(linger=0)
-            self._follower.replay_ended()
 
     async def _take_replayed(self, socket: Socket) -> bool:
         """One message of the answer; False when it was the last one."""

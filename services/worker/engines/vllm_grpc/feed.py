@@ -68,13 +68,18 @@ class GrpcFeed:
         return self._sources[0].follower.expected if len(self._sources) == 1 else 0
 
     def _take(self, message: Any) -> None:
-        batch = wire.read_batch(message)
-        rank = batch.rank or 0
-        if rank >= len(self._sources):
+        rank = message.dp_rank if message.HasField("dp_rank") else 0
+        if not 0 <= rank < len(self._sources):
             return
         follower = self._sources[rank].follower
         if message.HasField("snapshot") and message.snapshot.index == 0:
             follower.begin_at(message.sequence_number)
+        try:
+            batch = wire.read_batch(message)
+        except Exception:
+            log.warning("a batch of KV events cannot be read", extra={"rank": rank}, exc_info=True)
+            follower.unreadable(message.sequence_number)
+            return
         follower.live(message.sequence_number, batch)
 
     def _lost(self, error: grpc.aio.AioRpcError) -> None:
