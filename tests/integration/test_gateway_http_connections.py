@@ -250,6 +250,18 @@ async def test_a_client_that_leaves_is_noticed() -> None:
         await until(lambda: app.over == 1)
 
 
+async def test_a_connection_that_comes_to_be_while_the_server_stops_hears_that_its_request_is_the_last() -> None:
+    """As when it was accepted in the same turn of the loop, or when its handshake takes longer."""
+    async with served(App()) as (host, port, server):
+        said = await answer(host, port, post(b"{}", "content-length: 2"))
+        assert b"connection: close" not in said.lower()
+        guarded: Any = server._server.config.http_protocol_class
+        guarded.server_stops = True
+        said = await answer(host, port, post(b"{}", "content-length: 2"))
+        assert said.startswith(b"HTTP/1.1 200")
+        assert b"connection: close" in said.lower()
+
+
 async def test_a_stop_lets_streams_finish_and_takes_no_new_connections() -> None:
     app = App()
     async with served(app) as (host, port, server):

@@ -34,6 +34,7 @@ class GuardedProtocol(HttpToolsProtocol):
     """
 
     bounds: ClassVar[Bounds] = Bounds()
+    server_stops: ClassVar[bool] = False
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
@@ -50,6 +51,8 @@ class GuardedProtocol(HttpToolsProtocol):
             self._refuse(503, "The gateway has too many connections; try again soon.")
             return
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+        if self.server_stops:  # it was accepted before that, or its handshake took longer
+            self.shutdown()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._headers_came()

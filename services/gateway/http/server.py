@@ -49,6 +49,8 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Connections that the kernel has accepted already are served: a closed listener would reset them."""
+        guarded: Any = self.config.http_protocol_class
+        guarded.server_stops = True
         accepted = _accept_all(self.listener)
         for server in self.servers:
             server.close()
