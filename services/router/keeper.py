@@ -20,6 +20,7 @@ from services.router.workers import Slot
 log = logging.getLogger(__name__)
 
 TEND_EVERY_S = 0.5
+REREAD_AFTER_S = 2.0  # what cannot be read now may not be readable the next moment either
 
 
 class Keeper:
@@ -133,3 +134,7 @@ class Keeper:
             except StoreUnavailable as error:
                 reason = "store_returned"
                 self._link.lost(error)
+            except Exception:  # whatever the store holds, the other models are served, and this one as last known
+                reason = "other"
+                log.exception("following a model failed; reading the store anew soon", extra={"model": view.model})
+                await asyncio.sleep(REREAD_AFTER_S)

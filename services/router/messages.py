@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
+from functools import lru_cache
+
+from google.protobuf.message import DecodeError
 
 from services.common.errors import invalid
 from services.common.hashing import HASH_SCHEME
@@ -15,6 +19,8 @@ from services.router.registry import Happening, News
 from services.router.view import ModelView
 from services.router.workers import Role, Slot, Worker
 from sluice.v1 import common_pb2, router_pb2
+
+log = logging.getLogger(__name__)
 
 MOST_RANKS = 1_024
 DUMP_AT_ONCE = 65_536  # hashes a message
@@ -102,8 +108,17 @@ def worker_info(worker: Worker, report: bytes) -> router_pb2.WorkerInfo:
 
 
 def reported(report: bytes) -> list[common_pb2.WorkerLoad]:
-    """A worker's last heartbeat: loads by rank."""
-    return list(router_pb2.Heartbeat.FromString(report).loads)
+    """A worker's last heartbeat: loads by rank; none where it cannot be read."""
+    try:
+        return list(router_pb2.Heartbeat.FromString(report).loads)
+    except DecodeError:
+        _say_ignored(report)
+        return []
+
+
+@lru_cache(maxsize=256)  # remembering it says it once: a report is read several times a second until the next one comes
+def _say_ignored(report: bytes) -> None:
+    log.warning("a worker's report that the store keeps cannot be read and is ignored", extra={"bytes": len(report)})
 
 
 def used_blocks(report: bytes) -> list[int]:

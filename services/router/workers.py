@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from enum import IntEnum
 from functools import lru_cache
 from typing import NamedTuple
@@ -44,6 +44,10 @@ def _slots(worker_id: str, ranks: int) -> tuple[Slot, ...]:
     return tuple(Slot(worker_id, rank) for rank in range(ranks))
 
 
+class UnreadableWorker(ValueError):
+    """What a store keeps of a worker says nothing here: a newer router wrote it, or it is broken."""
+
+
 @dataclass(frozen=True, slots=True)
 class Worker:
     """A registered worker; constant for its epoch but for `draining`.
@@ -80,13 +84,23 @@ class Worker:
 
     @classmethod
     def from_json(cls, text: str | bytes, draining: bool = False) -> Worker:
-        """Undoes `to_json`."""
-        fields = json.loads(text)
-        fields["role"] = Role(fields["role"])
-        fields["document"] = base64.b64decode(fields["document"])
-        for name in ("capabilities", "adapters"):
-            fields[name] = tuple(fields.get(name, ()))
-        return cls(**fields, draining=draining)
+        """Undoes `to_json`; fields that another version of the router keeps beside these are left out.
+
+        Raises:
+            UnreadableWorker: no worker that can be told here, as one with a role that only a newer router knows.
+        """
+        try:
+            kept = {name: value for name, value in json.loads(text).items() if name in _KEPT}
+            kept["role"] = Role(kept["role"])
+            kept["document"] = base64.b64decode(kept["document"])
+            for name in ("capabilities", "adapters"):
+                kept[name] = tuple(kept.get(name, ()))
+            return cls(**kept, draining=draining)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise UnreadableWorker(f"{type(error).__name__}: {error}") from error
+
+
+_KEPT = frozenset(field.name for field in fields(Worker)) - {"draining"}
 
 
 def holding(workers: Sequence[Worker], adapter: str) -> Sequence[Worker]:

@@ -6,16 +6,20 @@ keys; all of a model's keys share one hash tag.
 
 from __future__ import annotations
 
+import logging
 import struct
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import lru_cache
 from random import Random
 
 from services.common.redis.target import Credentials, parse
 from services.router.book import AllBusy, Choice, Owner, Reservation, Terms
 from services.router.cost import MILLI, Limits, Load, Offer
 from services.router.events import (
+    HASH_BYTES,
+    BlockOp,
     BlocksChanged,
     BlocksReplaced,
     Change,
@@ -40,7 +44,9 @@ from services.router.store.base import (
 )
 from services.router.store.memory import older_epoch
 from services.router.store.redis_client import RedisClient
-from services.router.workers import Slot, Worker
+from services.router.workers import Slot, UnreadableWorker, Worker
+
+log = logging.getLogger(__name__)
 
 FEED_LIMIT = 10_000
 LARGEST_PASSED_ON = 32 << 10  # bytes of operations; followers read the rank instead when a batch holds more
@@ -181,7 +187,7 @@ class RedisStore(Store):
         number, entry, workers, generation = await self._client.run("load", self._tag(model), uuid.uuid4().hex)
         return ModelState(
             Position(number, entry),
-            [Worker.from_json(card, draining=draining == b"1") for _, _, card, draining in workers],
+            [worker for kept in workers if (worker := _worker(*kept)) is not None],
             generation,
         )
 
@@ -204,7 +210,8 @@ class RedisStore(Store):
                 entry, number = entry_id, number + 1
                 if int(fields[b"n"]) != number:
                     raise FellBehind
-                changes.append(_change(fields))
+                if (change := _change(fields)) is not None:
+                    changes.append(change)
             yield changes
 
     async def select(self, model: str, offers: Sequence[Offer], terms: Terms) -> Choice:
@@ -316,7 +323,42 @@ def _pairs(flat: list[bytes]) -> dict[bytes, bytes]:
     return dict(zip(flat[::2], flat[1::2], strict=True))
 
 
-def _change(fields: dict[bytes, bytes]) -> Change:
+def _worker(worker_id: bytes, epoch: bytes, card: bytes, draining: bytes | None) -> Worker | None:
+    """A worker as it is kept; None for one that cannot be told here: the others go on without it."""
+    try:
+        return Worker.from_json(card, draining=draining == b"1")
+    except UnreadableWorker as error:
+        _say_left_out(worker_id, epoch, str(error))
+        return None
+
+
+def _change(fields: dict[bytes, bytes]) -> Change | None:
+    """A change of the feed; None for one that cannot be told here, as of a kind that only a newer router knows.
+
+    Blocks that are missed so are noticed: the sequence of the next batch has a gap, and the rank is read anew.
+    """
+    try:
+        return _told(fields)
+    except UnreadableWorker as error:
+        _say_left_out(fields[b"w"], fields[b"e"], str(error))
+    except (ValueError, KeyError) as error:
+        _say_unread(fields.get(b"k", b""), f"{type(error).__name__}: {error}")
+    return None
+
+
+# Remembering what was said says it once: a model is loaded again and again, and a feed may be full of the same.
+@lru_cache(maxsize=1_024)
+def _say_left_out(worker_id: bytes, epoch: bytes, reason: str) -> None:
+    named = {"worker": worker_id.decode(errors="replace"), "epoch": epoch.decode(errors="replace")}
+    log.warning("a worker is left out, its record cannot be read: %s", reason, extra=named)
+
+
+@lru_cache(maxsize=1_024)
+def _say_unread(kind: bytes, reason: str) -> None:
+    log.warning("changes are left out that cannot be read: %s", reason, extra={"kind": kind.decode(errors="replace")})
+
+
+def _told(fields: dict[bytes, bytes]) -> Change:
     kind, worker_id, epoch = fields[b"k"], fields[b"w"].decode(), int(fields[b"e"])
     if kind == b"up":
         return WorkerUp(Worker.from_json(fields[b"card"]))
@@ -324,7 +366,19 @@ def _change(fields: dict[bytes, bytes]) -> Change:
         return WorkerDraining(worker_id, epoch)
     if kind == b"down":
         return WorkerDown(worker_id, epoch)
+    if kind not in (b"blocks", b"replaced"):
+        raise ValueError("the kind is not known")
     slot, sequence = Slot(worker_id, int(fields[b"r"])), int(fields[b"s"])
-    if kind == b"blocks":
-        return BlocksChanged(slot, epoch, EventBatch(slot.rank, sequence, decode_ops(fields[b"o"])))
-    return BlocksReplaced(slot, epoch, sequence)
+    if kind == b"replaced":
+        return BlocksReplaced(slot, epoch, sequence)
+    return BlocksChanged(slot, epoch, EventBatch(slot.rank, sequence, _ops(fields[b"o"])))
+
+
+def _ops(blob: bytes) -> tuple[BlockOp, ...]:
+    try:
+        ops = decode_ops(blob)
+    except struct.error:
+        raise ValueError("the operations are cut short") from None
+    if ops and len(ops[-1].hashes) % HASH_BYTES:
+        raise ValueError("the operations are cut short")
+    return ops
