@@ -3,18 +3,37 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from hashlib import sha1
 from typing import Any
 
 from redis.asyncio.cluster import RedisCluster
+from redis.exceptions import ConnectionError as ConnectionLost
 from redis.exceptions import NoScriptError, ReadOnlyError, RedisClusterException, RedisError
 
 from services.common.redis.connect import connect, hang_up
 from services.common.redis.target import Target
 
 FAILURES = (RedisError, RedisClusterException, OSError)
-"""Everything that Redis does wrong; TimeoutError is an OSError."""
+"""Everything that Redis does wrong, inside `closed_is_lost`; TimeoutError is an OSError."""
+
+_CLOSED = "the handler is closed"
+
+
+@contextmanager
+def closed_is_lost() -> Iterator[None]:
+    """A connection that is found closed is one that was lost, which FAILURES names.
+
+    uvloop raises a bare RuntimeError on writing to a connection that was reset while nobody used it, and the client of
+    a cluster does not look before it writes. Only that one is meant: others are mistakes of ours, to be seen as such.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if _CLOSED not in str(error):
+            raise
+        raise ConnectionLost(f"closed while idle: {error}") from error
 
 
 class Script:
@@ -42,7 +61,8 @@ class ScriptRunner:
         """What the script answers; one of FAILURES when it does not. In a cluster the keys are of one slot."""
         async with asyncio.timeout(self._timeout_s), self._turns:
             try:
-                return await self._ask(script, keys, arguments)
+                with closed_is_lost():
+                    return await self._ask(script, keys, arguments)
             except ReadOnlyError:
                 await hang_up(self._redis)
                 raise

@@ -10,9 +10,10 @@ from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
 
 from redis.asyncio.cluster import RedisCluster
-from redis.exceptions import NoScriptError, ReadOnlyError, RedisClusterException, RedisError
+from redis.exceptions import NoScriptError, ReadOnlyError
 
 from services.common.redis.connect import connect, hang_up
+from services.common.redis.scripts import FAILURES, closed_is_lost
 from services.common.redis.target import Target
 from services.common.tasks import TaskOwner
 from services.router.store.base import StoreUnavailable
@@ -21,8 +22,6 @@ from services.router.store.scripts import NAMES, Script
 MOST_AT_ONCE = 128  # calls of one round trip
 MOST_WAITING = 50_000
 
-FAILURES = (RedisError, RedisClusterException, OSError)  # TimeoutError is an OSError
-
 Argument: TypeAlias = str | bytes | int | float
 
 
@@ -30,7 +29,8 @@ Argument: TypeAlias = str | bytes | int | float
 def reaching() -> Iterator[None]:
     """Whatever Redis does wrong inside, the store was not there."""
     try:
-        yield
+        with closed_is_lost():
+            yield
     except FAILURES as error:
         raise StoreUnavailable(_reason(error)) from error
 
@@ -122,10 +122,13 @@ class RedisClient:
         try:
             while self._waiting:
                 errands = self._take()
-                await self._exchange(errands)
-        except FAILURES as error:
+                with closed_is_lost():
+                    await self._exchange(errands)
+        except Exception as error:
             reason = _reason(error)
             self._fail_waiting(reason)  # they would only wait for the same
+            if not isinstance(error, FAILURES):
+                raise  # a mistake of ours: the owner of the task logs it
         finally:
             self._travelling -= 1
             for errand in errands:
