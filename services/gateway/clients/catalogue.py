@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import grpc
 
@@ -127,8 +128,8 @@ class Catalogue:
         loop, synced = asyncio.get_running_loop(), False
         async for change in stub.WatchWorkers(router_pb2.WatchWorkersRequest(owner=self._owner)):
             if change.kind == router_pb2.WorkerChange.KIND_UP:
-                said.add(change.worker.worker_id)
-                self._up(_entry(change.worker))
+                if self._take(change.worker):
+                    said.add(change.worker.worker_id)
             elif change.kind == router_pb2.WorkerChange.KIND_DOWN:
                 self._down(change.worker.worker_id)
             elif change.kind == router_pb2.WorkerChange.KIND_SYNCED and not synced:
@@ -141,6 +142,17 @@ class Catalogue:
         if said is self._said:  # else another router is followed since
             for worker_id in self.workers.keys() - said:
                 self._down(worker_id)
+
+    def _take(self, worker: router_pb2.WorkerInfo) -> bool:
+        """Takes a worker that is there; one of a role that only newer gateways know is nobody to send requests to."""
+        try:
+            entry = _entry(worker)
+        except ValueError as error:
+            _say_left_out(worker.worker_id, worker.epoch, str(error))
+            self._down(worker.worker_id)  # what it was before
+            return False
+        self._up(entry)
+        return True
 
     def _up(self, entry: WorkerEntry) -> None:
         if self.workers.get(entry.worker_id) == entry:
@@ -155,6 +167,11 @@ class Catalogue:
         if self.workers.pop(worker_id, None) is not None:
             log.info("worker is down", extra={"worker": worker_id})
             self._on_down(worker_id)
+
+
+@lru_cache(maxsize=1_024)  # remembering it says it once: whenever a router is followed anew, it tells of every worker
+def _say_left_out(worker_id: str, epoch: int, reason: str) -> None:
+    log.warning("a worker is left out: %s", reason, extra={"worker": worker_id, "epoch": epoch})
 
 
 def _entry(worker: router_pb2.WorkerInfo) -> WorkerEntry:
