@@ -240,6 +240,30 @@ async def test_silent_streams_get_comments_and_say_errors_as_events_then() -> No
         writer.close()
 
 
+async def test_a_client_that_was_told_that_the_connection_stays_may_send_one_more_request() -> None:
+    """Its answer had begun when the server began to stop; no header could tell any more."""
+    app = App()
+    async with served(app) as (host, port, server):
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(b"GET /stream HTTP/1.1\r\nhost: x\r\n\r\n")
+        await until(lambda: bool(app.choices))
+        sink = app.choices[0].sinks[0]
+        sink.text("hello")
+        head = await reader.readuntil(b"hello")
+        assert b"connection: close" not in head.lower()
+        server.stop()
+        await until(lambda: not server._server.servers[0].is_serving())
+        sink.finish(Finish(FinishReason.STOP))
+        async with asyncio.timeout(WAIT_S):
+            await reader.readuntil(b"data: [DONE]\n\n")
+            await reader.readuntil(b"0\r\n\r\n")
+            writer.write(post(b"{}", "content-length: 2"))
+            said = await reader.read()
+        assert said.startswith(b"HTTP/1.1 200")
+        assert b"connection: close" in said.lower()
+        writer.close()
+
+
 async def test_a_client_that_leaves_is_noticed() -> None:
     app = App()
     async with served(app) as (host, port, _):

@@ -112,9 +112,15 @@ class GuardedProtocol(HttpToolsProtocol):
     def shutdown(self) -> None:
         """The server stops: what runs may finish, and what is on its way is still answered."""
         self._leaving = True
-        if self.cycle is not None and not self.cycle.response_complete:
+        if self.cycle is None or self.cycle.response_complete:
+            self.loop.call_later(LINGER_S, self._close_if_idle)
+        elif not self.cycle.response_started:
             self.cycle.keep_alive = False
-        else:
+        # Else its client was told that the connection stays, and may send the next request on it right after the end.
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._leaving:
             self.loop.call_later(LINGER_S, self._close_if_idle)
 
     def _close_if_idle(self) -> None:

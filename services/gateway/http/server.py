@@ -21,6 +21,9 @@ from services.gateway.settings import GatewaySettings
 GIVE_UP_S = 1.0
 """After the drain, streams that were ended get to say so."""
 
+TURNS_TO_CLOSE = 100
+"""Of the loop, until it has closed a listener."""
+
 SEND_BUFFER_BYTES = 128 << 10
 """What the kernel keeps for a client that does not read; by itself it would grow to megabytes."""
 
@@ -48,15 +51,26 @@ class _Server(uvicorn.Server):
         yield
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Connections that the kernel has accepted already are served: a closed listener would reset them."""
+        """Connections that the kernel has accepted already are served."""
         guarded: Any = self.config.http_protocol_class
         guarded.server_stops = True
-        accepted = _accept_all(self.listener)
-        for server in self.servers:
-            server.close()
-        for connection in accepted:
+        for connection in await self._last_connections():
             await asyncio.get_running_loop().connect_accepted_socket(self._protocol, connection, ssl=self.config.ssl)
         await super().shutdown(sockets)
+
+    async def _last_connections(self) -> list[socket.socket]:
+        """Ends listening. Closing the listener resets who waits in its queue, and the loop closes it some turns after it
+        was told to: so a second handle keeps it open until nobody waits, and is closed in that moment."""
+        handle = self.listener.dup()
+        for server in self.servers:
+            server.close()
+        for _ in range(TURNS_TO_CLOSE):
+            if self.listener.fileno() < 0:
+                break
+            await asyncio.sleep(0)
+        accepted = _accept_all(handle)
+        handle.close()
+        return accepted
 
     def _protocol(self) -> asyncio.Protocol:
         make: Any = self.config.http_protocol_class
