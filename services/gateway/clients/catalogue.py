@@ -12,6 +12,7 @@ import grpc
 
 from services.common.errors import SluiceError, not_found, unavailable
 from services.common.replicas import ReplicaSet
+from services.common.tasks import asked_to_end
 from services.gateway.generation import Role
 from sluice.v1 import router_pb2, router_pb2_grpc
 
@@ -118,6 +119,9 @@ class Catalogue:
                 await self._follow()
             except grpc.aio.AioRpcError as error:
                 log.info("the router's worker list broke off", extra={"status": error.code().name})
+            except asyncio.CancelledError:
+                if asked_to_end():
+                    raise  # else the channel to a router that left was closed
             except SluiceError:
                 pass  # no router is up: `degraded` answers and /ready tell
             await asyncio.sleep(REWATCH_S)
