@@ -59,8 +59,11 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     async def _last_connections(self) -> list[socket.socket]:
-        """Ends listening. Closing the listener resets who waits in its queue, and the loop closes it some turns after it
-        was told to: so a second handle keeps it open until nobody waits, and is closed in that moment."""
+        """Ends listening, and gives the connections that the kernel has accepted already.
+
+        Closing the listener resets who waits in its queue. So a second handle keeps it open until nobody waits, and is
+        closed in that moment.
+        """
         handle = self.listener.dup()
         for server in self.servers:
             server.close()
