@@ -29,7 +29,7 @@ from services.common.channels import open_channel
 from services.common.errors import ErrorKind, SluiceError, unavailable
 from services.common.grpc_errors import DETAIL_KEY, from_rpc_error, late_answer
 from services.common.idlest import idlest
-from services.common.tasks import TaskOwner, asked_to_end
+from services.common.tasks import TaskOwner, asked_to_end, end_all
 
 log = logging.getLogger(__name__)
 
@@ -269,7 +269,7 @@ class ReplicaSet(Generic[S]):
                     self._failed(slow)  # once is nothing; a replica that never answers any more is found out this way
             return calls[first].result()
         finally:
-            await _end(calls)
+            await end_all(calls)
             calls.clear()  # what they raise holds this call, which must not hold them as well
 
     async def _keep_resolving(self) -> None:
@@ -338,12 +338,6 @@ def _refused(cause: SluiceError) -> bool:
 def _typed(error: grpc.aio.AioRpcError) -> bool:
     """The service itself said so."""
     return any(key == DETAIL_KEY for key, _ in error.trailing_metadata() or ())
-
-
-async def _end(calls: Sequence[asyncio.Future[A]]) -> None:
-    for call in calls:
-        call.cancel()
-    await asyncio.gather(*calls, return_exceptions=True)
 
 
 async def _first_answer(calls: Sequence[asyncio.Future[A]]) -> asyncio.Future[A]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 log = logging.getLogger(__name__)
@@ -17,6 +17,13 @@ def asked_to_end() -> bool:
     """Whether somebody cancelled the current task; if not, a CancelledError in it is about what it waits for."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
+
+
+async def end_all(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    """Cancels what still runs, and waits until all of them have ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class TaskOwner:

@@ -12,6 +12,7 @@ import grpc
 from services.common import telemetry
 from services.common.errors import SluiceError, unavailable
 from services.common.grpc_errors import from_rpc_error
+from services.common.tasks import end_all
 from services.gateway import auditing, deadlines
 from services.gateway.capabilities import able, holding
 from services.gateway.clients.catalogue import Catalogue
@@ -37,18 +38,12 @@ async def all_or_none(jobs: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         if not failed:
             return [task.result() for task in tasks]
     finally:
-        await _ended(tasks)
+        await end_all(tasks)
         tasks.clear()
     try:
         raise next((error for error in failed if isinstance(error, SluiceError)), failed[0])
     finally:
         failed.clear()  # what is raised holds this call, which must not hold it as well
-
-
-async def _ended(tasks: Sequence[asyncio.Future[Any]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _failure(task: asyncio.Future[Any]) -> BaseException | None:
