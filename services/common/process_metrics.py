@@ -7,7 +7,7 @@ import logging
 import platform
 from collections.abc import Mapping
 
-from services.common import telemetry
+from services.common import budgets, telemetry
 from services.common.catalogue import ERROR_KINDS, SECONDS, Catalogue
 from services.common.errors import SluiceError
 from services.common.instruments import Counter, Histogram, watch
@@ -42,6 +42,12 @@ STAGES = METRICS.histogram(
 )
 ERRORS = METRICS.counter(
     "errors", "answers that were typed errors, by their kind", SERVICE, Label("kind", "of error", ERROR_KINDS)
+)
+REFUSED = METRICS.counter(
+    "refused",
+    "requests, messages or streams refused because they were over a budget",
+    SERVICE,
+    Label("budget", "that was exceeded; docs/security.md lists them with their settings", budgets.NAMES),
 )
 SESSIONS = METRICS.gauge("sessions", "long-lived streams that carry requests, served or held now", SERVICE)
 TASKS = METRICS.gauge("tasks", "tasks of the event loop: what leaks there shows", SERVICE)
@@ -106,7 +112,7 @@ class ProcessMetrics:
     def __init__(self, service: str, loop: asyncio.AbstractEventLoop) -> None:
         self._labels = {"service": service}
         self._service = service
-        self._stages, self._errors = Histogram(STAGES), Counter(ERRORS)
+        self._stages, self._errors, self._refused = Histogram(STAGES), Counter(ERRORS), Counter(REFUSED)
         self._lag = LoopLag(loop, Histogram(LAG), self._labels)
         self._lines = _CountLines(Counter(LINES), service)
 
@@ -122,12 +128,14 @@ class ProcessMetrics:
         self._lag.start()
         logging.getLogger().addHandler(self._lines)
         telemetry.on_stage, telemetry.on_error = self._stage_ended, self._answered_with
+        budgets.on_refused = self._over_budget
 
     def close(self) -> None:
         """No more."""
         self._lag.close()
         logging.getLogger().removeHandler(self._lines)
         telemetry.on_stage = telemetry.on_error = None
+        budgets.on_refused = None
 
     def _stage_ended(self, name: str, seconds: float, error: BaseException | None) -> None:
         outcome = "ok" if error is None else "cancelled" if isinstance(error, asyncio.CancelledError) else "error"
@@ -135,3 +143,6 @@ class ProcessMetrics:
 
     def _answered_with(self, error: SluiceError) -> None:
         self._errors.add(1, {"service": self._service, "kind": error.kind.name.lower()})
+
+    def _over_budget(self, budget: str) -> None:
+        self._refused.add(1, {"service": self._service, "budget": budget})

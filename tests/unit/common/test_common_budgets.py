@@ -1,0 +1,78 @@
+"""Budgets refuse what is over their limit, count it and name their setting; pools serve waiting shares in order."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from services.common import budgets
+from services.common.budgets import Budget, BudgetPool
+from services.common.errors import ErrorKind, SluiceError
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    names: list[str] = []
+    monkeypatch.setattr(budgets, "on_refused", names.append)
+    return names
+
+
+def test_budget_amount_at_limit_passes(refused: list[str]) -> None:
+    Budget("schema_nodes", 3, "--max-schema-nodes").check(3, "The nodes")
+    assert refused == []
+
+
+def test_budget_amount_over_limit_raises_and_counts(refused: list[str]) -> None:
+    with pytest.raises(SluiceError, match="--max-schema-nodes") as caught:
+        Budget("schema_nodes", 3, "--max-schema-nodes").check(4, "The nodes", param="tools")
+    assert (caught.value.kind, caught.value.param, caught.value.code) == (
+        ErrorKind.INVALID_ARGUMENT,
+        "tools",
+        budgets.CODE,
+    )
+    assert refused == ["schema_nodes"]
+
+
+def test_budget_undeclared_name_raises() -> None:
+    with pytest.raises(ValueError, match="not a declared budget"):
+        Budget("everything", 1, "--max-everything")
+
+
+async def test_budget_pool_full_grants_waiting_shares_in_order() -> None:
+    pool = BudgetPool("body_bytes", 10, "--max-body-memory-mb")
+    await pool.take(8)
+    order: list[int] = []
+
+    async def wait(amount: int) -> None:
+        await pool.take(amount)
+        order.append(amount)
+
+    tasks = [asyncio.create_task(wait(amount)) for amount in (9, 1)]
+    await asyncio.sleep(0)
+    assert not pool.try_take(1), "a share that would fit must not overtake those that wait"
+    pool.give_back(8)
+    await asyncio.gather(*tasks)
+    assert order == [9, 1]
+    assert pool.used == 10
+
+
+async def test_budget_pool_cancelled_wait_lets_the_next_share_through() -> None:
+    pool = BudgetPool("body_bytes", 10, "--max-body-memory-mb")
+    await pool.take(8)
+    large, small = asyncio.create_task(pool.take(9)), asyncio.create_task(pool.take(2))
+    await asyncio.sleep(0)
+    large.cancel()
+    await small
+    assert pool.used == 10
+
+
+async def test_budget_pool_cancelled_in_the_moment_of_the_grant_gives_the_share_back() -> None:
+    pool = BudgetPool("body_bytes", 10, "--max-body-memory-mb")
+    await pool.take(10)
+    waiting = asyncio.create_task(pool.take(4))
+    await asyncio.sleep(0)
+    pool.give_back(10)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    assert pool.used == 0
