@@ -24,6 +24,8 @@ from services.gateway.clients.pieces import TokenPieces
 from services.gateway.direction_headers import RequestDirections
 from services.gateway.fleet import Fleet
 from services.gateway.http.admitting import Admission
+from services.gateway.http.body_memory import BodyMemory
+from services.gateway.http.hosts import HostCheck, host_policy
 from services.gateway.http.pacing import Pacer
 from services.gateway.http.server import build_server
 from services.gateway.http.silence import Watch
@@ -97,25 +99,27 @@ async def serve(settings: GatewaySettings, stop: Stop) -> None:
     parity = Parity(preprocess.tokenizers, catalogue.of_model, lambda: list(catalogue.models))
     pacer = Pacer(Watch(settings.comment_every_s, settings.write_timeout_s))
     pieces = TokenPieces(fleet.postprocess)
-    openai = OpenAIEndpoints(pipeline, settings, pacer, parity, pieces)
+    bodies = BodyMemory(settings.body_memory_bytes)
+    openai = OpenAIEndpoints(pipeline, settings, pacer, parity, pieces, bodies)
     conductor = Conductor(pipeline, settings, pacer, pieces)
     kept = build_store(settings, tasks)
     readiness = Readiness(preprocess, router, catalogue, fleet, settings.pipeline.services)
     app = create_app(
         openai,
-        TokenEndpoints(pipeline, settings),
-        EmbeddingEndpoints(pipeline, EmbedClient(catalogue, fleet, settings.embed_timeout_s), settings),
+        TokenEndpoints(pipeline, settings, bodies),
+        EmbeddingEndpoints(pipeline, EmbedClient(catalogue, fleet, settings.embed_timeout_s), settings, bodies),
         readiness,
         metrics,
         [
-            partial(add_responses, endpoints=ResponsesEndpoints(conductor, settings, kept)),
-            partial(add_messages, endpoints=MessagesEndpoints(conductor, settings)),
+            partial(add_responses, endpoints=ResponsesEndpoints(conductor, settings, kept, bodies)),
+            partial(add_messages, endpoints=MessagesEndpoints(conductor, settings, bodies)),
         ],
     )
     gate = build_gate(settings, settings.listen, tasks)
     app.add_middleware(Admission, gate=gate)
     app.add_middleware(RequestDirections)
     app.add_middleware(RequestDeadlines, longest_s=settings.request_timeout_s)
+    app.add_middleware(HostCheck, policy=host_policy(settings), on_refused=gate.count_refused)
     app.add_middleware(AnthropicDialect)  # outermost, because errors of all the others get its form
     close_audit = auditing.attach(app, settings, tasks)
     view = LiveView(preprocess, router, switchboard, catalogue, fleet, settings.ui_viewers) if settings.ui else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from services.common.addresses import host_port, is_loopback
 from services.common.tasks import TaskOwner
 from services.gateway.admission.gate import Gate
 from services.gateway.admission.keys import KeyFile
@@ -14,13 +15,12 @@ from services.gateway.admission.settings import AdmissionSettings
 
 log = logging.getLogger(__name__)
 
-_LOOPBACK = ("127.", "localhost:", "[::1]:")
-
 
 def build_gate(settings: AdmissionSettings, listen: str, tasks: TaskOwner) -> Gate:
     """The gate; SluiceError when the key file cannot be read or the Redis URL is none."""
     keys = KeyFile(settings.api_keys_file) if settings.api_keys_file is not None else None
-    if keys is None and not listen.startswith(_LOOPBACK):
+    place = host_port(listen)
+    if keys is None and not (place is not None and is_loopback(place[0])):
         log.warning("everybody who reaches this address may ask: set --api-keys-file", extra={"address": listen})
     line = Line(settings.max_requests, settings.max_waiting, settings.line_timeout_s)
     return Gate(keys, _limiter(settings, tasks), line, tasks)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.errors import ErrorKind, SluiceError, quoted
 from services.gateway.admission.keys import ApiKey
 from services.gateway.admission.limits import Decision, Limit
 
@@ -39,7 +39,7 @@ def no_key(shown: bool) -> Refused:
 
 def not_for(model: str) -> Refused:
     """The key may use other models."""
-    said = f"This API key may not use the model {model!r}."
+    said = f"This API key may not use the model {quoted(model)}."
     return Refused("model", ErrorKind.PERMISSION_DENIED, said, "model_not_allowed", param="model")
 
 

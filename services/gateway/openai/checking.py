@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from services.common.errors import SluiceError, invalid
+from services.common.errors import SluiceError, invalid, shortened
 from services.gateway.openai.refusals import UNSUPPORTED
 
 M = TypeVar("M", bound=BaseModel)
@@ -28,6 +28,7 @@ def explain(error: ValidationError) -> SluiceError:
         if part == "[key]":
             break
         field += f"[{part}]" if isinstance(part, int) else f".{part}" if field else str(part)
+    field = shortened(field)
     if first["type"] == "extra_forbidden":
         return invalid(f"Unrecognized request argument supplied: {field}.", param=field, code="unknown_parameter")
     if first["type"] == "missing":

@@ -22,6 +22,7 @@ from services.gateway.clients.catalogue import WorkerEntry
 from services.gateway.clients.embed import NEEDS, EmbedClient, all_or_none
 from services.gateway.generation import TextPrompt, TokenPrompt
 from services.gateway.http.body import read_json
+from services.gateway.http.body_memory import BodyMemory
 from services.gateway.http.event_stream import result_unless_gone
 from services.gateway.openai.checking import check
 from services.gateway.openai.embedding_schemas import EmbeddingRequest
@@ -35,17 +36,24 @@ TOKENIZED_AT_ONCE = 32
 
 
 class EmbeddingEndpoints:
-    """Tokenizes the inputs and asks the workers that can embed."""
+    """Tokenizes the inputs and asks the workers that can embed.
 
-    def __init__(self, pipeline: Pipeline, client: EmbedClient, settings: GatewaySettings) -> None:
+    Args:
+        bodies: memory of all request bodies.
+    """
+
+    def __init__(
+        self, pipeline: Pipeline, client: EmbedClient, settings: GatewaySettings, bodies: BodyMemory | None = None
+    ) -> None:
         self._pipeline = pipeline
         self._client = client
         self._settings = settings
+        self._bodies = bodies
 
     async def embeddings(self, request: Request) -> Response:
         """Create embeddings of texts or of token ids."""
         limit = int(self._settings.max_body_mb * (1 << 20))
-        fields = check(EmbeddingRequest, await read_json(request, limit, self._settings.body_timeout_s))
+        fields = check(EmbeddingRequest, await read_json(request, limit, self._settings.body_timeout_s, self._bodies))
         inputs = one_by_one(fields.input)
         if len(inputs) > MAX_INPUTS:
             raise invalid(f"input holds {len(inputs)} inputs, more than {MAX_INPUTS}.", param="input")
