@@ -16,11 +16,14 @@ from services.gateway.http.body_memory import SETTING, SMALL_BYTES, BodyMemory, 
 from services.gateway.http.json_size import measured_size, parsed_size
 
 MAX_DEPTH = 200
-MEASURED_FROM = 16 << 10
-"""Bytes of objects, roughly counted, from which on they are measured."""
+MEASURED_FROM = 4 << 10
+"""Bytes of a body from which on its objects are measured, because counting overrates code."""
+CHECKED_FROM = 512 << 10
+"""Bytes of a body from which on what it takes once it is parsed is estimated before that. Shorter ones take 21 MiB at
+most, and one is parsed at a time."""
 
 _SHARE_KEY = "sluice.body"
-_OF_FORMS = ("text/plain", "application/x-www-form-urlencoded", "multipart/")
+_OF_FORMS = (b"text/plain", b"application/x-www-form-urlencoded", b"multipart/")
 
 
 async def read_json(request: Request, limit: int, timeout_s: float, memory: BodyMemory | None = None) -> dict[str, Any]:
@@ -36,12 +39,11 @@ async def read_json(request: Request, limit: int, timeout_s: float, memory: Body
             that the key may not use, or INVALID_ARGUMENT for anything that is no JSON object.
         HTTPException: 408 when it does not arrive in time, 415 when it is compressed or sent as a form.
     """
-    _check_kind(request)
+    length = _announced_length(request)
     memory = memory or BodyMemory(4 * limit)
-    share = request.scope[_SHARE_KEY] = BodyShare(memory)
-    body = await _read_in_time(request, limit, timeout_s, memory, share)
-    size = parsed_size(body)
-    memory.check(size)
+    body, share = await _read_in_time(request, length, limit, timeout_s, memory)
+    if len(body) >= CHECKED_FROM:
+        memory.check(parsed_size(body))
     try:
         parsed = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -53,7 +55,7 @@ async def read_json(request: Request, limit: int, timeout_s: float, memory: Body
     model = parsed.get("model")
     if isinstance(model, str):
         permit.current().check_model(model)
-    share.resize(size if size < MEASURED_FROM else measured_size(parsed) or size)
+    memory.resize(share, (len(body) >= MEASURED_FROM and measured_size(parsed)) or parsed_size(body))
     return parsed
 
 
@@ -61,18 +63,27 @@ def release_body(scope: Scope) -> None:
     """Gives back the memory of a request's body, if it had one that was read."""
     share: BodyShare | None = scope.pop(_SHARE_KEY, None)
     if share is not None:
-        share.release()
+        share.memory.release(share)
 
 
-def _check_kind(request: Request) -> None:
-    # Nothing is ever unpacked here, so a small body cannot become a large one.
-    if request.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
-        raise HTTPException(415, "The request body is compressed; send it as it is, without content-encoding.")
-    # Browsers send these types to other sites without asking them first, so a page could use a gateway that trusts its
-    # network. All other types need a permission that the gateway never gives.
-    kind = request.headers.get("content-type", "").strip().lower()
-    if kind.startswith(_OF_FORMS):
-        raise HTTPException(415, 'The request body is not declared as JSON; send "content-type: application/json".')
+def _announced_length(request: Request) -> int | None:
+    """The body's length in bytes, None for a chunked one; HTTPException as `read_json` for one that is no JSON."""
+    length: int | None = 0
+    for name, value in request.scope["headers"]:
+        if name == b"content-length":
+            length = int(value)
+        elif name == b"transfer-encoding":
+            length = None
+        elif name == b"content-type":
+            # Browsers send these types to other sites without asking them first, so any page could use a gateway that
+            # trusts its network. All other types need a permission that the gateway never gives.
+            if value.strip().lower().startswith(_OF_FORMS):
+                message = 'The request body is not declared as JSON; send "content-type: application/json".'
+                raise HTTPException(415, message)
+        elif name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
+            # Nothing is ever unpacked here, so a small body cannot become a large one.
+            raise HTTPException(415, "The request body is compressed; send it as it is, without content-encoding.")
+    return length
 
 
 def _can_be_written(parsed: Any) -> bool:
@@ -84,48 +95,58 @@ def _can_be_written(parsed: Any) -> bool:
     return True
 
 
-async def _read_in_time(request: Request, limit: int, timeout_s: float, memory: BodyMemory, share: BodyShare) -> bytes:
+async def _read_in_time(
+    request: Request, length: int | None, limit: int, timeout_s: float, memory: BodyMemory
+) -> tuple[bytes, BodyShare]:
+    deadline = asyncio.timeout(None)
+    share = request.scope[_SHARE_KEY] = memory.expect(deadline, timeout_s)
     try:
-        async with asyncio.timeout(timeout_s) as deadline:
-            share.deadline = deadline
-            body = await _read(request, limit, timeout_s, memory, share)
+        async with deadline:
+            body = await _read(request, length, limit, memory, share)
     except TimeoutError:
-        share.release()
         if share.lost or share.waiting:
             raise memory.refuse() from None
         raise HTTPException(408, f"The request body did not arrive within {timeout_s:g} s.") from None
     except ClientDisconnect:
         raise SluiceError(ErrorKind.CANCELLED, "The client went away before the body was complete.") from None
-    memory.arrived(share)
-    return body
+    finally:
+        memory.arrived(share)
+    return body, share
 
 
-async def _read(request: Request, limit: int, timeout_s: float, memory: BodyMemory, share: BodyShare) -> bytes:
-    announced = request.headers.get("content-length", "")
-    length = int(announced) if announced.isdigit() else None if "transfer-encoding" in request.headers else 0
+async def _read(request: Request, length: int | None, limit: int, memory: BodyMemory, share: BodyShare) -> bytes:
     if length is not None and length > limit:
         raise _too_large(limit)
     longest = min(limit, memory.longest)
     if length is not None and length > longest:
         raise _too_large(longest, f" (the server's {SETTING})")
-    if length != 0:
-        await _take(SMALL_BYTES if length is None else length, timeout_s, memory, share)
+    covered = SMALL_BYTES if length is None else length
     chunks: list[bytes] = []
-    size = 0
-    async for chunk in request.stream():
+    size, more = 0, True
+    if covered and not memory.try_take(share, covered):
+        if covered <= SMALL_BYTES:
+            chunk, more = await _receive(request)
+            chunks, size = [chunk], len(chunk)
+        if more or not memory.try_take(share, size, complete=True):
+            await memory.take(share, covered)
+    while more:
+        if size > covered:  # it is chunked, and how long it will be is not known before its end
+            covered = longest
+            await memory.take(share, covered)
+        chunk, more = await _receive(request)
         size += len(chunk)
         if size > longest:
             raise _too_large(longest)
-        if length is None and size - len(chunk) <= SMALL_BYTES < size:
-            await _take(longest, timeout_s, memory, share)  # nobody can tell how long it will be
         chunks.append(chunk)
     return b"".join(chunks)
 
 
-async def _take(length: int, timeout_s: float, memory: BodyMemory, share: BodyShare) -> None:
-    """Waits for memory; the time to read the body begins after that."""
-    if await memory.take(share, length) and share.deadline is not None:
-        share.deadline.reschedule(asyncio.get_running_loop().time() + timeout_s)
+async def _receive(request: Request) -> tuple[bytes, bool]:
+    """The next part of the body, and whether there is more of it; ClientDisconnect when its client is gone."""
+    message = await request.receive()
+    if message["type"] == "http.disconnect":
+        raise ClientDisconnect
+    return message.get("body", b""), message.get("more_body", False)
 
 
 def _too_large(limit: int, setting: str = "") -> SluiceError:

@@ -19,7 +19,9 @@ MOST_HEADERS = 128
 BODY_AHEAD_BYTES = 32 << 10
 """A body of which this much waits to be taken by the application is not read further."""
 
-_BYTES_OF_HEADER = 4  # ": " and the end of the line
+CHUNKED_SLICE = 8 << 10
+"""Bytes of a chunked body that are parsed in one turn of the loop: the chunks may be tiny, and each costs a call."""
+
 _END_OF_HEAD = b"\r\n\r\n"
 
 
@@ -61,18 +63,16 @@ class GuardedProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self._unparsed = b""
-        self._unparsed_bytes = 0  # parsed, but part of no complete header, and of no body
-        self._header_bytes = 0
-        self._header_lines = 0
+        self._framing_bytes = 0  # since the last body byte or the end of the last request
+        self._trailers = 0
         self._headers_due: asyncio.TimerHandle | None = None
         self._close_due: asyncio.TimerHandle | None = None
         self._in_message = False
         self._in_body = False
         self._body_left: int | None = 0  # bytes; None: chunked
-        self._overtaken = False  # a request began that cannot be answered
+        self._stopped = False  # nothing more is parsed
         self._counted_ahead = False
         self._leaving = False
-        self._refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -94,27 +94,36 @@ class GuardedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._refused or self._overtaken:
-            return
-        self._unparsed += data
-        self._parse()
+        if not self._stopped:
+            self._unparsed += data
+            self._parse()
 
     def _parse(self) -> None:
         """Parses what was received up to the end of the request that is under way, or of the next one."""
         while self._unparsed and self._may_parse():
-            message_part = self._take_part()
-            if not message_part:
+            part = self._take_part()
+            if not part:
                 break
-            if not self._in_message and self._headers_due is None:
+            if not self._in_message and self._headers_due is None and not part.endswith(_END_OF_HEAD):
                 self._await_headers()
-            self._unparsed_bytes += len(message_part)
-            super().data_received(message_part)
-            if self._unparsed_bytes > self.bounds.header_bytes:  # of a line that has no end yet the parser says nothing
+            self._framing_bytes += len(part)
+            if not self._in_body and self._framing_bytes > self.bounds.header_bytes:
                 self._refuse_headers()
+                break
+            super().data_received(part)
+            if self._framing_bytes > self.bounds.header_bytes:  # a chunk's head or a trailer that does not end
+                self._refuse_headers()
+            if self._unparsed and self._in_chunks:
+                self.loop.call_soon(self._parse)  # after other connections
+                break
         self._read_ahead()
 
+    @property
+    def _in_chunks(self) -> bool:
+        return self._in_body and self._body_left is None
+
     def _may_parse(self) -> bool:
-        if self._refused or self._overtaken or self.transport.is_closing():
+        if self._stopped or self.transport.is_closing():
             return False
         return self._in_message or self.cycle is None or self.cycle.response_complete
 
@@ -125,7 +134,7 @@ class GuardedProtocol(HttpToolsProtocol):
             found = waiting.find(_END_OF_HEAD)
             end = len(waiting) - _begun_end(waiting) if found < 0 else found + len(_END_OF_HEAD)
         elif self._body_left is None:  # chunked: only the parser can tell where it ends
-            end = len(waiting)
+            end = min(CHUNKED_SLICE, len(waiting))
         else:
             end = min(self._body_left, len(waiting))
         self._unparsed = waiting[end:]
@@ -134,54 +143,54 @@ class GuardedProtocol(HttpToolsProtocol):
     def _read_ahead(self) -> None:
         """Reads on, unless enough was received for now."""
         if self._may_parse():
-            if self.flow.held:
+            if self._unparsed and self._in_chunks:
+                self.flow.hold()
+            elif self._in_body and self.cycle.response_complete:
+                self.flow.hold()  # nothing waits for the rest: it is read once in a turn of the loop
+                self.loop.call_soon(self.flow.release, True)
+            elif self.flow.held:
                 self.flow.release(read=not self._in_body or len(self.cycle.body) <= BODY_AHEAD_BYTES)
-        elif not self.flow.held and self._has_enough():
-            self.flow.hold()
-            if not self._counted_ahead:
-                self._counted_ahead = True
-                self.bounds.pipelined.count()
+        elif self._unparsed and not self.flow.held:
+            requests = self._unparsed.count(_END_OF_HEAD)
+            if requests > self.bounds.pipelined.limit or len(self._unparsed) > READ_BYTES:
+                self._hold()
 
-    def _has_enough(self) -> bool:
-        if self._overtaken or len(self._unparsed) > READ_BYTES:
-            return True
-        return bool(self._unparsed) and self._unparsed.count(_END_OF_HEAD) > self.bounds.pipelined.limit
+    def _hold(self) -> None:
+        self.flow.hold()
+        if not self._counted_ahead:
+            self._counted_ahead = True
+            self.bounds.pipelined.count()
 
     def on_message_begin(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
             # It came in one read with the end of a chunked body. It is forgotten, and the client can see that from the
             # end of the connection after the answer to the request before it.
-            self._overtaken = True
-            self._unparsed = b""
+            self._stop_parsing()
+            self._hold()
             self.cycle.keep_alive = False
             return
         super().on_message_begin()
         self._in_message = True
-        self._header_bytes = self._header_lines = 0
         scope: dict[str, Any] = self.scope  # type: ignore[assignment]
         scope[ABORT_KEY] = self.transport.abort
 
-    def on_url(self, url: bytes) -> None:
-        if self._overtaken or self._refused:
-            return
-        self._count(len(url))
-        super().on_url(url)
-
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._overtaken or self._refused:
+        if self._stopped:
             return
-        self._header_lines += 1
-        self._count(len(name) + len(value) + _BYTES_OF_HEADER)
-        if not self._in_body:  # else it is a trailer of a chunked body, which no proxy has checked
-            super().on_header(name, value)
+        if self._in_body:  # a trailer of a chunked body: dropped, because no proxy has looked at it
+            self._trailers += 1
+            if self._trailers > MOST_HEADERS:
+                self._refuse_headers()
+            return
+        super().on_header(name, value)
+        if len(self.headers) > MOST_HEADERS:
+            self._refuse_headers()
 
     def on_headers_complete(self) -> None:
-        if self._overtaken:
+        if self._stopped:
             return
         self._headers_came()
-        if self._refused:
-            return
-        self._unparsed_bytes = 0
+        self._framing_bytes = self._trailers = 0
         self._in_body, self._body_left = True, 0
         for name, value in self.headers:
             if name == b"content-length":
@@ -194,9 +203,9 @@ class GuardedProtocol(HttpToolsProtocol):
             self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:
-        if self._overtaken or self._refused:
+        if self._stopped:
             return
-        self._unparsed_bytes = 0
+        self._framing_bytes = 0
         if self._body_left is not None:
             self._body_left -= len(body)
         super().on_body(body)
@@ -204,16 +213,17 @@ class GuardedProtocol(HttpToolsProtocol):
             self.flow.pause_reading()
 
     def on_message_complete(self) -> None:
-        if self._overtaken or self._refused:
+        if self._stopped:
             return
         self._in_message = self._in_body = False
+        self._framing_bytes = 0
         super().on_message_complete()
         if self._close_due is not None:
             self._cancel_close()
             self._await_request()
 
     def send_400_response(self, msg: str) -> None:
-        if not self._refused:
+        if not self._stopped:
             self._refuse(400, "This is no valid HTTP request.")
 
     def timeout_keep_alive_handler(self) -> None:
@@ -259,16 +269,14 @@ class GuardedProtocol(HttpToolsProtocol):
             self._close_due.cancel()
             self._close_due = None
 
-    def _count(self, more: int) -> None:
-        self._header_bytes += more
-        if self._header_bytes > self.bounds.header_bytes or self._header_lines > MOST_HEADERS:
-            self._refuse_headers()
+    def _stop_parsing(self) -> None:
+        self._stopped = True
+        self._unparsed = b""
 
     def _refuse_headers(self) -> None:
         self._refuse(431, f"Headers are bounded to {self.bounds.header_bytes} bytes and {MOST_HEADERS} lines.")
 
     def _await_headers(self) -> None:
-        self._unparsed_bytes = 0
         self._headers_due = self.loop.call_later(self.bounds.header_timeout_s, self._too_slow)
 
     def _headers_came(self) -> None:
@@ -282,12 +290,11 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _refuse(self, status: int, message: str) -> None:
         """Answers without the application, and closes."""
-        if self._refused:
+        if self._stopped:
             return
-        self._refused = True
+        self._stop_parsing()
         self._headers_came()
         self._unset_keepalive_if_required()
-        self._unparsed = b""
         answering = self.cycle is not None and not self.cycle.response_complete
         if not answering or not self.cycle.response_started:
             self.transport.write(_refusal(status, message))

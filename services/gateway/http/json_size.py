@@ -21,8 +21,8 @@ _FOUR_BYTE_LEADS = (b"\xf0", b"\xf1", b"\xf2", b"\xf3", b"\xf4")
 def parsed_size(text: bytes | bytearray) -> int:
     """Returns about how many bytes the Python objects of a JSON text take, rather too many than too few.
 
-    Punctuation within strings is counted like that of the JSON itself, so that prose comes to twice its length or more
-    and code to four times or more. Costs a few searches through the text, microseconds for an ordinary request.
+    Punctuation within strings is counted like that of the JSON itself, so that prose comes to twice its length and
+    code to many times its length. Costs a few searches through the text, microseconds for an ordinary request.
     """
     strings = text.count(b'"') // 2
     objects = text.count(b"{")
@@ -40,9 +40,11 @@ def parsed_size(text: bytes | bytearray) -> int:
 def _width(text: bytes | bytearray) -> int:
     """Returns the most bytes that a character of a string may take: one wide character makes all of them wide."""
     escapes = b"\\" in text and b"\\u" in text
+    if text.isascii() and not escapes:
+        return 1
     if any(lead in text for lead in _FOUR_BYTE_LEADS) or (escapes and (b"\\ud" in text or b"\\uD" in text)):
         return 4
-    return 1 if text.isascii() and not escapes else 2
+    return 2
 
 
 def measured_size(parsed: Any) -> int | None:

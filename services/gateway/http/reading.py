@@ -6,7 +6,7 @@ import asyncio
 
 from uvicorn.protocols.http.flow_control import FlowControl
 
-READ_BYTES = 32 << 10
+READ_BYTES = 64 << 10
 """Most that is read from a connection at once. Event loops by themselves read 256 KiB, which is then held or parsed in
 one go."""
 
@@ -61,7 +61,7 @@ class HeldReading(FlowControl):
     def release(self, read: bool) -> None:
         """Ends `hold`; reads on if `read`."""
         self.held = False
-        if read:
+        if read and not self._transport.is_closing():
             self.resume_reading()
 
     def resume_reading(self) -> None:
