@@ -72,8 +72,8 @@ class App:
 
 
 @asynccontextmanager
-async def served(app: Any, **bounds: Any) -> AsyncIterator[tuple[str, int]]:
-    server = HttpServer(app, "127.0.0.1:0", 5, 5, bounds=Bounds(**bounds))
+async def served(app: Any, keep_alive_s: int = 5, **bounds: Any) -> AsyncIterator[tuple[str, int]]:
+    server = HttpServer(app, "127.0.0.1:0", keep_alive_s, 5, bounds=Bounds(**bounds))
     serving = asyncio.create_task(server.serve())
     host, _, port = server.address.rpartition(":")
     try:
@@ -297,6 +297,29 @@ async def test_a_connection_whose_refused_body_came_whole_stays_for_the_next_req
             writer.write(b"GET /next HTTP/1.1\r\nhost: x\r\n\r\n")
             assert await one_answer(reader) == (200, b"/next")
         writer.close()
+
+
+@pytest.mark.parametrize("connection", ["close", "keep-alive"])
+async def test_an_answer_that_is_not_taken_is_cut_in_time(connection: str) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        # In one piece, so that the application does not wait for its client.
+        await Response(b"x" * (8 << 20), headers={"connection": connection})(scope, receive, send)
+
+    loop = asyncio.get_running_loop()
+    async with served(app, keep_alive_s=1) as (host, port):
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.setblocking(False)
+        await loop.sock_connect(client, (host, port))
+        await loop.sock_sendall(client, b"GET /a HTTP/1.1\r\nhost: x\r\n\r\n")
+        taken = 0
+        async with asyncio.timeout(WAIT_S):
+            await asyncio.sleep(2)
+            with contextlib.suppress(ConnectionResetError):
+                while data := await loop.sock_recv(client, 1 << 20):
+                    taken += len(data)
+        assert taken < 8 << 20
+        client.close()
 
 
 LONG = "n" * 9_000_000

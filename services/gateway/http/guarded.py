@@ -247,6 +247,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self.cycle.body = bytearray()  # what the application did not want
         if self._in_message:
             self._close_soon(self.bounds.body_timeout_s)
+        elif self.transport.is_closing():
+            self._close_soon(self.timeout_keep_alive)  # its client may never take the rest of the answer
         elif self._unparsed:
             self.loop.call_soon(self._parse)
         if self._leaving:

@@ -103,7 +103,8 @@ class HostCheck:
         if hosts and not self._policy.serves(found[1]):
             self._on_refused("host")
             return plain_error_response(
-                f"This gateway is not called {quoted(found[1])}: use its address, or start it with --allowed-hosts.",
+                f"The Host header names {quoted(found[1])}, which this gateway does not serve: use its address, or "
+                "start it with --allowed-hosts.",
                 421,
                 code="host_not_allowed",
             )
@@ -111,7 +112,7 @@ class HostCheck:
             if not self._policy.trusts(origin.decode("latin-1").lower(), host):
                 self._on_refused("origin")
                 return plain_error_response(
-                    "Web pages of this origin may not use the gateway: start it with --allowed-origins.",
+                    "Web pages of this origin may not use this gateway: start it with --allowed-origins to allow them.",
                     403,
                     code="origin_not_allowed",
                 )
@@ -120,7 +121,7 @@ class HostCheck:
     def _malformed(self, message: str) -> Response:
         self._on_refused("host")
         response = plain_error_response(message, 400)
-        response.headers["connection"] = "close"  # others may have read another host out of it
+        response.headers["connection"] = "close"  # a proxy before it may have read another host from it
         return response
 
 
