@@ -9,6 +9,7 @@ from functools import partial
 
 from services.common import scraping, telemetry
 from services.common.access import shown_token
+from services.common.budgets import Budget
 from services.common.runner import Stop, run
 from services.common.tasks import TaskOwner
 from services.common.tls import channel_credentials, https_context
@@ -78,6 +79,7 @@ async def serve(settings: GatewaySettings, stop: Stop) -> None:
         switchboard,
         tasks,
         settings.worker_message_mb << 20,
+        Budget("batch_tokens", settings.max_batch_tokens, "--max-batch-tokens"),
     )
     catalogue = Catalogue(router.replicas, fleet.worker_up, fleet.worker_down, router.owner)
     components = Components(

@@ -40,6 +40,13 @@ class GatewaySettings(HttpSettings, AuditSettings, HttpsSettings, RouterTokenSet
         description="largest message that the workers take, their --max-message-mb, MiB; a request that would be "
         "larger is refused with 413",
     )
+    max_batch_tokens: int = Field(
+        1 << 18,
+        ge=1024,
+        le=1 << 20,
+        description="tokens that a worker may send in one message; one that sends more loses its session, and its "
+        "generations fail",
+    )
     max_choices: int = Field(16, ge=1, le=128, description="largest n, and most prompts of one completions request")
     max_streams: int = Field(4096, ge=1, description="generations under way at once; more are refused with 429")
     max_unsent_kb: int = Field(1024, ge=16, description="text held for one slow client before it is cut, KiB")

@@ -244,7 +244,7 @@ class OpenAIEndpoints:
 def wishes(fields: GenerationFields) -> Wishes:
     """What a request wants to hear besides text."""
     echo = isinstance(fields, CompletionRequest) and bool(fields.echo)
-    asked = isinstance(fields, CompletionRequest | ChatCompletionRequest) and fields.logprobs not in (None, False)
+    asked = _asks_logprobs(fields)
     return Wishes(
         logprobs=asked,
         prompt_logprobs=fields.prompt_logprobs is not None,
@@ -254,6 +254,14 @@ def wishes(fields: GenerationFields) -> Wishes:
         echo=echo,
         echo_logprobs=echo and asked,
     )
+
+
+def _asks_logprobs(fields: GenerationFields) -> bool:
+    """Whether the tokens of the answer come with log-probabilities; a completion asks for none of the alternatives
+    with 0."""
+    if isinstance(fields, CompletionRequest):
+        return fields.logprobs is not None
+    return isinstance(fields, ChatCompletionRequest) and bool(fields.logprobs)
 
 
 def _drops_reasoning(generations: list[GenerationRequest]) -> bool:

@@ -173,12 +173,14 @@ def test_a_stream_that_is_opened_again_on_its_replica_gets_each_token_once() -> 
     link = PostLink(cast(Replica[Any], FakeReplica()), 1.0, desk.board)
     link._connected.set()
     prompt = PROMPT
-    link.open(7, "r", REQUEST, prompt, None)
-    link.open(8, "r", REQUEST, prompt, None)
+    link.open(7, "r", REQUEST, prompt, None, MAX_TOKENS)
+    link.open(8, "r", REQUEST, prompt, None, MAX_TOKENS)
     link._drain()
     link.feed(words(7, 8), words(1, 2), words(100, 200, 201))
     link.feed(words(7), words(1), words(101))
-    link.open(7, "r", REQUEST, prompt, None, array("I", [100, 101]), Sent())  # refused; its tokens still wait here
+    link.open(
+        7, "r", REQUEST, prompt, None, MAX_TOKENS, array("I", [100, 101]), Sent()
+    )  # refused; its tokens still wait here
     link.feed(words(7), words(1), words(102))
     message = link._drain()
     assert message is not None
@@ -234,7 +236,7 @@ def test_openings_with_much_to_carry_do_not_travel_in_one_message() -> None:
     link._connected.set()
     request = replace(REQUEST, parsing=Parsing(tool_parser="auto", tools_json=b"[" + b" " * 500_000 + b"]"))
     for slot in range(40):
-        link.open(slot, "r", request, PROMPT, None, array("I", [1, 2, 3]), Sent())
+        link.open(slot, "r", request, PROMPT, None, MAX_TOKENS, array("I", [1, 2, 3]), Sent())
         link.feed(words(slot), words(1), words(4))
     sizes, opened = [], 0
     while (message := link._drain()) is not None:
@@ -331,7 +333,7 @@ def test_the_stop_id_that_was_asked_for_is_told() -> None:
         route = Route("w0", reservation_id=desk.book())
         worker = cast(WorkerLink, desk.workers[0])
         stream = desk.board.connect(request, 0, PROMPT, route, worker, MAX_TOKENS, cast(Any, sink))
-        desk.board.on_finished(stream.slot, Finish(FinishReason.STOP, stop_token_id=hit, completion_tokens=1))
+        desk.board.on_finished(stream, Finish(FinishReason.STOP, stop_token_id=hit, completion_tokens=1))
         (finish,) = sink.ends
         assert isinstance(finish, Finish)
         told.append(stop_reason(finish))
@@ -376,7 +378,6 @@ class Call:
 
 
 GARBLED = {
-    "an unknown end": worker_pb2.TokenBatch(extras=[worker_pb2.TokenExtra(slot=1, finish_reason=cast(Any, 99))]),
     "columns of two lengths": worker_pb2.TokenBatch(slots=words(1, 1), counts=words(1, 1), token_ids=words(5)),
     "half a number": worker_pb2.TokenBatch(slots=b"\1\0\0", counts=words(1), token_ids=words(5)),
 }
@@ -386,7 +387,7 @@ GARBLED = {
 async def test_a_worker_that_cannot_be_understood_fails_its_own_generations(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link_module, "BACKOFF_S", (0.001, 0.001))
+    monkeypatch.setattr(link_module, "INVALID_BACKOFF_S", (0.001, 0.001))
     deaths: list[str] = []
     tasks = TaskOwner(on_death=lambda task, error: deaths.append(task))
     desk = Board()
