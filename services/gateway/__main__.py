@@ -37,7 +37,7 @@ from services.gateway.openai.responses.endpoints import ResponsesEndpoints
 from services.gateway.openai.responses.routes import add_responses
 from services.gateway.openai.tokens import TokenEndpoints
 from services.gateway.parity import Parity
-from services.gateway.pipeline import build_pipeline
+from services.gateway.pipelines import Pipelines
 from services.gateway.readiness import Readiness
 from services.gateway.settings import GatewaySettings
 from services.gateway.silent_workers import SilentWorkers
@@ -94,19 +94,21 @@ async def serve(settings: GatewaySettings, stop: Stop) -> None:
         route_timeout_s=settings.route_timeout_s,
         post_wait_s=settings.postprocess_wait_s,
     )
-    pipeline = build_pipeline(settings.pipeline, components)
+    pieces = TokenPieces(fleet.postprocess)
+    pipelines = Pipelines(
+        settings.pipeline, components, settings.model_grace_s, (pieces.forget,), settings.tokenize_timeout_s
+    )
 
     parity = Parity(preprocess.tokenizers, catalogue.of_model, lambda: list(catalogue.models))
     pacer = Pacer(Watch(settings.comment_every_s, settings.write_timeout_s))
-    pieces = TokenPieces(fleet.postprocess)
-    openai = OpenAIEndpoints(pipeline, settings, pacer, parity, pieces)
-    conductor = Conductor(pipeline, settings, pacer, pieces)
+    openai = OpenAIEndpoints(pipelines, settings, pacer, parity, pieces)
+    conductor = Conductor(pipelines, settings, pacer, pieces)
     kept = build_store(settings, tasks)
     readiness = Readiness(preprocess, router, catalogue, fleet, settings.pipeline.services)
     app = create_app(
         openai,
-        TokenEndpoints(pipeline, settings),
-        EmbeddingEndpoints(pipeline, EmbedClient(catalogue, fleet, settings.embed_timeout_s), settings),
+        TokenEndpoints(pipelines, settings),
+        EmbeddingEndpoints(pipelines, EmbedClient(catalogue, fleet, settings.embed_timeout_s), settings),
         readiness,
         metrics,
         [
@@ -129,6 +131,7 @@ async def serve(settings: GatewaySettings, stop: Stop) -> None:
         replicas.on_event = partial(metrics.trouble, replicas.peer)
         await replicas.start()
     tasks.spawn(catalogue.run(), "catalogue")
+    tasks.spawn(pipelines.run(), "models")
     tasks.spawn(parity.run(), "parity")
     tasks.spawn(router.run_reports(), "reports")
     tasks.spawn(fleet.run_sweeps(), "sweeps")

@@ -103,6 +103,12 @@ class GatewaySettings(HttpSettings, AuditSettings, HttpsSettings, RouterTokenSet
     stage: CommaList = Field(
         [], description="NAME=package.module:Class, a stage of your own; tokenize, route, place or postprocess"
     )
+    model_grace_s: float = Field(
+        300,
+        ge=0,
+        description="seconds after a model's last worker has left until stages of your own are called with "
+        "on_model_removed, and what is kept of the model is dropped",
+    )
     handler: str = Field("", description="package.module:Class, a pipeline of your own")
     migration: bool | None = Field(None, description="generations whose worker is lost go on elsewhere (default)")
     migration_limit: int = Field(3, ge=1, le=100, description="how often one generation may move")

@@ -137,7 +137,11 @@ class Switchboard:
         if deadline.at != inf:
             stream.expiry = asyncio.get_running_loop().call_at(deadline.at, self.give_up, stream, deadlines.overdue())
         self._book(stream, route, worker, prefill, stream.request_id)
-        if not request.engine_text and slot in self._streams:  # either may end it, and must find the other's part
+        if slot not in self._streams:  # it could not be started
+            return stream
+        if request.engine_text:
+            self.texts.keep_apart(stream)
+        else:
             (self.texts.open if prompt.raw is None else self.texts.hold)(stream)
         return stream
 

@@ -34,7 +34,8 @@ class TextReplicas:
         wait_s: how long a stream waits for a replica when there is none.
 
     Attributes:
-        links: by address; a link is added and removed by whoever opens it.
+        links: by address; a link is added and removed by the owner of its connection.
+        custom: gives the link to a stage of the operator's that makes the text of a model, or None.
     """
 
     def __init__(
@@ -53,11 +54,13 @@ class TextReplicas:
         self._wait_s = wait_s
         self._waiting: dict[int, LiveStream] = {}
         self._held: set[int] = set()
+        self._apart: set[int] = set()  # streams whose text no replica makes
+        self.custom: Callable[[str], PostLink | None] = _no_stage
 
     @property
     def sole(self) -> PostLink | None:
         """The link that every stream is on; None when they may be on several or on none."""
-        if len(self.links) != 1 or self._waiting or self._held:
+        if len(self.links) != 1 or self._waiting or self._held or self._apart:
             return None
         return next(iter(self.links.values()))
 
@@ -71,6 +74,10 @@ class TextReplicas:
         links = [link for link in self.links.values() if link.connected and not link.retired and not link.leaving]
         return idlest(links, lambda link: link.live)
 
+    def keep_apart(self, stream: LiveStream) -> None:
+        """Notes a stream whose worker makes its text."""
+        self._apart.add(stream.slot)
+
     def hold(self, stream: LiveStream) -> None:
         """A stream's text will begin later, with the tokens that it has then."""
         self._held.add(stream.slot)
@@ -78,7 +85,11 @@ class TextReplicas:
     def open(self, stream: LiveStream) -> None:
         """Begins a stream's text, or goes on with it; when there is no replica, as soon as there is one."""
         self._held.discard(stream.slot)
-        link = self.best()
+        link = self.custom(stream.model)
+        if link is not None:
+            self._apart.add(stream.slot)
+        else:
+            link = self.best()
         if link is None:
             stream.waiting_since = perf_counter()
             self._waiting[stream.slot] = stream
@@ -108,6 +119,7 @@ class TextReplicas:
     def forget(self, stream: LiveStream) -> None:
         """A stream is over."""
         self._held.discard(stream.slot)
+        self._apart.discard(stream.slot)
         self._waiting.pop(stream.slot, None)
         self._leave(stream)
 
@@ -180,3 +192,7 @@ class TextReplicas:
 
     def _streams_of(self, link: PostLink) -> list[LiveStream]:
         return list(link.streams.values())
+
+
+def _no_stage(model: str) -> PostLink | None:
+    return None

@@ -23,14 +23,10 @@ class TokenPath:
 
     Args:
         texts: where text is made.
-
-    Attributes:
-        text_here: False when all text is made by the workers.
     """
 
     def __init__(self, texts: TextReplicas) -> None:
         self._texts = texts
-        self.text_here = True
 
     def pass_on(self, link: WorkerLink, slots: bytes, counts: bytes, token_ids: bytes) -> None:
         """Takes a batch's columns: slots, tokens of each, and their ids one after the other.
@@ -38,7 +34,7 @@ class TokenPath:
         Raises:
             ValueError: the columns do not fit together.
         """
-        sole = self._texts.sole if self.text_here else None
+        sole = self._texts.sole
         if sole is None or counts != _ONES[: len(counts)]:
             self._split(link, slots, counts, token_ids)
             return

@@ -110,7 +110,7 @@ class MessagesEndpoints:
         return translate(fields, message_id, able, fields.model not in self._switchless)
 
     def _bounds_thinking(self, model: str) -> bool:
-        entries = self._conductor.pipeline.catalogue.of_model(model)
+        entries = self._conductor.pipelines.catalogue.of_model(model)
         return bool(entries) and all("thinking_token_budget" in entry.capabilities for entry in entries)
 
     def _remarks(self, fields: MessagesRequest) -> list[Remark]:
@@ -131,9 +131,9 @@ class MessagesEndpoints:
         if error.code != "context_length_exceeded" or error.param != "max_tokens" or attempt.clipped:
             return None
         generation = attempt.translated.generation
-        entry = self._conductor.pipeline.catalogue.model(fields.model)
+        entry = self._conductor.pipelines.catalogue.model(fields.model)
         try:
-            prompt = await self._conductor.pipeline.preprocess.tokenize(entry.model, generation.prompt, 0, "", "")
+            prompt = await self._conductor.pipelines.preprocess.tokenize(entry.model, generation.prompt, 0, "", "")
         except SluiceError as failure:  # where the engine makes prompts, preprocess sees this one first here
             respell = attempt.translated.respell
             if self._forget_switch(fields.model, respell(failure)):
@@ -155,10 +155,10 @@ class MessagesEndpoints:
         return True
 
     async def _length(self, translated: Translated) -> int:
-        pipeline = self._conductor.pipeline
-        entry = pipeline.catalogue.model(translated.generation.model)
+        pipelines = self._conductor.pipelines
+        entry = pipelines.catalogue.model(translated.generation.model)
         try:
-            return (await pipeline.preprocess.tokenize(entry.model, translated.generation.prompt, 0, "", "")).length
+            return (await pipelines.preprocess.tokenize(entry.model, translated.generation.prompt, 0, "", "")).length
         except SluiceError as error:
             raise translated.respell(error) from None
 

@@ -22,15 +22,15 @@ from services.gateway.openai.checking import check
 from services.gateway.openai.schemas import ChatCompletionRequest
 from services.gateway.openai.token_schemas import DetokenizeRequest, TokenizeRequest
 from services.gateway.openai.translate import chat_request
-from services.gateway.pipeline import Pipeline
+from services.gateway.pipelines import Pipelines
 from services.gateway.settings import GatewaySettings
 
 
 class TokenEndpoints:
     """Answers from preprocess; no worker computes anything."""
 
-    def __init__(self, pipeline: Pipeline, settings: GatewaySettings) -> None:
-        self._pipeline = pipeline
+    def __init__(self, pipelines: Pipelines, settings: GatewaySettings) -> None:
+        self._pipelines = pipelines
         self._settings = settings
 
     async def tokenize(self, request: Request) -> Response:
@@ -42,7 +42,7 @@ class TokenEndpoints:
             prompt = await self._tokens(entry, _prompt(body, fields))
             texts = None
             if fields.return_token_strs:
-                texts = await self._pipeline.preprocess.token_texts(entry.model, prompt.token_ids)
+                texts = await self._pipelines.preprocess.token_texts(entry.model, prompt.token_ids)
         return _json(
             {
                 "count": prompt.length,
@@ -59,7 +59,7 @@ class TokenEndpoints:
         with telemetry.stage("gateway.detokenize", parent=dict(request.headers), model=entry.model):
             await _pay(len(fields.tokens))
             try:
-                text = await self._pipeline.preprocess.detokenize(
+                text = await self._pipelines.preprocess.detokenize(
                     entry.model, pack_u32(fields.tokens), skip_special_tokens=False
                 )
             except SluiceError as error:
@@ -74,10 +74,10 @@ class TokenEndpoints:
         request_id = ChatFormat.id_prefix + secrets.token_hex(12)
         generation = chat_request(body, fields, request_id, self._settings.max_choices)
         assert isinstance(generation.prompt, ChatPrompt)
-        entry = self._pipeline.catalogue.model(generation.model)
+        entry = self._pipelines.catalogue.model(generation.model)
         with telemetry.stage("gateway.render", parent=dict(request.headers), model=entry.model):
             prompt = await self._tokens(entry, generation.prompt)
-            text = await self._pipeline.preprocess.render(entry.model, generation.prompt)
+            text = await self._pipelines.preprocess.render(entry.model, generation.prompt)
         return _json(
             {
                 "request_id": request_id,
@@ -97,15 +97,15 @@ class TokenEndpoints:
     def _entry(self, model: str | None) -> WorkerEntry:
         """The model named, or the only one there is."""
         if model is not None:
-            return self._pipeline.catalogue.model(model)
-        entries = list(self._pipeline.catalogue.models.values())
+            return self._pipelines.catalogue.model(model)
+        entries = list(self._pipelines.catalogue.models.values())
         if len(entries) != 1:
             raise invalid("Missing required parameter: model.", param="model", code="missing_required_parameter")
         permits.current().check_model(entries[0].model)
         return entries[0]
 
     async def _tokens(self, entry: WorkerEntry, prompt: Prompt) -> Tokenized:
-        made = await self._pipeline.preprocess.tokenize(entry.model, prompt, 0, "", "")
+        made = await self._pipelines.preprocess.tokenize(entry.model, prompt, 0, "", "")
         await _pay(made.length)
         return made
 

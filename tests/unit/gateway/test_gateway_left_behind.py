@@ -146,7 +146,6 @@ def test_a_pair_that_breaks_after_the_last_token_is_done() -> None:
 
 def test_usage_of_text_that_the_worker_made_and_did_not_count() -> None:
     desk = Board()
-    desk.board.path.text_here = False
     sink = Sink()
     request = replace(REQUEST, engine_text=True)
     route = Route("w0", reservation_id=desk.book())
@@ -468,7 +467,7 @@ class BrokenStage:
 def test_a_text_that_cannot_begin_leaves_nothing_on_its_worker() -> None:
     desk = Board(posts=0)
     own = OwnTextLink(BrokenStage(), desk.board)
-    desk.board.texts.links["own stage"] = cast(PostLink, own)
+    desk.board.texts.custom = lambda model: cast(PostLink, own)
     _, sink = desk.connect()
     (error,) = sink.ends
     assert isinstance(error, SluiceError)

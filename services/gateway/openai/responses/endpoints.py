@@ -67,7 +67,7 @@ class ResponsesEndpoints:
             translated = self._translated(fields, context, response_id)
             if fields.truncation == "auto":
                 chat = await fitted(
-                    self._conductor.pipeline,
+                    self._conductor.pipelines,
                     context.chat,
                     fields.max_output_tokens or 1,
                     lambda chat: self._translated(fields, replace(context, chat=chat), response_id).generation,
@@ -117,12 +117,12 @@ class ResponsesEndpoints:
         """Count the tokens of a prompt without answering it."""
         fields = check(InputTokensRequest, await self._body(request))
         context = await self._context(fields, owner_of(request))
-        pipeline = self._conductor.pipeline
-        entry = pipeline.catalogue.model(fields.model)
+        pipelines = self._conductor.pipelines
+        entry = pipelines.catalogue.model(fields.model)
         translated = self._translated(fields, context, new_id("resp"))
         with telemetry.stage("gateway.tokenize", parent=dict(request.headers), model=entry.model):
             try:
-                prompt = await pipeline.preprocess.tokenize(entry.model, translated.generation.prompt, 0, "", "")
+                prompt = await pipelines.preprocess.tokenize(entry.model, translated.generation.prompt, 0, "", "")
             except SluiceError as error:
                 raise translated.spelling.of(error) from None
         return _json({"object": "response.input_tokens", "input_tokens": prompt.length})
