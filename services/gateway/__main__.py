@@ -26,6 +26,7 @@ from services.gateway.direction_headers import RequestDirections
 from services.gateway.fleet import Fleet
 from services.gateway.http.admitting import Admission
 from services.gateway.http.pacing import Pacer
+from services.gateway.http.scoped import without_effect
 from services.gateway.http.server import build_server
 from services.gateway.http.silence import Watch
 from services.gateway.http.timeouts import RequestDeadlines
@@ -117,7 +118,7 @@ async def serve(settings: GatewaySettings, stop: Stop) -> None:
         ],
     )
     gate = build_gate(settings, settings.listen, tasks)
-    app.add_middleware(Admission, gate=gate)
+    app.add_middleware(Admission, gate=gate, ignored=without_effect(settings.pipeline))
     app.add_middleware(RequestDirections)
     app.add_middleware(RequestDeadlines, longest_s=settings.request_timeout_s)
     app.add_middleware(AnthropicDialect)  # outermost, because errors of all the others get its form

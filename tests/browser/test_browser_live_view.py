@@ -119,8 +119,9 @@ def test_a_killed_worker_turns_red_within_three_seconds_and_a_lost_gateway_is_sa
 
 
 def test_with_api_keys_the_page_asks_for_one(tmp_path: Path, open_page: Open) -> None:
-    shown, record = create("viewer")
-    write(tmp_path / "keys.json", [record])
+    shown, record = create("viewer", scopes=["infer", "operate"])
+    client, client_record = create("client")
+    write(tmp_path / "keys.json", [record, client_record])
     flags = ("--api-keys-file", str(tmp_path / "keys.json"))
     with LooseSuite(Path(DEFAULT_SOURCE), workers=1, postprocess=1, gateway_flags=flags) as suite:
         page = open_page(suite.url, quiet=False)  # a browser complains of a 401
@@ -129,6 +130,11 @@ def test_with_api_keys_the_page_asks_for_one(tmp_path: Path, open_page: Open) ->
         page.locator("#key-text").fill("sluice-wrong")
         page.keyboard.press("Enter")
         expect(dialog).to_be_visible(timeout=10_000)
+        expect(page.locator("#key-reason")).to_have_text("")
+        page.locator("#key-text").fill(client)
+        page.keyboard.press("Enter")
+        expect(page.locator("#key-reason")).to_contain_text("needs the scope 'operate'", timeout=10_000)
+        expect(dialog).to_be_visible()
         page.locator("#key-text").fill(shown)
         page.keyboard.press("Enter")
         is_live(page)

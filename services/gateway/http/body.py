@@ -11,6 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from services.common.errors import ErrorKind, SluiceError, invalid
 from services.gateway.admission import permit
+from services.gateway.http import scoped
 
 MAX_DEPTH = 200
 
@@ -23,8 +24,8 @@ async def read_json(request: Request, limit: int, timeout_s: float) -> dict[str,
         timeout_s: longest wait for all of it.
 
     Raises:
-        SluiceError: TOO_LARGE, CANCELLED, PERMISSION_DENIED for a model that the key may not use, or INVALID_ARGUMENT
-            for anything that is no JSON object.
+        SluiceError: TOO_LARGE, CANCELLED, PERMISSION_DENIED for a model or a field that the key may not use, or
+            INVALID_ARGUMENT for anything that is no JSON object.
         HTTPException: 408 when it does not arrive in time, 415 when it is compressed.
     """
     # Nothing is ever unpacked here, so a small body cannot become a large one.
@@ -44,9 +45,7 @@ async def read_json(request: Request, limit: int, timeout_s: float) -> dict[str,
         raise invalid("The request body is nested too deep.")
     if not isinstance(parsed, dict):
         raise invalid("The request body must be a JSON object.")
-    model = parsed.get("model")
-    if isinstance(model, str):
-        permit.current().check_model(model)
+    scoped.check_body(permit.current(), parsed)
     return parsed
 
 

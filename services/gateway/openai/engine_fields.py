@@ -14,6 +14,7 @@ from services.gateway.openai.fields import (
     MAX_TOKEN_IDS,
     JsonObject,
     Label,
+    Priority,
     TokenId,
 )
 from services.gateway.openai.guided_schemas import GuidedFields
@@ -41,7 +42,7 @@ class EngineFields(GuidedFields):
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
+    priority: Priority | None = None
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
     extra_key: str | None = Field(None, min_length=1, max_length=1024)
     lora_path: str | None = Field(None, min_length=1, max_length=1024)

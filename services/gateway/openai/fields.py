@@ -11,6 +11,8 @@ MAX_TOKEN_ID = 2**32 - 1
 MAX_TOKEN_IDS = 131_072
 MAX_BAD_WORDS = 64
 MAX_LOGPROBS = 20
+MAX_PRIORITY = 1000
+"""Of a request's priority, in both directions: what routers and engines sort by, clear of the workers' own probes."""
 
 
 class Strict(BaseModel):
@@ -80,6 +82,7 @@ def _json_object(value: Any) -> Any:
 
 
 Label = Annotated[str, Field(max_length=512)]
+Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 _NON_EMPTY = {"type": "string", "minLength": 1}
 _IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": MAX_TOKEN_ID}}

@@ -67,6 +67,13 @@ def test_every_variable_of_a_service_is_a_setting_and_its_value_is_accepted(
     assert settings.load([]).drain_s < 20, "the containers are killed after 20 s"
 
 
+def test_the_gateway_is_as_open_as_the_address_that_publishes_its_port() -> None:
+    gateway = suite()["services"]["gateway"]
+    published = gateway["environment"]["SLUICE_GATEWAY_PUBLISHED_HOST"]
+    assert defaulted(published) == "127.0.0.1"
+    assert all(port.startswith(published) for port in gateway["ports"]), "one variable decides both"
+
+
 def test_profiles_have_a_file_each_that_switches_them_on_and_sets_variables_that_are_used() -> None:
     text = (COMPOSE / "compose.yaml").read_text()
     used = {profile for service in suite()["services"].values() for profile in service.get("profiles", ())}
