@@ -120,12 +120,18 @@ class GatewaySettings(HttpSettings, AuditSettings, HttpsSettings, RouterTokenSet
     responses_kept: int = Field(
         4096, ge=0, description="responses of /v1/responses kept to be read again and gone on from; 0: none"
     )
-    responses_kept_mb: int = Field(64, ge=1, description="of all of them together, MiB")
+    responses_kept_mb: int = Field(64, ge=1, description="bytes of all kept responses together, MiB")
+    responses_kept_per_tenant: int = Field(
+        1024, ge=0, description="responses that the API keys of one tenant keep at most; 0: none"
+    )
+    responses_kept_per_tenant_mb: int = Field(
+        16, ge=1, description="bytes of the responses that the API keys of one tenant keep at most, MiB"
+    )
     responses_kept_s: float = Field(86_400, gt=0, description="how long a response is kept")
     responses_redis_url: SecretStr = Field(
         SecretStr(""),
-        description="where gateways share the responses they keep, in the forms of the router's redis-url; the bounds "
-        "then are those of each API key; empty: each gateway keeps its own",
+        description="where gateways share the responses they keep, in the forms of the router's redis-url; only the "
+        "bounds per tenant hold there; empty: each gateway keeps its own",
     )
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +12,7 @@ from starlette.responses import Response
 
 from services.common import logs, telemetry
 from services.common.errors import SluiceError, invalid, not_found
+from services.gateway.admission import permit as permits
 from services.gateway.http.body import read_json
 from services.gateway.http.marks import mark
 from services.gateway.openai.checking import check
@@ -57,7 +57,7 @@ class ResponsesEndpoints:
     async def create(self, request: Request) -> Response:
         """Create a response."""
         fields = check(ResponsesRequest, await self._body(request))
-        owner = owner_of(request)
+        owner = permits.current().owner
         context = await self._context(fields, owner)
         response_id = new_id("resp")
         logs.request_id.set(response_id)
@@ -99,7 +99,7 @@ class ResponsesEndpoints:
     async def delete(self, request: Request) -> Response:
         """Forget a response."""
         response_id = request.path_params["response_id"]
-        if not await self._store.drop(owner_of(request), response_id):
+        if not await self._store.drop(permits.current().owner, response_id):
             raise _unknown(response_id)
         return _json({"id": response_id, "object": "response", "deleted": True})
 
@@ -116,7 +116,7 @@ class ResponsesEndpoints:
     async def input_tokens(self, request: Request) -> Response:
         """Count the tokens of a prompt without answering it."""
         fields = check(InputTokensRequest, await self._body(request))
-        context = await self._context(fields, owner_of(request))
+        context = await self._context(fields, permits.current().owner)
         pipelines = self._conductor.pipelines
         entry = pipelines.catalogue.model(fields.model)
         translated = self._translated(fields, context, new_id("resp"))
@@ -161,7 +161,7 @@ class ResponsesEndpoints:
 
     async def _kept(self, request: Request) -> Kept:
         response_id = request.path_params["response_id"]
-        kept = await self._store.find(owner_of(request), response_id)
+        kept = await self._store.find(permits.current().owner, response_id)
         if kept is None:
             raise _unknown(response_id)
         return kept
@@ -200,13 +200,6 @@ class ResponsesEndpoints:
         answer = _json(response)
         mark(answer, [generation])
         return answer
-
-
-def owner_of(request: Request) -> str:
-    """Whose responses a request sees: those of its API key, which itself is not kept."""
-    given = request.headers.get("authorization") or request.headers.get("x-api-key") or ""
-    key = given.removeprefix("Bearer ").strip()
-    return hashlib.sha256(key.encode()).hexdigest()[:32] if key else ""
 
 
 def _resource(fields: ResponsesRequest, translated: Translated, generation: Generation) -> Resource:
