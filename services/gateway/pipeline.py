@@ -18,8 +18,10 @@ from dataclasses import replace
 from services.common import telemetry
 from services.common.errors import ErrorKind, SluiceError, invalid
 from services.common.packing import unpack_u32
-from services.gateway import deadlines, directions, hooks
+from services.gateway import deadlines, directions, hooks, tenant_cache
 from services.gateway.admission import permit as permits
+from services.gateway.admission.scopes import Scope
+from services.gateway.admission.tenants import SHARED
 from services.gateway.assembling import assembled
 from services.gateway.capabilities import able, holding
 from services.gateway.clients.catalogue import Catalogue, WorkerEntry
@@ -193,19 +195,20 @@ class Pipeline:
                 await self.fleet.text_ready(deadline.share(TEXT_SHARE, self._post_wait_s))
             for index, sink in enumerate(sinks):
                 placed = await self.placement.place(self._wanted(request, index, prompt, entry, max_tokens))
-                generation.streams.append(
-                    self.switchboard.connect(
-                        request,
-                        index,
-                        prompt,
-                        placed.route,
-                        placed.worker,
-                        max_tokens,
-                        sink,
-                        deadline,
-                        placed.prefill,
-                    )
+                stream = self.switchboard.connect(
+                    request,
+                    index,
+                    prompt,
+                    placed.route,
+                    placed.worker,
+                    max_tokens,
+                    sink,
+                    deadline,
+                    placed.prefill,
                 )
+                generation.streams.append(stream)
+                if tenant_cache.is_shared(request, permit):
+                    self.switchboard.on_degraded(stream, SHARED)
         except BaseException:
             generation.cancel()
             raise
@@ -219,8 +222,10 @@ class Pipeline:
         """What `start` would run, and where; runs and books nothing.
 
         Raises:
-            SluiceError: as `start`, FAILED_PRECONDITION where only a worker could make the prompt's ids.
+            SluiceError: as `start`, PERMISSION_DENIED without the scope pin-worker, for the answer names workers,
+                FAILED_PRECONDITION where only a worker could make the prompt's ids.
         """
+        permits.current().require(Scope.PIN_WORKER, subject="A request for the worker that would run it")
         if self.config.preprocessing == "engine":
             raise SluiceError(
                 ErrorKind.FAILED_PRECONDITION,
@@ -235,7 +240,8 @@ class Pipeline:
         """The request as it runs, one of the workers that can run it, and the prompt's ids."""
         said = directions.current()
         request = named(request, self.catalogue)
-        workers = holding(able(self.catalogue.of_model(request.model), request.needs), request.lora)
+        able_workers = holding(able(self.catalogue.of_model(request.model), request.needs), request.lora)
+        request, workers = tenant_cache.separated(request, able_workers, permits.current())
         entry = workers[0]
         await self.model_ready(entry.model)
         request = replace(request, directions=said, engine_text=self._engine_text)

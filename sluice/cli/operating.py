@@ -61,6 +61,9 @@ def route(
     router: Router = "",
     model: Annotated[str, typer.Option(help="served name; empty: the only one there is")] = "",
     raw: Annotated[bool, typer.Option("--raw", help="a plain prompt, not a chat's message")] = False,
+    tenant: Annotated[
+        str, typer.Option(help="tenant in whose part of the prefix cache it is looked up; `sluice keys list` has them")
+    ] = "",
     api_key: ApiKey = "",
     router_token: RouterToken = "",
     tls: Tls = None,
@@ -73,7 +76,7 @@ def route(
     if not text:
         raise BadFlag("route needs a text that is not empty")
     place = Place(gateway, router, api_key, router_token, tls)
-    _end(lambda: command.run(place, text, model, raw, as_json, _console()))
+    _end(lambda: command.run(place, text, model, raw, tenant, as_json, _console()))
 
 
 def workers(
