@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.cli.plan import BadFlag, Options, Process, check, plan
+from sluice.cli.up import KEYS_FILE, KEYS_FLAG, invitation
 
 
 def no_free_port() -> int:
@@ -43,6 +44,18 @@ def test_default_suite() -> None:
         assert value(process, "--listen") == process.address
         assert float(value(process, "--drain-s")) < 4
         assert "--log-level" not in process.arguments
+
+
+def test_the_printed_command_has_a_key_where_clients_need_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(KEYS_FILE, raising=False)
+    gateway = by_name(Options())["gateway"]
+    header = '-H "Authorization: Bearer $SLUICE_API_KEY" '
+    printed = invitation(gateway, "m")
+    assert header not in printed
+    for guarded in (replace(gateway, env={KEYS_FILE: "keys.json"}), replace(gateway, arguments=(KEYS_FLAG, "k"))):
+        assert invitation(guarded, "m") == printed.replace("-d ", f"{header}-d ")
+    monkeypatch.setenv(KEYS_FILE, "keys.json")
+    assert header in invitation(gateway, "m")
 
 
 def test_gateway_comes_last_so_that_it_finds_the_others() -> None:
