@@ -133,6 +133,9 @@ LONG = {
     "bad_words": Hostile(CHAT, lambda: chat(bad_words=["word"] * 180_000), "bad_words"),
     "tools of zeros": Hostile(CHAT, lambda: chat(tools=[0] * 1_900_000), "tools"),
     "messages": Hostile(CHAT, lambda: chat(messages=[USER] * 35_000), "messages", OVER_BUDGET),
+    "parts of a message": Hostile(
+        CHAT, lambda: chat(messages=[{"role": "user", "content": _BLOCKS}]), "messages[0].content", OVER_BUDGET
+    ),
     "documents": Hostile(CHAT, lambda: chat(documents=[0] * 1_900_000), "documents", OVER_BUDGET),
     "chat_template_kwargs": Hostile(
         CHAT, lambda: chat(chat_template_kwargs=named("k", 95_000)), "chat_template_kwargs", OVER_BUDGET

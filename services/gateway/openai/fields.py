@@ -75,14 +75,23 @@ def within_list_items(value: Any, info: ValidationInfo) -> Any:
     Raises:
         SluiceError: INVALID_ARGUMENT, through pydantic.
     """
+    check_list_items(value, info.field_name or "", info)
+    return value
+
+
+def check_list_items(value: Any, param: str, info: ValidationInfo) -> None:
+    """As `within_list_items`, for a value of any place.
+
+    Args:
+        param: the client's name of the place.
+        info: of a validation with BodyBudgets as its context.
+    """
     budgets = info.context
     assert isinstance(budgets, BodyBudgets)
     if isinstance(value, list | dict) and len(value) > budgets.list_items.limit:
         raise budgets.list_items.refuse(
-            f"{info.field_name} has {len(value)} items, more than {budgets.list_items.limit}",
-            param=info.field_name or "",
+            f"{param} has {len(value)} items, more than {budgets.list_items.limit}", param=param
         )
-    return value
 
 
 def _stop_strings(value: Any) -> Any:

@@ -21,6 +21,7 @@ from services.gateway.openai.fields import (
     SchemaObject,
     StopStrings,
     Strict,
+    check_list_items,
     one_by_one,
     within_list_items,
 )
@@ -120,6 +121,10 @@ def _messages(value: Any, info: ValidationInfo) -> Any:
     within_list_items(value, info)
     if not isinstance(value, list) or not value:
         raise ValueError("must be a list of at least one message")
+    for index, message in enumerate(value):
+        if isinstance(message, dict):
+            check_list_items(message.get("content"), f"messages[{index}].content", info)
+            check_list_items(message.get("tool_calls"), f"messages[{index}].tool_calls", info)
     return value
 
 
