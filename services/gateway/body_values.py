@@ -12,7 +12,7 @@ MANY = 10
 """What a list, an object or a string counts, next to the 1 of a number: about their shares of time and memory."""
 
 
-def check_values(text: bytes, budget: Budget) -> None:
+def check_values(text: bytes | bytearray, budget: Budget) -> None:
     """Refuses a JSON text that holds too many values.
 
     Args:
@@ -34,7 +34,7 @@ def check_values(text: bytes, budget: Budget) -> None:
         )
 
 
-def most_nodes(text: bytes, limit: int) -> int:
+def most_nodes(text: bytes | bytearray, limit: int) -> int:
     """Returns how many values a JSON text holds at most, names in objects not among them.
 
     Args:
@@ -47,7 +47,7 @@ def most_nodes(text: bytes, limit: int) -> int:
     return max(_nodes(outside), strings // 2)  # a value has at most two strings: its name, and itself
 
 
-def without_strings(text: bytes, most: int) -> tuple[bytes, int]:
+def without_strings(text: bytes | bytearray, most: int) -> tuple[bytes, int]:
     """Returns a JSON text without its strings, and their number.
 
     Args:
@@ -59,11 +59,11 @@ def without_strings(text: bytes, most: int) -> tuple[bytes, int]:
     return (b"", strings) if strings > most else (b"".join(text.split(b'"')[::2]), strings)
 
 
-def _weight(text: bytes) -> int:
+def _weight(text: bytes | bytearray) -> int:
     return text.count(b",") + MANY * (text.count(b"[") + text.count(b"{"))
 
 
-def _nodes(text: bytes) -> int:
+def _nodes(text: bytes | bytearray) -> int:
     """Returns the values of a text without strings: one, and those that follow a comma or begin a list or an object."""
     filled = text.count(b"[") + text.count(b"{") - text.count(b"[]") - text.count(b"{}")
     return 1 + text.count(b",") + filled

@@ -15,9 +15,6 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-THREADS = 2
-"""Grammars compiled at once; what an engine's own steps need of the CPU is left to them."""
-
 
 class Compiling:
     """Threads of one engine for schemas, patterns and grammars that callers sent.
@@ -27,11 +24,12 @@ class Compiling:
 
     Args:
         limit_s: longest that one request waits for its grammar, seconds.
+        threads: grammars compiled at once.
     """
 
-    def __init__(self, limit_s: float) -> None:
+    def __init__(self, limit_s: float, threads: int) -> None:
         self._limit_s = limit_s
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="grammar")
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="grammar")
 
     async def run(self, work: Callable[[], T]) -> T:
         """Returns what `work` returns.

@@ -44,8 +44,9 @@ class WorkerSettings(RouterTokenSettings, GrpcServiceSettings):
         description="longest constraint on an answer: schema, pattern, grammar or all texts of a choice, Ki characters",
     )
     grammar_timeout_s: float = Field(
-        10.0, gt=0, description="longest that a request waits for its grammar to be compiled; mock and transformers"
+        10.0, gt=0, description="longest that a request waits for the worker to compile or check its grammar"
     )
+    grammar_threads: int = Field(2, ge=1, le=64, description="grammars that the worker compiles or checks at once")
 
     processing: Literal["none", "prompts", "full"] = Field(
         "prompts",

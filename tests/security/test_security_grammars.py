@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 from services.common import budgets
 from services.common.budgets import Budget
 from services.common.errors import ErrorKind, SluiceError, invalid
-from services.worker.compiling import THREADS, Compiling, naming_constraint
+from services.worker.compiling import Compiling, naming_constraint
 from services.worker.engine import GenerateContext
 from services.worker.engines.mock import MockEngine
 from services.worker.engines.mock.guided import guided_text
@@ -218,16 +218,16 @@ async def test_grammar_that_cannot_be_followed_ends_its_request_with_a_typed_err
 
 
 async def test_compiling_gives_up_in_time_and_says_why() -> None:
-    compiling, release = Compiling(0.2), threading.Event()
+    compiling, release = Compiling(0.2, 2), threading.Event()
     try:
         async with asyncio.timeout(30):
-            runs = [asyncio.create_task(compiling.run(lambda: release.wait(60))) for _ in range(THREADS + 1)]
+            runs = [asyncio.create_task(compiling.run(lambda: release.wait(60))) for _ in range(3)]
             await asyncio.wait(runs)
     finally:
         release.set()
         compiling.close()
     errors = [cast(SluiceError, run.exception()) for run in runs]
-    assert [error.kind for error in errors] == [ErrorKind.INVALID_ARGUMENT] * THREADS + [ErrorKind.OVERLOADED]
+    assert [error.kind for error in errors] == [ErrorKind.INVALID_ARGUMENT] * 2 + [ErrorKind.OVERLOADED]
     assert errors[0].param == "response_format"
 
 
@@ -238,7 +238,7 @@ async def test_compiler_that_panics_ends_its_request_only() -> None:
     def panics() -> None:
         raise PanicException("unreachable code")
 
-    compiling = Compiling(30)
+    compiling = Compiling(30, 1)
     try:
         with pytest.raises(SluiceError) as caught:
             await compiling.run(panics)

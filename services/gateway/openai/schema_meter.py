@@ -19,24 +19,31 @@ class SchemaMeter:
         self.budgets = budgets
         self._nodes = self._characters = self._patterns = 0
 
-    def add_schema(self, document: Any, param: str) -> None:
+    def add_schema(self, document: dict[str, Any], param: str) -> None:
         """Adds a parsed JSON schema, or a document that holds some.
 
         Every JSON value counts, also where no schema can be: values of `enum` and `default` are walked through as well.
         """
-        waiting = [document]
+        most_nodes, most_characters = self.budgets.schema_nodes.limit, self.budgets.schema_characters.limit
+        waiting: list[Any] = [document]
         while waiting:
             node = waiting.pop()
+            self._nodes += len(node)
+            if self._nodes > most_nodes or self._characters > most_characters:
+                break
+            values = node
             if isinstance(node, dict):
-                self._add_nodes(len(node), param)
-                self._add_characters(sum(map(len, node)), param)
-                self._add_patterns_of(node, param)
-                waiting += node.values()
-            elif isinstance(node, list):
-                self._add_nodes(len(node), param)
-                waiting += node
-            elif isinstance(node, str):
-                self._add_characters(len(node), param)
+                self._characters += sum(map(len, node))
+                if "pattern" in node or "patternProperties" in node:
+                    self._add_patterns_of(node, param)
+                values = node.values()
+            for value in values:
+                if isinstance(value, str):
+                    self._characters += len(value)
+                elif isinstance(value, dict | list):
+                    waiting.append(value)
+        self.check_nodes(self._nodes, param)
+        _check(self.budgets.schema_characters, self._characters, "characters in JSON schemas", param)
 
     def add_pattern(self, pattern: str, param: str) -> None:
         """Adds a regular expression, which only an engine compiles."""
@@ -48,20 +55,12 @@ class SchemaMeter:
         _check(self.budgets.schema_characters, len(schema), "characters in JSON schemas", param)
 
     def check_nodes(self, nodes: int, param: str) -> None:
-        """Checks the number of values of a schema that is a text itself, before it is parsed."""
+        """Checks a number of values, such as that of a schema that is a text itself, before it is parsed."""
         _check(self.budgets.schema_nodes, nodes, "values in JSON schemas", param)
 
     def check_grammar(self, texts: Iterable[str], param: str) -> None:
         """Checks the length of a grammar, or of all texts of a choice."""
         _check(self.budgets.grammar_characters, sum(map(len, texts)), "characters in a grammar or choice", param)
-
-    def _add_nodes(self, count: int, param: str) -> None:
-        self._nodes += count
-        _check(self.budgets.schema_nodes, self._nodes, "values in JSON schemas", param)
-
-    def _add_characters(self, count: int, param: str) -> None:
-        self._characters += count
-        _check(self.budgets.schema_characters, self._characters, "characters in JSON schemas", param)
 
     def _add_patterns_of(self, node: dict[str, Any], param: str) -> None:
         if isinstance(pattern := node.get("pattern"), str):

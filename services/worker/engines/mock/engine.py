@@ -59,7 +59,12 @@ class MockEngine(LLMEngine):
         self._context_length = self._vocab_size = 0
         self._statistics = Statistics()
         self._guided = GuidedAnswers(
-            self._answer, self._enqueue, self.tasks, settings.grammar_timeout_s, settings.max_waiting
+            self._answer,
+            self._enqueue,
+            self.tasks,
+            settings.grammar_timeout_s,
+            settings.grammar_threads,
+            settings.max_waiting,
         )
 
     @classmethod

@@ -65,7 +65,7 @@ class TransformersEngine(LLMEngine):
         self._stopping = False
         # Passes beside the steps share the cores with them: one at a time.
         self._passes = asyncio.Lock()
-        self._compiling = Compiling(settings.grammar_timeout_s)
+        self._compiling = Compiling(settings.grammar_timeout_s, settings.grammar_threads)
 
     @classmethod
     def from_args(cls, settings: WorkerSettings) -> Self:

@@ -52,7 +52,7 @@ class VllmEngine(LLMEngine):
         self._adapters = Adapters()
         self._controls: Controls | None = None
         self._events = CacheEvents()
-        self._compiling = Compiling(settings.grammar_timeout_s)
+        self._compiling = Compiling(settings.grammar_timeout_s, settings.grammar_threads)
         self._flights = Flights(self.tasks, self._abort_in_vllm, library.error_of)
 
     @classmethod

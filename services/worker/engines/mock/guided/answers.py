@@ -25,6 +25,7 @@ class GuidedAnswers:
         enqueue: gives a sequence to a rank; may raise SluiceError.
         tasks: owns the waiting.
         limit_s: longest that one takes, seconds.
+        threads: answers made at once.
         most: sequences at once; more are refused.
     """
 
@@ -34,6 +35,7 @@ class GuidedAnswers:
         enqueue: Callable[[Sequence], None],
         tasks: TaskOwner,
         limit_s: float,
+        threads: int,
         most: int,
     ) -> None:
         self._make = make
@@ -41,7 +43,7 @@ class GuidedAnswers:
         self._tasks = tasks
         self._limit_s = limit_s
         self._most = most
-        self._compiling = Compiling(limit_s)
+        self._compiling = Compiling(limit_s, threads)
         self._waiting: dict[str, tuple[Sequence, asyncio.Task[None]]] = {}
 
     def __len__(self) -> int:
