@@ -13,12 +13,13 @@ from services.common.access import RouterTokenSettings
 from services.common.audit import AuditSettings
 from services.common.settings import AddressList, CommaList, ServiceSettings, settings_config
 from services.common.trust import HttpsSettings
+from services.gateway.body_budgets import BodySettings
 from services.gateway.config import Disaggregation, PipelineConfig, Place, PresetName, Routing, parse_stages, resolve
 from services.gateway.http.settings import HttpSettings
 from services.gateway.moving import MigrationPolicy
 
 
-class GatewaySettings(HttpSettings, AuditSettings, HttpsSettings, RouterTokenSettings, ServiceSettings):
+class GatewaySettings(HttpSettings, BodySettings, AuditSettings, HttpsSettings, RouterTokenSettings, ServiceSettings):
     """Settings of the gateway. Every flag is also an environment variable: --log-level is SLUICE_GATEWAY_LOG_LEVEL."""
 
     model_config = settings_config("gateway")

@@ -38,6 +38,16 @@ class WorkerSettings(RouterTokenSettings, GrpcServiceSettings):
         False, description="raise inside an engine that breaks its contract, for tests; otherwise its request fails"
     )
 
+    max_grammar_kb: int = Field(
+        2048,
+        ge=1,
+        description="longest constraint on an answer: schema, pattern, grammar or all texts of a choice, Ki characters",
+    )
+    grammar_timeout_s: float = Field(
+        10.0, gt=0, description="longest that a request waits for the worker to compile or check its grammar"
+    )
+    grammar_threads: int = Field(2, ge=1, le=64, description="grammars that the worker compiles or checks at once")
+
     processing: Literal["none", "prompts", "full"] = Field(
         "prompts",
         description="what is done beside the engine: prompts of text and chats are made; full: text and tool calls are "

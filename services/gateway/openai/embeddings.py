@@ -30,7 +30,6 @@ from services.gateway.pipelines import Pipelines
 from services.gateway.settings import GatewaySettings
 
 CLIENT_CLOSED_REQUEST = 499
-MAX_INPUTS = 2_048
 TOKENIZED_AT_ONCE = 32
 
 
@@ -41,14 +40,14 @@ class EmbeddingEndpoints:
         self._pipelines = pipelines
         self._client = client
         self._settings = settings
+        self._budgets = settings.budgets
 
     async def embeddings(self, request: Request) -> Response:
         """Create embeddings of texts or of token ids."""
         limit = int(self._settings.max_body_mb * (1 << 20))
-        fields = check(EmbeddingRequest, await read_json(request, limit, self._settings.body_timeout_s))
+        body = await read_json(request, limit, self._settings.body_timeout_s, self._budgets.values)
+        fields = check(EmbeddingRequest, body, self._budgets)
         inputs = one_by_one(fields.input)
-        if len(inputs) > MAX_INPUTS:
-            raise invalid(f"input holds {len(inputs)} inputs, more than {MAX_INPUTS}.", param="input")
         catalogue = self._pipelines.catalogue
         catalogue.model(fields.model)
         entry = able(catalogue.of_model(fields.model), NEEDS)[0]

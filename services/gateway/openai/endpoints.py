@@ -65,6 +65,7 @@ class OpenAIEndpoints:
     ) -> None:
         self._pipelines = pipelines
         self._settings = settings
+        self._budgets = settings.budgets
         self._pacer = pacer
         self._parity = parity
         self._pieces = pieces
@@ -73,19 +74,19 @@ class OpenAIEndpoints:
     async def chat_completions(self, request: Request) -> Response:
         """Create a chat completion."""
         body = await self._body(request)
-        fields = check(ChatCompletionRequest, body)
+        fields = check(ChatCompletionRequest, body, self._budgets)
         answer_id = ChatFormat.id_prefix + secrets.token_hex(12)
         forces = any("guided_json" in entry.capabilities for entry in self._pipelines.catalogue.of_model(fields.model))
-        generation = chat_request(body, fields, answer_id, self._settings.max_choices, forces)
+        generation = chat_request(body, fields, answer_id, self._settings.max_choices, self._budgets, forces)
         form = ChatFormat(answer_id, int(time.time()), fields.model, fields.include_usage)
         return await self._answer(request, [generation], form, fields)
 
     async def completions(self, request: Request) -> Response:
         """Create a completion."""
         body = await self._body(request)
-        fields = check(CompletionRequest, body)
+        fields = check(CompletionRequest, body, self._budgets)
         answer_id = CompletionFormat.id_prefix + secrets.token_hex(12)
-        asked = fields, answer_id, self._settings.max_choices
+        asked = fields, answer_id, self._settings.max_choices, self._budgets
         if fields.prompt_embeds is None:
             generations = completion_requests(*asked)
         else:  # megabytes to read
@@ -128,7 +129,7 @@ class OpenAIEndpoints:
 
     async def _body(self, request: Request) -> dict[str, Any]:
         limit = int(self._settings.max_body_mb * (1 << 20))
-        return await read_json(request, limit, self._settings.body_timeout_s)
+        return await read_json(request, limit, self._settings.body_timeout_s, self._budgets.values)
 
     async def _answer(
         self, request: Request, generations: list[GenerationRequest], form: Format, fields: GenerationFields

@@ -29,9 +29,9 @@ class EngineFields(GuidedFields):
     repetition_penalty: float | None = Field(None, gt=0, le=2**31, allow_inf_nan=False)
     min_tokens: int | None = Field(None, ge=0, le=MAX_TOKEN_ID)
     ignore_eos: bool | None = None
-    stop_token_ids: list[TokenId] | None = Field(None, max_length=1024)
-    allowed_token_ids: list[TokenId] | None = Field(None, min_length=1, max_length=MAX_TOKEN_IDS)
-    bad_words: list[Annotated[str, Field(min_length=1)]] | None = Field(None, max_length=MAX_BAD_WORDS)
+    stop_token_ids: list[TokenId] | None = Field(None, max_length=1024, fail_fast=True)
+    allowed_token_ids: list[TokenId] | None = Field(None, min_length=1, max_length=MAX_TOKEN_IDS, fail_fast=True)
+    bad_words: list[Annotated[str, Field(min_length=1)]] | None = Field(None, max_length=MAX_BAD_WORDS, fail_fast=True)
     thinking_token_budget: int | None = Field(None, ge=0, le=MAX_TOKEN_ID)
     include_stop_str_in_output: bool | None = None
     no_stop_trim: bool | None = None

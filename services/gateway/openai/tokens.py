@@ -19,9 +19,10 @@ from services.gateway.generation import ChatPrompt, GenerationRequest, Prompt, T
 from services.gateway.http.body import read_json
 from services.gateway.openai.answers import ChatFormat
 from services.gateway.openai.checking import check
+from services.gateway.openai.schema_meter import SchemaMeter
 from services.gateway.openai.schemas import ChatCompletionRequest
 from services.gateway.openai.token_schemas import DetokenizeRequest, TokenizeRequest
-from services.gateway.openai.translate import chat_request
+from services.gateway.openai.translate import chat_request, count_tools
 from services.gateway.pipelines import Pipelines
 from services.gateway.settings import GatewaySettings
 
@@ -32,11 +33,13 @@ class TokenEndpoints:
     def __init__(self, pipelines: Pipelines, settings: GatewaySettings) -> None:
         self._pipelines = pipelines
         self._settings = settings
+        self._budgets = settings.budgets
 
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize."""
         body = await self._body(request)
-        fields = check(TokenizeRequest, body)
+        fields = check(TokenizeRequest, body, self._budgets)
+        count_tools(fields.tools, SchemaMeter(self._budgets))
         entry = self._entry(fields.model)
         with telemetry.stage("gateway.tokenize", parent=dict(request.headers), model=entry.model):
             prompt = await self._tokens(entry, _prompt(body, fields))
@@ -54,7 +57,7 @@ class TokenEndpoints:
 
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize."""
-        fields = check(DetokenizeRequest, await self._body(request))
+        fields = check(DetokenizeRequest, await self._body(request), self._budgets)
         entry = self._entry(fields.model)
         with telemetry.stage("gateway.detokenize", parent=dict(request.headers), model=entry.model):
             await _pay(len(fields.tokens))
@@ -70,9 +73,9 @@ class TokenEndpoints:
     async def render(self, request: Request) -> Response:
         """POST /v1/chat/completions/render: the chat completion as its worker would get it."""
         body = await self._body(request)
-        fields = check(ChatCompletionRequest, body)
+        fields = check(ChatCompletionRequest, body, self._budgets)
         request_id = ChatFormat.id_prefix + secrets.token_hex(12)
-        generation = chat_request(body, fields, request_id, self._settings.max_choices)
+        generation = chat_request(body, fields, request_id, self._settings.max_choices, self._budgets)
         assert isinstance(generation.prompt, ChatPrompt)
         entry = self._pipelines.catalogue.model(generation.model)
         with telemetry.stage("gateway.render", parent=dict(request.headers), model=entry.model):
@@ -92,7 +95,7 @@ class TokenEndpoints:
 
     async def _body(self, request: Request) -> dict[str, Any]:
         limit = int(self._settings.max_body_mb * (1 << 20))
-        return await read_json(request, limit, self._settings.body_timeout_s)
+        return await read_json(request, limit, self._settings.body_timeout_s, self._budgets.values)
 
     def _entry(self, model: str | None) -> WorkerEntry:
         """The model named, or the only one there is."""

@@ -19,7 +19,7 @@ class EngineExtensions(Strict):
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     min_tokens: int | None = Field(None, ge=0, le=MAX_TOKEN_ID)
     ignore_eos: bool | None = None
-    stop_token_ids: list[TokenId] | None = Field(None, max_length=1024)
+    stop_token_ids: list[TokenId] | None = Field(None, max_length=1024, fail_fast=True)
     skip_special_tokens: bool | None = None
     priority: Priority | None = None
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)

@@ -17,10 +17,12 @@ from services.gateway.anthropic.message import whole
 from services.gateway.anthropic.telling import MessageTeller
 from services.gateway.generation import Finish, FinishReason, Sampling
 from services.gateway.http.event_stream import EventStream
+from services.gateway.openai.checking import check
 from services.gateway.openai.responses.resource import Resource, Shown, output_of
 from services.gateway.openai.responses.schemas import ResponsesRequest
 from services.gateway.openai.responses.telling import ResponseTeller
 from services.gateway.turns.listening import CollectedTurn, StreamedTurn, Teller, Turn
+from tests.support.bodies import BUDGETS
 
 Said = tuple[str, str]
 Cuts = list[tuple[int, bool]]
@@ -89,7 +91,7 @@ def collected(said: list[Said], cuts: Cuts, end: Finish) -> CollectedTurn:
 
 
 def responding(shown: Shown) -> tuple[StreamedTurn, Resource, list[dict[str, Any]]]:
-    fields = ResponsesRequest(model="m", input="hi")
+    fields = check(ResponsesRequest, {"model": "m", "input": "hi"}, BUDGETS)
     resource = Resource("resp_1", fields, Sampling(), None)
     ended: list[dict[str, Any]] = []
     return streamed(ResponseTeller(lambda: resource, shown, ended.append)), resource, ended

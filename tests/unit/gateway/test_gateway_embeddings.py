@@ -25,6 +25,7 @@ from services.gateway.openai.embeddings import EmbeddingEndpoints
 from services.gateway.silent_workers import SilentWorkers
 from services.gateway.switchboard import Switchboard
 from sluice.v1 import common_pb2, worker_pb2
+from tests.support.bodies import BUDGETS
 
 
 class Stub:
@@ -175,7 +176,7 @@ async def test_vectors_that_nobody_waits_for_any_more_are_not_computed() -> None
 
     catalogue = Workers({"a": Stub()}).catalogue
     pipeline = SimpleNamespace(catalogue=catalogue, preprocess=Preprocess())
-    settings = SimpleNamespace(max_body_mb=1, body_timeout_s=5)
+    settings = SimpleNamespace(max_body_mb=1, body_timeout_s=5, budgets=BUDGETS)
     endpoints = EmbeddingEndpoints(cast(Any, pipeline), cast(Any, Slow()), cast(Any, settings))
     body = [{"type": "http.request", "body": b'{"model":"m","input":"x"}', "more_body": False}]
 

@@ -33,12 +33,14 @@ from services.gateway.metrics import GatewayMetrics
 from services.gateway.migration import AT_ONCE, Migrator
 from services.gateway.moving import MigrationPolicy
 from services.gateway.openai.answers import stop_reason
+from services.gateway.openai.checking import check
 from services.gateway.openai.schemas import ChatCompletionRequest
 from services.gateway.openai.translate import chat_request
 from services.gateway.placement import Placed, Placement, Wanted
 from services.gateway.switchboard import Switchboard
 from services.gateway.text_replicas import MOST_REPLAYS
 from sluice.v1 import worker_pb2
+from tests.support.bodies import BUDGETS
 from tests.unit.gateway.test_gateway_survive import EOS, MAX_TOKENS, PROMPT, REQUEST, Board, Sink
 
 
@@ -351,7 +353,7 @@ def test_choices_that_are_being_placed_count_against_the_bound() -> None:
 
 def test_a_parser_hears_how_the_template_was_told_to_think_whatever_the_prompt_became() -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"thinking": False}}
-    request = chat_request(body, ChatCompletionRequest.model_validate(body), "r", 1)
+    request = chat_request(body, check(ChatCompletionRequest, body, BUDGETS), "r", 1, BUDGETS)
     cut = replace(request, prompt=TokenPrompt(b"\1\0\0\0"))  # as truncate_prompt_tokens makes it
     for one in (request, cut):
         assert stream_options(one, PROMPT).chat_template_kwargs_json == b'{"thinking":false}'

@@ -52,11 +52,12 @@ class ResponsesEndpoints:
     def __init__(self, conductor: Conductor, settings: GatewaySettings, store: ResponseStore) -> None:
         self._conductor = conductor
         self._settings = settings
+        self._budgets = settings.budgets
         self._store = store
 
     async def create(self, request: Request) -> Response:
         """Create a response."""
-        fields = check(ResponsesRequest, await self._body(request))
+        fields = check(ResponsesRequest, await self._body(request), self._budgets)
         owner = permits.current().owner
         context = await self._context(fields, owner)
         response_id = new_id("resp")
@@ -115,7 +116,7 @@ class ResponsesEndpoints:
 
     async def input_tokens(self, request: Request) -> Response:
         """Count the tokens of a prompt without answering it."""
-        fields = check(InputTokensRequest, await self._body(request))
+        fields = check(InputTokensRequest, await self._body(request), self._budgets)
         context = await self._context(fields, permits.current().owner)
         pipelines = self._conductor.pipelines
         entry = pipelines.catalogue.model(fields.model)
@@ -129,11 +130,11 @@ class ResponsesEndpoints:
 
     async def _body(self, request: Request) -> dict[str, Any]:
         limit = int(self._settings.max_body_mb * (1 << 20))
-        return await read_json(request, limit, self._settings.body_timeout_s)
+        return await read_json(request, limit, self._settings.body_timeout_s, self._budgets.values)
 
     async def _context(self, fields: ContextFields, owner: str) -> Context:
-        tools = read_tools(fields.tools, fields.tool_choice)
-        own = [] if fields.input is None else read_items(fields.input)
+        tools = read_tools(fields.tools, fields.tool_choice, self._budgets.list_items)
+        own = [] if fields.input is None else read_items(fields.input, self._budgets.list_items)
         items = [*await self._earlier(fields.previous_response_id, owner), *own]
         chat = conversation(fields.instructions, items)
         if not chat.messages:
@@ -157,7 +158,7 @@ class ResponsesEndpoints:
 
     def _translated(self, fields: ContextFields, context: Context, response_id: str) -> Translated:
         forces = self._conductor.can(fields.model, "guided_json")
-        return translate(fields, context.chat, context.tools, response_id, forces)
+        return translate(fields, context.chat, context.tools, response_id, self._budgets, forces)
 
     async def _kept(self, request: Request) -> Kept:
         response_id = request.path_params["response_id"]
