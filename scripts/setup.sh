@@ -99,6 +99,8 @@ install() {
     say "installing requirements/$wanted.txt"
     .venv/bin/python -m pip install --require-hashes -r "requirements/$wanted.txt" 2>&1 | tee "$log" | show_progress "$total" ||
         { tail -n 8 "$log" >&2 && fail "pip could not install requirements/$wanted.txt; all of its output is in $log."; }
+    # Before it was called sluice-llm the project was installed under a name that belongs to another project on the index.
+    .venv/bin/python -m pip uninstall --quiet --yes sluice >"$log" 2>&1 || true
     .venv/bin/python -m pip install --quiet --no-deps --no-build-isolation -e . >"$log" 2>&1 ||
         { tail -n 8 "$log" >&2 && fail "pip could not install the project itself; all of its output is in $log."; }
 }

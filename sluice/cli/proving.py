@@ -26,7 +26,7 @@ def worker() -> None:
     try:
         from sluice.cli import worker as command
     except ImportError as error:
-        raise BadFlag(f"worker needs the package {error.name}: install sluice[worker]") from error
+        raise BadFlag(f"worker needs the package {error.name}: install sluice-llm[worker]") from error
     command.run_worker(sys.argv[sys.argv.index("worker") + 1 :])  # as they stand: `--` begins the engine's own flags
 
 
@@ -56,7 +56,7 @@ def diff_tokenizers(
         from services.preprocess.engine_tokenizer import EngineOptions
         from sluice.cli import diff
     except ImportError as error:
-        raise BadFlag(f"diff-tokenizers needs the package {error.name}: install sluice[preprocess]") from error
+        raise BadFlag(f"diff-tokenizers needs the package {error.name}: install sluice-llm[preprocess]") from error
     engines = {"vllm": EngineOptions(python=vllm_python), "sglang": EngineOptions(python=sglang_python)}
     if chats is not None and not chats.is_file():
         raise BadFlag(f"--chats {chats} does not exist")
@@ -90,7 +90,7 @@ def conformance(
     try:
         from sluice.cli import conformance as command
     except ImportError as error:
-        raise BadFlag(f"conformance needs the package {error.name}: install sluice[worker]") from error
+        raise BadFlag(f"conformance needs the package {error.name}: install sluice-llm[worker]") from error
     console = Console(highlight=False)
     if list_rules:
         command.list_rules(console)
