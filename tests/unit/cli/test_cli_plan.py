@@ -11,7 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.common import models
 from sluice.cli.plan import BadFlag, Options, Process, check, plan
+from sluice.cli.processing import ProcessingFlags
 
 
 def no_free_port() -> int:
@@ -116,20 +118,64 @@ def test_optional_flags_are_passed_on_when_given() -> None:
     assert "--speedup" not in by_name(Options())["worker-0"].arguments
 
 
-@pytest.mark.parametrize(
-    ("changes", "flags"),
-    [
-        ({}, []),
-        ({"vllm_processing": True}, ["--vllm-processing"]),
-        ({"sglang_processing": True}, ["--sglang-processing"]),
-        ({"native_framework_processing": True}, []),  # the mock engine has no code of its own
-    ],
-)
-def test_whose_code_makes_the_ids_is_told_to_preprocess(changes: dict[str, bool], flags: list[str]) -> None:
-    suite = by_name(replace(Options(), **changes))  # type: ignore[arg-type]
-    given = {name: [flag for flag in one.arguments if flag.endswith("-processing")] for name, one in suite.items()}
-    assert given.pop("preprocess") == flags
+@pytest.mark.parametrize("routers", [1, 3])
+def test_tokenizing_services_get_the_operators_model_and_learn_others_from_the_routers(routers: int) -> None:
+    suite = by_name(Options(routers=routers, redis="redis://h:1/0", model_name="mine"))
+    for service in ("preprocess", "postprocess"):
+        assert value(suite[service], "--models") == f"mine={models.DEFAULT_SOURCE}"
+        assert value(suite[service], "--routers") == value(suite["gateway"], "--router")
+
+
+def processing_of(processing: ProcessingFlags, **changes: object) -> dict[str, list[str]]:
+    """The processing flags that each service is given."""
+    suite = by_name(replace(Options(processing=processing), **changes))  # type: ignore[arg-type]
+    return {name: [flag for flag in one.arguments if flag.endswith("-processing")] for name, one in suite.items()}
+
+
+@pytest.mark.parametrize("name", ["vllm_processing", "sglang_processing", "native_framework_processing"])
+def test_processing_flag_reaches_the_services_before_and_after_the_engine(name: str) -> None:
+    flag = [f"--{name.replace('_', '-')}"]
+    given = processing_of(ProcessingFlags(**{name: True}))  # type: ignore[arg-type]
+    assert given.pop("preprocess") == flag
+    assert given.pop("postprocess") == flag
     assert not any(given.values())
+
+
+def test_native_parsers_switched_off_leaves_answers_to_the_built_in_parsers() -> None:
+    given = processing_of(ProcessingFlags(vllm_processing=True, native_parsers=False))
+    assert given.pop("preprocess") == ["--vllm-processing"]
+    assert not any(given.values())
+
+
+@pytest.mark.parametrize(
+    ("engine", "processor"), [("vllm", "vllm"), ("vllm-grpc", "vllm"), ("sglang", "sglang"), ("mock", "mistral")]
+)
+def test_native_processing_loads_the_operators_model_without_waiting_for_a_worker(engine: str, processor: str) -> None:
+    suite = by_name(Options(engine=engine, processing=ProcessingFlags(native_framework_processing=True)))
+    for service in ("preprocess", "postprocess"):
+        assert value(suite[service], "--models").endswith(f"@{processor}")
+    assert "@" not in value(suite["worker-0"], "--model")
+
+
+def test_native_processing_leaves_a_hub_model_to_its_workers_engine() -> None:
+    suite = by_name(Options(model="org/name", processing=ProcessingFlags(native_framework_processing=True)))
+    assert value(suite["preprocess"], "--models") == "org/name=org/name"
+
+
+@pytest.mark.parametrize(
+    ("engine", "noted"), [("vllm", False), ("sglang", False), ("mock", True), ("transformers", True)]
+)
+def test_native_processing_without_native_code_is_noted(engine: str, noted: bool) -> None:
+    note = ProcessingFlags(native_framework_processing=True).note(engine)
+    assert (f"the engine {engine} brings no code" in note) is noted
+    assert ProcessingFlags(vllm_processing=True).note(engine) == ""
+
+
+def test_interpreters_of_the_engines_reach_both_services() -> None:
+    suite = by_name(Options(processing=ProcessingFlags(vllm_processing=True, vllm_python="/opt/vllm/bin/python")))
+    for service in ("preprocess", "postprocess"):
+        assert value(suite[service], "--vllm-python") == "/opt/vllm/bin/python"
+        assert "--sglang-python" not in suite[service].arguments
 
 
 def test_host_is_the_gateways_alone() -> None:
@@ -170,7 +216,12 @@ def test_zero_stands_for_free_ports() -> None:
         ({"model": ""}, "--model"),
         ({"model": "a@b"}, "--model"),
         ({"model_name": "a=b"}, "--model-name"),
-        ({"vllm_processing": True, "native_framework_processing": True}, "--native-framework-processing"),
+        (
+            {"processing": ProcessingFlags(vllm_processing=True, native_framework_processing=True)},
+            "--native-framework-processing",
+        ),
+        ({"processing": ProcessingFlags(trtllm_processing=True)}, "docs/preprocessing.md"),
+        ({"processing": ProcessingFlags(native_parsers=False)}, "--no-native-parsers"),
     ],
 )
 def test_refusals_are_one_sentence_that_names_the_flag(changes: dict[str, object], says: str) -> None:
