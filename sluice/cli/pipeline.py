@@ -18,6 +18,7 @@ class PipelineFlags:
     preprocessing: str | None = None
     postprocessing: str | None = None
     routing: str | None = None
+    direct_route: bool = False
     migration: bool | None = None
     disaggregation: str | None = None
     disagg_min_tokens: int | None = None
@@ -36,7 +37,9 @@ class PipelineFlags:
         arguments: list[str] = []
         for one in fields(self):
             value, flag = getattr(self, one.name), one.name.replace("_", "-")
-            if isinstance(value, bool):
+            if one.name == "direct_route":
+                arguments += ("--direct-route",) if value else ()
+            elif isinstance(value, bool):
                 arguments.append(f"--{flag}" if value else f"--no-{flag}")
             elif one.name == "stage":
                 for stage in value:

@@ -95,8 +95,14 @@ def up_suite(
     postprocessing: Annotated[Place | None, typer.Option(help="who makes text")] = None,
     routing: Annotated[Routing | None, typer.Option(help="who chooses the worker")] = None,
     migration: Annotated[
-        bool | None, typer.Option("--migration/--no-migration", help="generations outlive their workers")
+        bool | None,
+        typer.Option(
+            "--migration/--no-migration",
+            "--migration-enabled/--no-migration-enabled",
+            help="generations outlive their workers",
+        ),
     ] = None,
+    direct_route: Annotated[bool, typer.Option("--direct-route", help="another name of --routing direct")] = False,
     disaggregation: Annotated[
         Disaggregation | None, typer.Option(help="whether prefill and decode workers share requests")
     ] = None,
@@ -156,6 +162,7 @@ def up_suite(
             preprocessing=preprocessing,
             postprocessing=postprocessing,
             routing=routing,
+            direct_route=direct_route,
             migration=migration,
             disaggregation=disaggregation,
             disagg_min_tokens=disagg_min_tokens,

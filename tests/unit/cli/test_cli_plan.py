@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common import models
+from sluice.cli import commands, up
 from sluice.cli.plan import BadFlag, Options, Process, check, plan
 from sluice.cli.processing import ProcessingFlags
 
@@ -124,6 +125,24 @@ def test_tokenizing_services_get_the_operators_model_and_learn_others_from_the_r
     for service in ("preprocess", "postprocess"):
         assert value(suite[service], "--models") == f"mine={models.DEFAULT_SOURCE}"
         assert value(suite[service], "--routers") == value(suite["gateway"], "--router")
+
+
+@pytest.mark.parametrize(
+    ("flags", "wanted"),
+    [
+        (("--direct-route", "--no-migration-enabled"), {"--direct-route", "--no-migration"}),
+        (("--migration-enabled",), {"--migration"}),
+        ((), set()),
+    ],
+)
+def test_other_gateways_names_of_knobs_reach_the_gateway(
+    flags: tuple[str, ...], wanted: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Process] = []
+    monkeypatch.setattr(up, "run", lambda processes, *more: started.extend(processes) or 0)
+    assert commands.invoke(["up", "--port", "0", "--base-grpc-port", "0", *flags]) == 0
+    given = {flag for flag in started[-1].arguments if flag.endswith(("-route", "migration", "migration-enabled"))}
+    assert given == wanted
 
 
 def processing_of(processing: ProcessingFlags, **changes: object) -> dict[str, list[str]]:
