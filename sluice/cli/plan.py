@@ -103,7 +103,7 @@ def check(options: Options) -> models.ModelSpec:
     if not 0 <= options.prefill_workers <= _MOST["workers"] - options.workers:
         raise BadFlag(f"--prefill-workers must be between 0 and {_MOST['workers'] - options.workers}.")
     try:
-        options.pipeline.config()
+        options.pipeline.check_classes()
     except ValueError as error:
         raise BadFlag(str(error)) from error
     if options.routers > 1 and not options.redis:

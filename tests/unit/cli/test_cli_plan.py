@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from services.common import models
 from sluice.cli import commands, up
+from sluice.cli.pipeline import PipelineFlags
 from sluice.cli.plan import BadFlag, Options, Process, check, plan
 from sluice.cli.processing import ProcessingFlags
 
@@ -297,3 +299,31 @@ def test_redis_may_be_wherever_routers_find_it_and_nowhere_else() -> None:
     assert plan(Options(redis="rediss+sentinel://a:1,b:2/mine/0"), no_free_port)
     with pytest.raises(BadFlag, match=r"--redis is no Redis URL: its scheme is 'http'"):
         plan(Options(redis="http://h"), no_free_port)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (PipelineFlags(stage=("route=no_such_module:Sticky",)), "no_such_module"),
+        (PipelineFlags(stage=("route=my_own_stages:Sticki",)), "my_own_stages has no Sticki"),
+        (PipelineFlags(stage=("route=my_own_stages:Sticky",)), "async def route"),
+        (PipelineFlags(handler="my_own_stages:Sticki"), "handler: my_own_stages has no Sticki"),
+        (PipelineFlags(stage=("rout=my_own_stages:Sticky",)), "stage 'rout' is unknown"),
+    ],
+)
+def test_class_that_no_gateway_can_load_is_refused_before_anything_starts(
+    flags: PipelineFlags, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_own_stages.py").write_text("class Sticky:\n    pass\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BadFlag) as refused:
+        check(Options(pipeline=flags))
+    assert says in str(refused.value)
+
+
+def test_class_in_the_working_directory_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_sound_stages.py").write_text("class Sticky:\n    async def route(self, wanted, workers): ...\n")
+    monkeypatch.chdir(tmp_path)
+    path = list(sys.path)
+    check(Options(pipeline=PipelineFlags(stage=("route=my_sound_stages:Sticky",))))
+    assert sys.path == path
