@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
+from sluice.cli.operating import AsJson, console
 from sluice.cli.plan import BadFlag
+from sluice.cli.trust import Tls, TlsCa, TlsCert, TlsKey, Trust
 
 
 def add_to(app: typer.Typer) -> None:
@@ -22,7 +23,10 @@ def add_to(app: typer.Typer) -> None:
 
 
 def worker() -> None:
-    """Start one worker, which registers with --routers; the flags are those of `python -m services.worker`."""
+    """Start one worker, which registers with --routers; the flags are those of `python -m services.worker`.
+
+    In addition --tls DIR stands for its TLS flags, with the certificates that `sluice certs DIR` made.
+    """
     try:
         from sluice.cli import worker as command
     except ImportError as error:
@@ -80,20 +84,19 @@ def conformance(
     stop_command: Annotated[
         str, typer.Option(metavar="COMMAND", help="stops the worker, such as 'kill PID'; then the drain is tried, last")
     ] = "",
-    tls_ca: Annotated[
-        Path | None, typer.Option(help="authorities the kit trusts (PEM file); unset: plain text")
-    ] = None,
-    tls_cert: Annotated[Path | None, typer.Option(help="certificate the kit shows (PEM file)")] = None,
-    tls_key: Annotated[Path | None, typer.Option(help="private key of tls-cert (PEM file)")] = None,
+    tls: Tls = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    as_json: AsJson = False,
 ) -> None:
     """Try every rule of the worker contract on a running worker; exit code 1 when one is broken."""
     try:
         from sluice.cli import conformance as command
     except ImportError as error:
         raise BadFlag(f"conformance needs the package {error.name}: install sluice-llm[worker]") from error
-    console = Console(highlight=False)
     if list_rules:
-        command.list_rules(console)
+        command.list_rules(console(), as_json)
         return
     if not address:
         raise BadFlag("conformance needs the ADDRESS of a worker, such as 127.0.0.1:50061")
@@ -105,8 +108,7 @@ def conformance(
         router_listen=router_listen,
         prefill_peer=prefill_peer,
         stop_command=stop_command,
-        tls_ca=tls_ca,
-        tls_cert=tls_cert,
-        tls_key=tls_key,
+        trust=Trust(tls, tls_ca, tls_cert, tls_key),
+        as_json=as_json,
     )
-    raise typer.Exit(command.run(options, console))
+    raise typer.Exit(command.run(options, console()))

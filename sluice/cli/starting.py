@@ -118,7 +118,7 @@ def up_suite(
     ] = None,
     tls: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="TLS everywhere, with the certificates that `sluice certs DIR` made"),
+        typer.Option(metavar="DIR", help="folder of `sluice certs`: TLS everywhere, with each service's own file"),
     ] = None,
     restart: Annotated[
         bool, typer.Option("--restart", help="start a process again that ended by itself, up to 3 times a minute")
