@@ -21,7 +21,9 @@ from services.gateway.http.errors import error_response
 from services.gateway.http.marks import DEGRADED
 from services.gateway.http.rate_headers import rate_headers
 
-OPEN_PATHS = frozenset(("/health", "/ready", "/metrics", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"))
+OPEN_PATHS = frozenset(
+    ("/", "/health", "/ready", "/metrics", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json")
+)
 """Served to everybody: they say nothing of a model or a client."""
 LIVE_PAGE = re.compile(r"/ui(/[^/]*)?")
 """The same: the live view's page and its files. What it shows is below /ui/data, and is not."""
