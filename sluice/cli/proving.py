@@ -1,4 +1,5 @@
-"""The commands for workers, engines and tokenizers: `worker`, `engines`, `conformance` and `diff-tokenizers`."""
+"""The commands for workers, engines, models and tokenizers: `worker`, `engines`, `conformance`, `tiny-model` and
+`diff-tokenizers`."""
 
 from __future__ import annotations
 
@@ -20,6 +21,7 @@ def add_to(app: typer.Typer) -> None:
     app.command("engines")(engines)
     app.command("diff-tokenizers")(diff_tokenizers)
     app.command("conformance")(conformance)
+    app.command("tiny-model")(tiny_model)
 
 
 def worker() -> None:
@@ -67,6 +69,18 @@ def diff_tokenizers(
     raise typer.Exit(
         diff.run(left, right, diff.read_chats(chats) if chats is not None else diff.default_chats(), engines)
     )
+
+
+def tiny_model(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="where to write it; made when missing")],
+) -> None:
+    """Write a model folder to try engines with: a tiny tokenizer, a chat template, random weights. No download."""
+    try:
+        from sluice.cli import tiny_model as command
+
+        typer.echo(command.run(folder))
+    except ImportError as error:
+        raise BadFlag(f"tiny-model needs the package {error.name}: install sluice-llm[worker]") from error
 
 
 def conformance(

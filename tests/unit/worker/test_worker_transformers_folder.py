@@ -17,7 +17,7 @@ from services.worker.engines.transformers.options import Options
 from services.worker.engines.transformers.starting import start_engine
 from services.worker.engines.transformers.step import Listener
 from services.worker.settings import WorkerSettings
-from tests.support import tiny_weights
+from sluice.cli import tiny_weights
 from tests.support.tiny_models import CONTEXT_LENGTH, ServableFolders, build_servable
 
 
