@@ -46,6 +46,16 @@ def test_the_profile_renders_with_its_worker_and_without_mock_workers(engine: st
     assert "prometheus" in services
 
 
+def test_the_engines_code_runs_before_and_after_it_on_the_engines_image(engine: str) -> None:
+    rendered = json.loads(Suite((f"processing/{engine}",)).compose("config", "--format", "json"))["services"]
+    for service in ("preprocess", "postprocess"):
+        given = rendered[service]["environment"]
+        assert given[f"SLUICE_{service.upper()}_{engine.upper()}_PROCESSING"] == "true"
+        assert rendered[service]["build"]["target"] == f"{service}-engine"
+        assert rendered[service]["build"]["args"]["ENGINE"] == engine
+        assert rendered[service]["image"].startswith(f"sluice-{service}-{engine}:")
+
+
 def _python(image: str, code: str) -> str:
     done = _docker("run", "--rm", *HARDENED, "--entrypoint", "python3", image, "-c", code)
     assert done.returncode == 0, done.stderr
