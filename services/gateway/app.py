@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -168,7 +168,23 @@ def _add_openai(
     return bodies
 
 
+ROOT: Mapping[str, str] = {
+    "service": "sluice-gateway",
+    "version": __version__,
+    "api": "/v1",
+    "docs": "/docs",
+    "openapi": "/openapi.json",
+    "live_view": "/ui",
+    "ready": "/ready",
+}
+"""What `GET /` answers to anyone: where to look, and nothing about models."""
+
+
 def _add_operations(app: FastAPI, readiness: Readiness) -> None:
+    @app.get("/", include_in_schema=False)
+    async def root() -> dict[str, str]:
+        return dict(ROOT)
+
     @app.get("/health", tags=["Operations"])
     async def health() -> dict[str, str]:
         """The process lives."""

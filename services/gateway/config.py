@@ -22,6 +22,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "query_only": {"routing": "query-only", "migration": False},
 }
 DEFAULT_PRESET = "full_discovery"
+ALIASES = ("direct_route", "migration_enabled")
+"""Names of knobs that users of other gateways bring along: `routing: direct`, and `migration`."""
 _NO_STAGES: Mapping[str, str] = MappingProxyType({})
 _NO_MODELS: Mapping[str, PipelineConfig] = MappingProxyType({})
 
@@ -101,8 +103,8 @@ def resolve(flags: Mapping[str, Any], file: Path | None = None) -> PipelineConfi
     Raises:
         ValueError: a sentence that says what to change.
     """
-    filed = read(file) if file is not None else {}
-    given = {name: value for name, value in flags.items() if value is not None}
+    filed = _unaliased(read(file)) if file is not None else {}
+    given = _unaliased({name: value for name, value in flags.items() if value is not None})
     preset = given.pop("preset", None) or filed.pop("preset", None) or DEFAULT_PRESET
     filed.pop("preset", None)
     if preset not in PRESETS:
@@ -116,7 +118,7 @@ def resolve(flags: Mapping[str, Any], file: Path | None = None) -> PipelineConfi
 
 def _of_model(config: PipelineConfig, values: Mapping[str, Any]) -> PipelineConfig:
     """What a file has for one model: on top of the preset it names, or else of what all models have."""
-    changes = dict(values)
+    changes = _unaliased(values)
     if "preset" in changes:
         config = PipelineConfig(**PRESETS[changes.pop("preset")])
     if "stages" in changes:
@@ -152,6 +154,17 @@ def _checked(place: str, found: Any, allowed: Sequence[str]) -> dict[str, Any]:
             raise ValueError(f"{place}: {name} is unknown; there are {', '.join(allowed)}.")
         _check_value(place, name, value)
     return values
+
+
+def _unaliased(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The same knobs under their own names; ValueError when an alias contradicts one of them."""
+    named = dict(values)
+    direct, enabled = (named.pop(alias, None) for alias in ALIASES)
+    if direct and named.setdefault("routing", "direct") != "direct":
+        raise ValueError(f"direct-route contradicts routing {named['routing']}: leave one of them out.")
+    if enabled is not None and named.setdefault("migration", enabled) is not enabled:
+        raise ValueError("migration-enabled contradicts migration: leave one of them out.")
+    return named
 
 
 def parse_stages(texts: list[str]) -> dict[str, str]:
@@ -191,15 +204,15 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "routing": get_args(Routing),
     "disaggregation": get_args(Disaggregation),
 }
-_ALLOWED = ("preset", *(one.name for one in fields(PipelineConfig)))
+_ALLOWED = ("preset", *(one.name for one in fields(PipelineConfig)), *ALIASES)
 _ALLOWED_OF_MODEL = tuple(name for name in _ALLOWED if name != "models")
 
 
 def _check_value(file: str, name: str, value: Any) -> None:
     if name in _CHOICES and value not in _CHOICES[name]:
         raise ValueError(f"{file}: {name} must be one of {', '.join(_CHOICES[name])}, not {value!r}.")
-    if name == "migration" and not isinstance(value, bool):
-        raise ValueError(f"{file}: migration must be true or false, not {value!r}.")
+    if name in ("migration", *ALIASES) and not isinstance(value, bool):
+        raise ValueError(f"{file}: {name} must be true or false, not {value!r}.")
     if name == "disagg_min_tokens" and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
         raise ValueError(f"{file}: disagg_min_tokens must be a whole number of at least 0, not {value!r}.")
     if name == "handler" and not isinstance(value, str):

@@ -14,7 +14,16 @@ from services.common.audit import AuditSettings
 from services.common.settings import AddressList, CommaList, ServiceSettings, settings_config
 from services.common.trust import HttpsSettings
 from services.gateway.body_budgets import BodySettings
-from services.gateway.config import Disaggregation, PipelineConfig, Place, PresetName, Routing, parse_stages, resolve
+from services.gateway.config import (
+    ALIASES,
+    Disaggregation,
+    PipelineConfig,
+    Place,
+    PresetName,
+    Routing,
+    parse_stages,
+    resolve,
+)
 from services.gateway.http.settings import HttpSettings
 from services.gateway.moving import MigrationPolicy
 
@@ -112,6 +121,8 @@ class GatewaySettings(HttpSettings, BodySettings, AuditSettings, HttpsSettings, 
     )
     handler: str = Field("", description="package.module:Class, a pipeline of your own")
     migration: bool | None = Field(None, description="generations whose worker is lost go on elsewhere (default)")
+    migration_enabled: bool | None = Field(None, description="another name of migration")
+    direct_route: bool = Field(False, description="another name of routing direct; no: as the other knobs say")
     migration_limit: int = Field(3, ge=1, le=100, description="how often one generation may move")
     migration_max_tokens: int = Field(
         131_072, ge=0, description="longest generation that may move, tokens of prompt and answer together; 0: any"
@@ -145,7 +156,7 @@ class GatewaySettings(HttpSettings, BodySettings, AuditSettings, HttpsSettings, 
     @cached_property
     def pipeline(self) -> PipelineConfig:
         """The pipeline's knobs, of preset, file and flags; ValueError as `config.resolve`."""
-        names = ("preset", "preprocessing", "postprocessing", "routing", "migration", "disaggregation")
+        names = ("preset", "preprocessing", "postprocessing", "routing", "migration", "disaggregation", *ALIASES)
         flags = {name: getattr(self, name) for name in (*names, "disagg_min_tokens")}
         flags |= {"stages": parse_stages(self.stage), "handler": self.handler or None}
         return resolve(flags, self.pipeline_config)

@@ -22,7 +22,7 @@ class WorkerSettings(RouterTokenSettings, GrpcServiceSettings):
     model_config = settings_config("worker")
 
     listen: str = Field("127.0.0.1:50061", description="host:port of the gRPC server")
-    worker_id: str = Field("", description="unique name of this worker; empty: host name and port")
+    worker_id: str = Field("", description="unique name of this worker; empty: host name, or the container's, and port")
     advertise: Address = Field("", description="host:port where gateways reach this worker; empty: found out")
     routers: AddressList = Field([], description="host:port of the routers to register with; empty: stand alone")
     role: Literal["aggregated", "prefill", "decode"] = Field("aggregated", description="part this worker plays")

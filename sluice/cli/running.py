@@ -231,7 +231,7 @@ async def reached(place: Place) -> AsyncIterator[Running]:
     timeout = httpx.Timeout(ANSWER_S, connect=REACH_S)
     credentials = place.credentials()
     async with httpx.AsyncClient(
-        base_url=place.gateway, headers=headers, timeout=timeout, verify=place.context(), trust_env=False
+        base_url=place.gateway, headers=headers, timeout=timeout, verify=place.trust.context(), trust_env=False
     ) as http:
         running = Running(place, http, credentials)
         try:

@@ -45,7 +45,7 @@ def certs(
     try:
         from sluice.cli import certs as command
     except ImportError as error:
-        raise BadFlag(f"certs needs the package {error.name}: install sluice[cli]") from error
+        raise BadFlag(f"certs needs the package {error.name}: install sluice-llm[cli]") from error
     options = command.Options(names=tuple(name or command.NAMES), hosts=tuple(host or ()), days=days, renew=renew)
     try:
         for said in command.make(folder, options):

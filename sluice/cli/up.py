@@ -33,7 +33,9 @@ def taken(processes: Sequence[Process]) -> str:
     ]
     if not found:
         return ""
-    advice = " --port and --base-grpc-port choose others." if any(ports.TAKEN in one for one in found) else ""
+    advice = ""
+    if any(ports.TAKEN in one for one in found):
+        advice = ' --port and --base-grpc-port choose others (with make: make run ARGS="--port 8080").'
     return f"{'; '.join(found)}.{advice}"
 
 

@@ -72,6 +72,13 @@ def test_rates_move_under_load(suite: Suite, open_page: Open) -> None:
             expect(moving.first).to_be_visible(timeout=15_000)
         expect(page.locator("path.flow.moving")).to_have_count(5, timeout=15_000)
         expect(page.locator(".waterfall li .bar")).to_have_count(14, timeout=30_000)
+        newest = page.locator(".waterfall li").first
+        expect(newest.locator(".who")).to_have_text(re.compile(r"worker-\d\d\d:\d\d:\d\d · tekken"))
+        expect(newest.locator(".outcome")).to_have_text(" finished")
+        expect(newest.locator(".sum .sub")).to_have_text(re.compile(r"^[\d.k]+ → [\d.k]+ tokens$"))
+        expect(page.locator("#requests .legend")).to_contain_text("tokens: prompt → output")
+        load = page.locator('td[data-name="load"]', has_text=re.compile(r"[1-9]\d* running|[\d.]+ requests/s"))
+        expect(load.first).to_be_visible(timeout=15_000)
         expect(page.locator("#why .scores li.chosen")).to_have_count(1, timeout=15_000)
         expect(page.locator("#why .sentence")).to_contain_text("went to worker-")
         expect(page.locator('td[data-name="hit rate"]', has_text="%").first).to_be_visible(timeout=30_000)

@@ -48,7 +48,7 @@ def test_without_a_valid_key_nothing_is_served(suite: Suite) -> None:
         assert answer.headers["www-authenticate"] == "Bearer"
     assert httpx.get(f"{suite.url}/v1/models").status_code == 401
     assert httpx.get(f"{suite.url}/v1/models", headers={"x-api-key": FREE}).status_code == 200
-    for path in ("/health", "/ready"):
+    for path in ("/", "/health", "/ready"):
         assert httpx.get(suite.url + path).status_code == 200
     assert httpx.get(f"{suite.url}/metrics").status_code == 401
     anthropic = ask(suite, None, "/v1/messages")

@@ -14,7 +14,7 @@ from services.gateway.admission.scopes import Scope
 from services.gateway.config import PipelineConfig
 from services.gateway.direction_headers import ENDPOINT, HEADERS
 
-OPEN_PATHS = frozenset(("/health", "/ready", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"))
+OPEN_PATHS = frozenset(("/", "/health", "/ready", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"))
 """Served without a key: they name no model and no client. `/ready` reports more to keys."""
 LIVE_PAGE = re.compile(r"/ui(/[^/]*)?")
 """The same: the page of the live view and its files. Its data is below /ui/data."""

@@ -19,6 +19,49 @@ def test_presets() -> None:
     assert len(PRESETS) == 3
 
 
+@pytest.mark.parametrize(
+    ("flags", "routing", "migration"),
+    [
+        (["--direct-route"], "direct", True),
+        (["--direct-route", "--no-migration-enabled"], "direct", False),
+        (["--no-direct-route"], "discover", True),
+        (["--migration-enabled", "--preset", "direct_execution"], "direct", True),
+        (["--direct-route", "--routing", "direct", "--migration-enabled", "--migration"], "direct", True),
+    ],
+)
+def test_other_gateways_names_of_knobs_mean_ours(flags: list[str], routing: str, migration: bool) -> None:
+    found = GatewaySettings.load(flags).pipeline
+    assert (found.routing, found.migration) == (routing, migration)
+
+
+def test_other_gateways_names_are_read_from_the_environment_and_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "p.toml").write_text("direct_route = true\nmigration_enabled = false\n")
+    found = GatewaySettings.load(["--pipeline-config", str(tmp_path / "p.toml")]).pipeline
+    assert (found.routing, found.migration) == ("direct", False)
+    monkeypatch.setenv("SLUICE_GATEWAY_DIRECT_ROUTE", "true")
+    monkeypatch.setenv("SLUICE_GATEWAY_MIGRATION_ENABLED", "false")
+    found = GatewaySettings.load([]).pipeline
+    assert (found.routing, found.migration) == ("direct", False)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--direct-route", "--routing", "discover"], "direct-route contradicts routing discover"),
+        (["--migration-enabled", "--no-migration"], "migration-enabled contradicts migration"),
+    ],
+)
+def test_contradicting_names_of_one_knob_are_refused(
+    flags: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        GatewaySettings.load(flags)
+    assert caught.value.code == 2
+    assert sentence in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("kind", ["toml", "yaml", "json"])
 def test_a_file_changes_its_preset_and_flags_change_the_file(tmp_path: Path, kind: str) -> None:
     file = tmp_path / f"pipeline.{kind}"
@@ -44,6 +87,7 @@ def test_a_file_changes_its_preset_and_flags_change_the_file(tmp_path: Path, kin
         ("p.toml", 'routing = "anywhere"', "routing must be one of discover, direct, query-only"),
         ("p.toml", "rooting = 1", "rooting is unknown"),
         ("p.toml", "migration = 1", "migration must be true or false"),
+        ("p.toml", "direct_route = 1", "direct_route must be true or false"),
         ("p.toml", "= 1", "cannot be read"),
         ("p.json", "[]", "must hold fields"),
         ("p.json", '{"disagg_min_tokens": true}', "whole number"),

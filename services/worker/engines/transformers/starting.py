@@ -216,5 +216,5 @@ def _require_library() -> None:
     except ImportError as error:
         raise SluiceError(
             ErrorKind.FAILED_PRECONDITION,
-            f"The transformers engine needs {error.name}; install the extra: pip install 'sluice[transformers]'.",
+            f"The transformers engine needs {error.name}; install the extra: pip install 'sluice-llm[transformers]'.",
         ) from error
