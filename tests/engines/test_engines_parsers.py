@@ -208,7 +208,7 @@ async def test_only_the_stream_that_makes_it_loop_or_raise_loses_its_parser(both
 
 async def test_mistrals_own_files_are_read_or_give_way(both: Both) -> None:
     """vLLM reads Tekken's file; SGLang does not, and a parser that was only preferred gives way to the built-in one."""
-    library = VocabularyLibrary([ModelSpec("tekken", DEFAULT_SOURCE)], WAIT_S, native=[both.engine])
+    library = VocabularyLibrary([ModelSpec("tekken", DEFAULT_SOURCE)], WAIT_S, native=lambda spec: (both.engine,))
     vocabulary = await library.get("tekken")
     await both.opener.prepare_for(vocabulary)
     assert vocabulary.parsers.tool == {"vllm": "vllm:mistral", "sglang": "mistral"}[both.engine]

@@ -181,7 +181,7 @@ class PostReplica:
 
     async def start(self) -> None:
         settings = PostprocessSettings(listen=f"127.0.0.1:{self.port}", models=self._models)
-        library = VocabularyLibrary(settings.specs, 60)
+        library = VocabularyLibrary(settings.served, 60)
         await library.load_all()
         limits = postprocess.limits_of(settings)
         self.service = postprocess.PostprocessService(library, limits, Opener(limits.stream))

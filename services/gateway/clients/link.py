@@ -144,16 +144,18 @@ class Link(ABC, Generic[Out, In]):
         if self._abandoned:
             return
         if message is None:  # gRPC could not parse it, and has logged that
-            self._end_garbled(self._invalid_message())
+            self._end_garbled(self._invalid_message(""))
             return
         try:
             self._on_message(message)
-        except Exception:
-            log.exception("the %s sent an invalid message; its session ends", self.peer)
-            self._end_garbled(self._invalid_message())
+        except SluiceError as error:
+            self._end_garbled(self._invalid_message(f": {error.message}"))
+        except Exception:  # a defect of this process: the trace is wanted
+            log.exception("a message of the %s could not be handled; its session ends", self.peer)
+            self._end_garbled(self._invalid_message(""))
 
-    def _invalid_message(self) -> SluiceError:
-        return SluiceError(ErrorKind.INTERNAL, f"The {self.peer} sent an invalid message.")
+    def _invalid_message(self, reason: str) -> SluiceError:
+        return SluiceError(ErrorKind.INTERNAL, f"The {self.peer} sent an invalid message{reason or '.'}")
 
     def _end_garbled(self, error: SluiceError) -> None:
         """Ends the session because of what the peer sent.

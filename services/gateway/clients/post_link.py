@@ -321,7 +321,7 @@ def tell_event(events: TextEvents, stream: LiveStream, event: postprocess_pb2.St
         events.on_finished(
             stream,
             Finish(
-                reason=FinishReason(event.finish_reason),
+                reason=FinishReason.of(event.finish_reason),
                 stop_string=event.stop_string,
                 stop_token_id=event.stop_token_id if event.HasField("stop_token_id") else None,
                 completion_tokens=event.tokens_seen,

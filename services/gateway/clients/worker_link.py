@@ -257,7 +257,7 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
             events.on_handoff(stream, extra.handoff)
         elif extra.finish_reason:
             stop_token_id = extra.stop_token_id if extra.HasField("stop_token_id") else None
-            reason = FinishReason(extra.finish_reason)
+            reason = FinishReason.of(extra.finish_reason)
             events.on_ended(stream, reason, stop_token_id, extra.usage.completion_tokens)
 
     def _on_text_events(self, stream: LiveStream, extra: worker_pb2.TokenExtra) -> None:
