@@ -9,7 +9,7 @@ from services.common.label_bounds import Label
 from services.gateway.metrics import METRICS
 
 REASONS = (
-    "no_key", "wrong_key", "model", "requests", "tokens", "concurrency", "request_too_large",
+    "no_key", "wrong_key", "model", "scope", "requests", "tokens", "concurrency", "request_too_large",
     "line_full", "line_timeout", "host", "origin",
 )  # fmt: skip
 REFUSED = METRICS.counter(
@@ -17,7 +17,7 @@ REFUSED = METRICS.counter(
     "requests that admission refused",
     Label(
         "reason",
-        "no valid key, a model that is not the key's, a limit of the key, the line, or the Host or Origin header",
+        "no valid key, a model or scope that is not the key's, a limit of the key, the line, or the Host or Origin header",
         REASONS,
     ),
 )

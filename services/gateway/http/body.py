@@ -10,8 +10,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Scope
 
+from services.common.budgets import Budget
 from services.common.errors import ErrorKind, SluiceError, invalid
 from services.gateway.admission import permit
+from services.gateway.body_values import check_values
+from services.gateway.http import scoped
 from services.gateway.http.body_memory import SETTING, SMALL_BYTES, BodyMemory, BodyShare
 from services.gateway.http.json_size import measured_size, parsed_size
 
@@ -26,22 +29,31 @@ _SHARE_KEY = "sluice.body"
 _OF_FORMS = (b"text/plain", b"application/x-www-form-urlencoded", b"multipart/")
 
 
-async def read_json(request: Request, limit: int, timeout_s: float, memory: BodyMemory | None = None) -> dict[str, Any]:
-    """The body as a JSON object; `release_body` gives its memory back.
+async def read_json(
+    request: Request,
+    limit: int,
+    timeout_s: float,
+    values: Budget | None = None,
+    memory: BodyMemory | None = None,
+) -> dict[str, Any]:
+    """Returns the body as a JSON object; `release_body` gives its memory back.
 
     Args:
         limit: most bytes.
         timeout_s: longest wait for memory, and then for all of the body.
+        values: most values in it; None: as many as fit.
         memory: of all bodies; None for a body that shares with no other.
 
     Raises:
-        SluiceError: TOO_LARGE, UNAVAILABLE when there is no memory for it, CANCELLED, PERMISSION_DENIED for a model
-            that the key may not use, or INVALID_ARGUMENT for anything that is no JSON object.
+        SluiceError: TOO_LARGE, UNAVAILABLE when there is no memory for it, CANCELLED, PERMISSION_DENIED for a model or
+            a field that the key may not use, or INVALID_ARGUMENT for anything that is no JSON object.
         HTTPException: 408 when it does not arrive in time, 415 when it is compressed or sent as a form.
     """
     length = _announced_length(request)
     memory = memory or BodyMemory(4 * limit)
     body, share = await _read_in_time(request, length, limit, timeout_s, memory)
+    if values is not None:
+        check_values(body, values)
     if len(body) >= CHECKED_FROM:
         memory.check(parsed_size(body))
     try:
@@ -52,10 +64,8 @@ async def read_json(request: Request, limit: int, timeout_s: float, memory: Body
         raise invalid("The request body is nested too deep.")
     if not isinstance(parsed, dict):
         raise invalid("The request body must be a JSON object.")
-    model = parsed.get("model")
-    if isinstance(model, str):
-        permit.current().check_model(model)
     memory.resize(share, (len(body) >= MEASURED_FROM and measured_size(parsed)) or parsed_size(body))
+    scoped.check_body(permit.current(), parsed)
     return parsed
 
 
