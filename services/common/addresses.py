@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ipaddress import ip_address
+
 HIGHEST_PORT = 65535
 
 
@@ -11,6 +13,14 @@ def host_port(address: str) -> tuple[str, int] | None:
     if not host or not (port.isascii() and port.isdecimal()) or int(port) > HIGHEST_PORT:
         return None
     return host.strip("[]"), int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host is this machine alone: localhost or a loopback address, without brackets."""
+    try:
+        return host.lower() == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def join(host: str, port: int) -> str:

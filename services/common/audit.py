@@ -44,6 +44,9 @@ class AuditSettings(BaseSettings):
     )
     audit_max_mb: float = Field(100, gt=0, description="the audit log is rotated at this size, MiB")
     audit_keep: int = Field(5, ge=0, description="rotated audit logs that are kept")
+    audit_queue_mb: float = Field(
+        16, gt=0, description="lines that wait to be written, MiB; more are dropped, and counted in the audit log"
+    )
 
 
 @dataclass(slots=True)
@@ -128,6 +131,8 @@ class AuditLog:
         self._most_bytes = int(settings.audit_max_mb * (1 << 20))
         self._keep = settings.audit_keep
         self._lines: deque[str] = deque()
+        self._most_queued = int(settings.audit_queue_mb * (1 << 20))
+        self._queued = 0  # characters
         self._some = asyncio.Event()
         self._dropped = 0
         self._complaint = ""
@@ -141,10 +146,12 @@ class AuditLog:
 
     def write(self, entry: AuditEntry) -> None:
         """Hands an entry over; returns at once."""
-        if len(self._lines) >= MAX_WAITING:
+        line = entry.line()
+        if len(self._lines) >= MAX_WAITING or self._queued + len(line) > self._most_queued:
             self._dropped += 1
             return
-        self._lines.append(entry.line())
+        self._lines.append(line)
+        self._queued += len(line)
         self._some.set()
 
     async def run(self) -> None:
@@ -152,7 +159,7 @@ class AuditLog:
         while True:
             await self._some.wait()
             self._some.clear()
-            await asyncio.to_thread(self._write_waiting)
+            await asyncio.to_thread(self._write, self._take())
             await asyncio.sleep(WRITE_EVERY_S)
 
     def close(self) -> None:
@@ -162,7 +169,15 @@ class AuditLog:
             self._file.close()
 
     def _write_waiting(self) -> None:
-        lines = [self._lines.popleft() for _ in range(len(self._lines))]
+        self._write(self._take())
+
+    def _take(self) -> list[str]:
+        lines = list(self._lines)
+        self._lines.clear()
+        self._queued = 0
+        return lines
+
+    def _write(self, lines: list[str]) -> None:
         entries, dropped, self._dropped = len(lines), self._dropped, 0
         if dropped:
             lines.append(json.dumps({"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "lost": dropped}))

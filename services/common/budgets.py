@@ -79,10 +79,14 @@ class Budget:
         Args:
             reason: a sentence without its full stop.
         """
-        if on_refused is not None:
-            on_refused(self.name)
+        self.count()
         message = f"{reason} (the server's {self.setting})."
         return SluiceError(kind, message, param=param, code=code, retry_after_ms=retry_after_ms)
+
+    def count(self) -> None:
+        """Counts an excess that is answered otherwise than by `refuse`, such as by reading a connection later."""
+        if on_refused is not None:
+            on_refused(self.name)
 
 
 class BudgetPool(Budget):
@@ -103,6 +107,18 @@ class BudgetPool(Budget):
             return False
         self.used += amount
         return True
+
+    def try_grow(self, amount: int) -> bool:
+        """Enlarges a share that is held if it fits now, ahead of requests that wait for one: holders must not wait."""
+        if self.used + amount > self.limit:
+            return False
+        self.used += amount
+        return True
+
+    @property
+    def missing(self) -> int:
+        """How much must be given back until the first request that waits gets its share; 0 when none waits."""
+        return max(self.used + self._waiting[0][0] - self.limit, 0) if self._waiting else 0
 
     async def take(self, amount: int) -> None:
         """Waits for a share; cancel it to give up. An amount over the limit never fits: check it first."""

@@ -5,7 +5,17 @@ Domain code raises `SluiceError`; `grpc_errors` carries it over the wire and the
 
 from __future__ import annotations
 
+import reprlib
 from enum import IntEnum
+from typing import Any
+
+MOST_MESSAGE = 2_000
+"""Longest message of an error, characters: what is over it is left out, wherever the message came from."""
+
+MOST_VALUE = 200
+"""Longest value of a caller in a message, characters."""
+
+_CUT = "…"
 
 
 class ErrorKind(IntEnum):
@@ -65,8 +75,10 @@ class SluiceError(Exception):
 
     Args:
         kind: decides the gRPC status, the HTTP status and whether a retry makes sense.
-        message: one sentence in plain words; says what to do where there is something to do.
-        param: the field of the caller's request at fault, such as ``messages[0].role``; empty for none.
+        message: one sentence in plain words; says what to do where there is something to do. Shortened to
+            `MOST_MESSAGE` characters.
+        param: the field of the caller's request at fault, such as ``messages[0].role``; empty for none. Shortened to
+            `MOST_VALUE` characters.
         code: stable machine-readable code, such as ``model_not_found``; empty for none.
         retry_after_ms: how long to wait before a retry, milliseconds; 0 when unknown.
         retryable: another replica may succeed right away; by default derived from the kind.
@@ -82,11 +94,12 @@ class SluiceError(Exception):
         retry_after_ms: int = 0,
         retryable: bool | None = None,
     ) -> None:
+        message = shortened(message, MOST_MESSAGE)
         super().__init__(message)
         self.kind = kind
         self.message = message
-        self.param = param
-        self.code = code
+        self.param = shortened(param)
+        self.code = shortened(code)
         self.retry_after_ms = retry_after_ms
         self.retryable = kind in _RETRYABLE if retryable is None else retryable
 
@@ -94,6 +107,19 @@ class SluiceError(Exception):
     def http_status(self) -> int:
         """The HTTP status a client of the gateway sees."""
         return _HTTP_STATUS.get(self.kind, 500)
+
+
+def shortened(text: str, most: int = MOST_VALUE) -> str:
+    """Returns the text, or its beginning and "…" when it is longer than `most` characters."""
+    return text if len(text) <= most else text[: most - len(_CUT)] + _CUT
+
+
+def quoted(value: Any) -> str:
+    """Returns a caller's value as it may stand in a message: its `repr`, shortened to about `MOST_VALUE` characters.
+
+    The whole `repr` of a large value is never built.
+    """
+    return repr(shortened(value)) if isinstance(value, str) else shortened(reprlib.repr(value))
 
 
 def invalid(message: str, *, param: str = "", code: str = "") -> SluiceError:

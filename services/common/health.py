@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from services.common.errors import quoted
 from sluice import __version__
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -53,7 +54,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # the packa
         context.set_trailing_metadata(((VERSION_KEY, __version__), (CLOCK_KEY, str(int(time.time() * 1000)))))
         status = self._statuses.get(request.service)
         if status is None:
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"There is no service {request.service!r} here.")
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"There is no service {quoted(request.service)} here.")
         return health_pb2.HealthCheckResponse(status=status)
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:

@@ -25,6 +25,8 @@ from services.gateway.clients.pieces import TokenPieces
 from services.gateway.direction_headers import RequestDirections
 from services.gateway.fleet import Fleet
 from services.gateway.http.admitting import Admission
+from services.gateway.http.body_memory import BodyMemory
+from services.gateway.http.hosts import HostCheck, host_policy
 from services.gateway.http.pacing import Pacer
 from services.gateway.http.scoped import without_effect
 from services.gateway.http.server import build_server
@@ -102,25 +104,27 @@ async def serve(settings: GatewaySettings, stop: Stop) -> None:
 
     parity = Parity(preprocess.tokenizers, catalogue.of_model, lambda: list(catalogue.models))
     pacer = Pacer(Watch(settings.comment_every_s, settings.write_timeout_s))
-    openai = OpenAIEndpoints(pipelines, settings, pacer, parity, pieces)
+    bodies = BodyMemory(settings.body_memory_bytes)
+    openai = OpenAIEndpoints(pipelines, settings, pacer, parity, pieces, bodies)
     conductor = Conductor(pipelines, settings, pacer, pieces)
     kept = build_store(settings, tasks)
     readiness = Readiness(preprocess, router, catalogue, fleet, settings.pipeline.services)
     app = create_app(
         openai,
-        TokenEndpoints(pipelines, settings),
-        EmbeddingEndpoints(pipelines, EmbedClient(catalogue, fleet, settings.embed_timeout_s), settings),
+        TokenEndpoints(pipelines, settings, bodies),
+        EmbeddingEndpoints(pipelines, EmbedClient(catalogue, fleet, settings.embed_timeout_s), settings, bodies),
         readiness,
         metrics,
         [
-            partial(add_responses, endpoints=ResponsesEndpoints(conductor, settings, kept)),
-            partial(add_messages, endpoints=MessagesEndpoints(conductor, settings)),
+            partial(add_responses, endpoints=ResponsesEndpoints(conductor, settings, kept, bodies)),
+            partial(add_messages, endpoints=MessagesEndpoints(conductor, settings, bodies)),
         ],
     )
     gate = build_gate(settings, settings.listen, tasks)
     app.add_middleware(Admission, gate=gate, ignored=without_effect(settings.pipeline))
     app.add_middleware(RequestDirections)
     app.add_middleware(RequestDeadlines, longest_s=settings.request_timeout_s)
+    app.add_middleware(HostCheck, policy=host_policy(settings), on_refused=gate.count_refused)
     app.add_middleware(AnthropicDialect)  # outermost, because errors of all the others get its form
     close_audit = auditing.attach(app, settings, tasks)
     view = LiveView(preprocess, router, switchboard, catalogue, fleet, settings.ui_viewers) if settings.ui else None

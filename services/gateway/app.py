@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.common.errors import SluiceError, internal
+from services.common.errors import SluiceError, internal, shortened
 from services.gateway.admission import permit as permits
 from services.gateway.anthropic import models as anthropic_models
 from services.gateway.anthropic.answer_schemas import EitherModel, EitherModelList
@@ -225,9 +225,10 @@ def _add_errors(app: FastAPI) -> dict[type[Exception], Answer]:
 
     async def of_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
+        path = shortened(request.url.path)
         hints = {
-            404: f"There is no {request.url.path} here.",
-            405: f"{request.url.path} does not take {request.method}.",
+            404: f"There is no {path} here.",
+            405: f"{path} does not take {request.method}.",
         }
         response = plain_error_response(hints.get(error.status_code, str(error.detail)), error.status_code)
         response.headers.update(error.headers or {})

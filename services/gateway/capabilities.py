@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.common.errors import invalid, not_found, unavailable
+from services.common.errors import invalid, not_found, quoted, unavailable
 from services.gateway.clients.catalogue import WorkerEntry
 
 
@@ -44,7 +44,7 @@ def holding(workers: Sequence[WorkerEntry], adapter: str) -> list[WorkerEntry]:
     left = [worker for worker in workers if not adapter or adapter in worker.adapters]
     if workers and not left:
         raise not_found(
-            f"No worker of model {workers[0].model!r} has the LoRA adapter {adapter!r} loaded.",
+            f"No worker of model {workers[0].model!r} has the LoRA adapter {quoted(adapter)} loaded.",
             param="lora_path",
             code="adapter_not_found",
         )

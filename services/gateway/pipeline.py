@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 from services.common import telemetry
-from services.common.errors import ErrorKind, SluiceError, invalid
+from services.common.errors import ErrorKind, SluiceError, invalid, quoted
 from services.common.packing import unpack_u32
 from services.gateway import deadlines, directions, hooks, tenant_cache
 from services.gateway.admission import permit as permits
@@ -70,7 +70,7 @@ def named(request: GenerationRequest, catalogue: Catalogue) -> GenerationRequest
         return request
     if request.lora not in ("", request.model):
         raise invalid(
-            f"{request.model!r} is a LoRA adapter itself, so lora_path cannot name {request.lora!r}.",
+            f"{quoted(request.model)} is a LoRA adapter itself, so lora_path cannot name {quoted(request.lora)}.",
             param="lora_path",
             code="invalid_value",
         )

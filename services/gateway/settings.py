@@ -27,6 +27,8 @@ from services.gateway.config import (
 from services.gateway.http.settings import HttpSettings
 from services.gateway.moving import MigrationPolicy
 
+BODY_MEMORY_MB = 64
+
 
 class GatewaySettings(HttpSettings, BodySettings, AuditSettings, HttpsSettings, RouterTokenSettings, ServiceSettings):
     """Settings of the gateway. Every flag is also an environment variable: --log-level is SLUICE_GATEWAY_LOG_LEVEL."""
@@ -43,6 +45,12 @@ class GatewaySettings(HttpSettings, BodySettings, AuditSettings, HttpsSettings, 
     )
 
     max_body_mb: float = Field(10, gt=0, le=1024, description="largest request body, MiB")
+    max_body_memory_mb: float = Field(
+        0,
+        ge=0,
+        description="memory of all request bodies together, parsed ones included, MiB; bodies that do not fit wait "
+        "unread, for body-timeout-s at most; 0 (default): 64, or 4 times max-body-mb where that is more",
+    )
     worker_message_mb: int = Field(
         16,
         ge=1,
@@ -145,6 +153,11 @@ class GatewaySettings(HttpSettings, BodySettings, AuditSettings, HttpsSettings, 
         description="where gateways share the responses they keep, in the forms of the router's redis-url; only the "
         "bounds per tenant hold there; empty: each gateway keeps its own",
     )
+
+    @property
+    def body_memory_bytes(self) -> int:
+        """Memory of all request bodies together."""
+        return int((self.max_body_memory_mb or max(BODY_MEMORY_MB, 4 * self.max_body_mb)) * (1 << 20))
 
     @property
     def migration_policy(self) -> MigrationPolicy:

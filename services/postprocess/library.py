@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-from services.common.errors import ErrorKind, SluiceError, internal, invalid, not_found
+from services.common.errors import ErrorKind, SluiceError, internal, invalid, not_found, quoted
 from services.common.models import PROCESSORS, ModelSpec, detect_processor, resolve
 from services.postprocess import hf, mistral
 from services.postprocess.parsers.engines import engine_of
@@ -109,7 +109,9 @@ class VocabularyLibrary:
 
     def _unknown(self, model: str) -> SluiceError:
         names = ", ".join(sorted(self._specs)) or "none yet"
-        return not_found(f"Model {model!r} is not known here; there is {names}.", param="model", code="model_not_found")
+        return not_found(
+            f"Model {quoted(model)} is not known here; there is {names}.", param="model", code="model_not_found"
+        )
 
     async def add(self, spec: ModelSpec) -> None:
         """Serves one more model, or a known one with other files, once it is loaded; raises what the load raised.

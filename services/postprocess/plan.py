@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, replace
 from typing import Any
 
-from services.common.errors import SluiceError, invalid
+from services.common.errors import SluiceError, invalid, quoted
 from services.postprocess.detokenizer import TAIL_AT_MOST
 from services.postprocess.parsers.calls import NOT_CHOSEN
 from services.postprocess.parsers.contract import ParserContext
@@ -105,7 +105,7 @@ def _wrong_in(tool: Any) -> str:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
         return "A tool must have a function with a name."
     if tool.get("type", "function") != "function":
-        return f"A tool's type must be function, not {tool['type']!r}."
+        return f"A tool's type must be function, not {quoted(tool['type'])}."
     if not isinstance(function.get("parameters") or {}, dict):
         return f"The parameters of {function['name']} must be a JSON schema, which is an object."
     return ""

@@ -20,7 +20,7 @@ from mistral_common.tokens.tokenizers.base import SpecialTokenPolicy, TokenizerV
 from mistral_common.tokens.tokenizers.mistral import MistralTokenizer as Tokenizer
 from pydantic import ValidationError
 
-from services.common.errors import invalid
+from services.common.errors import invalid, quoted
 from services.common.models import fingerprint, read_json
 from services.common.packing import pack_u32, unpack_u32
 from services.preprocess.generation_defaults import generation_defaults
@@ -177,7 +177,8 @@ def _honoured(chat: ChatRequest) -> dict[str, Any]:
     for name in chat.template_kwargs:
         if name != "reasoning_effort":
             raise invalid(
-                f"This model's tokenizer does not know {name!r}; leave it out.", param=f"chat_template_kwargs.{name}"
+                f"This model's tokenizer does not know {quoted(name)}; leave it out.",
+                param=f"chat_template_kwargs.{name}",
             )
     return chat.template_kwargs
 

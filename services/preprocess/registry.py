@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from time import perf_counter
 
-from services.common.errors import SluiceError, not_found, unavailable
+from services.common.errors import SluiceError, not_found, quoted, unavailable
 from services.common.models import ModelSpec
 from services.preprocess.probes import prompt_fingerprint
 from services.preprocess.tokenizer import TokenizerProtocol
@@ -52,7 +52,7 @@ class ModelRegistry:
         spec = self._specs.get(name)
         if spec is None:
             raise not_found(
-                f"Model {name!r} does not exist; this server has {', '.join(self._specs) or 'none yet'}.",
+                f"Model {quoted(name)} does not exist; this server has {', '.join(self._specs) or 'none yet'}.",
                 param="model",
                 code="model_not_found",
             )

@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from services.common.errors import ErrorKind, SluiceError, invalid
+from services.common.errors import ErrorKind, SluiceError, invalid, quoted
 from services.preprocess.tokenizer import ChatRequest, Message, Tool
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -100,7 +100,7 @@ def _check_message(message: Any, where: str) -> None:
         raise invalid(f"{where} must be an object with a role and content.", param=where)
     role = message.get("role")
     if role not in ROLES:
-        shown = "is missing" if role is None else f"{role!r} is unknown"
+        shown = "is missing" if role is None else f"{quoted(role)} is unknown"
         raise invalid(f"{where}.role {shown}; choose from {', '.join(ROLES)}.", param=f"{where}.role")
     for name in _TEXTS:
         if not isinstance(message.get(name), str | None):
@@ -129,7 +129,7 @@ def _check_parts(parts: Any, where: str) -> None:
         if not isinstance(kind, str):
             raise invalid(f"{here}.type {'is missing' if kind is None else 'must be a string'}.", param=f"{here}.type")
         if kind not in ("text", "refusal"):
-            raise invalid(f"{here}.type {kind!r} is not supported; send text.", param=f"{here}.type")
+            raise invalid(f"{here}.type {quoted(kind)} is not supported; send text.", param=f"{here}.type")
         if not isinstance(part.get(kind), str):
             raise invalid(f"{here}.{kind} must be a string.", param=f"{here}.{kind}")
 
@@ -151,7 +151,7 @@ def _function_name(item: Any, where: str) -> str:
     if not isinstance(item, dict):
         raise invalid(f"{where} must be an object of type function with a function.", param=where)
     if item.get("type", "function") != "function":
-        raise invalid(f"{where}.type {item['type']!r} is unknown; only function is.", param=f"{where}.type")
+        raise invalid(f"{where}.type {quoted(item['type'])} is unknown; only function is.", param=f"{where}.type")
     function = item.get("function")
     if not isinstance(function, dict):
         raise invalid(f"{where}.function must be an object with a name.", param=f"{where}.function")
@@ -186,7 +186,7 @@ def _check_tool_choice(choice: Any, tools: list[Tool] | None) -> str | dict[str,
     if isinstance(choice, dict):
         name = _function_name(choice, "tool_choice")
         if name not in {tool["function"]["name"] for tool in tools}:
-            raise invalid(f"tool_choice names {name!r}, which is not among tools.", param="tool_choice")
+            raise invalid(f"tool_choice names {quoted(name)}, which is not among tools.", param="tool_choice")
     return choice  # type: ignore[no-any-return]
 
 

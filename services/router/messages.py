@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from google.protobuf.message import DecodeError
 
-from services.common.errors import invalid
+from services.common.errors import invalid, quoted
 from services.common.hashing import HASH_SCHEME
 from services.common.packing import pack_u64
 from services.router.cost import Load
@@ -59,7 +59,7 @@ def worker_of(registration: router_pb2.Registration) -> Worker:
     scheme = card.hash_scheme or HASH_SCHEME
     if card.block_size and scheme != HASH_SCHEME:
         raise invalid(
-            f"Hash scheme {scheme!r} is not known here; use {HASH_SCHEME!r}.",
+            f"Hash scheme {quoted(scheme)} is not known here; use {HASH_SCHEME!r}.",
             param="registration.card.hash_scheme",
             code="unknown_hash_scheme",
         )

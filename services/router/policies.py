@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import TypeAlias
 
-from services.common.errors import invalid
+from services.common.errors import invalid, quoted
 from services.router.cost import MILLI, NO_LOAD, CostModel, Load, Offer
 from services.router.index import Overlap
 from services.router.workers import Slot
@@ -145,7 +145,7 @@ class Shelf:
             found = self._sets[model, part] = all_policies(self._random)
         policy = found.get(name)
         if policy is None:
-            raise invalid(f"Policy {name!r} is unknown; choose from {', '.join(found)}.", param="policy")
+            raise invalid(f"Policy {quoted(name)} is unknown; choose from {', '.join(found)}.", param="policy")
         return policy
 
 

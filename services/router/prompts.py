@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.common.errors import ErrorKind, SluiceError, invalid
+from services.common.errors import ErrorKind, SluiceError, invalid, quoted
 from services.common.hashing import HASH_SCHEME, block_hashes
 from services.common.packing import unpack_u64
 from services.router.queries import Prompt
@@ -60,7 +60,7 @@ def _given(prompt: Prompt, card: Worker | None) -> array[int]:
     scheme = prompt.hash_scheme or HASH_SCHEME
     if scheme != HASH_SCHEME:
         raise invalid(
-            f"Hash scheme {scheme!r} is not known here; use {HASH_SCHEME!r} or send token_ids.",
+            f"Hash scheme {quoted(scheme)} is not known here; use {HASH_SCHEME!r} or send token_ids.",
             param="prompt.hash_scheme",
             code="unknown_hash_scheme",
         )

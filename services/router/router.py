@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 
-from services.common.errors import SluiceError, invalid, not_found, unavailable
+from services.common.errors import SluiceError, invalid, not_found, quoted, unavailable
 from services.common.tasks import TaskOwner
 from services.router.bodies import Bodies, NoBodies
 from services.router.book import AllBusy, Choice
@@ -262,13 +262,13 @@ class Router:
         if model in known or not known:
             raise self._no_workers(model)
         raise not_found(
-            f"Model {model!r} is not served here; there is {', '.join(sorted(known))}.",
+            f"Model {quoted(model)} is not served here; there is {', '.join(sorted(known))}.",
             param="model",
             code="model_not_found",
         )
 
     def _no_workers(self, model: str) -> SluiceError:
-        return unavailable(f"No worker serves model {model!r} now.", code="no_workers", retry_after_ms=1000)
+        return unavailable(f"No worker serves model {quoted(model)} now.", code="no_workers", retry_after_ms=1000)
 
     async def _abandon(self, route: Route) -> None:
         """Gives back what was booked for a caller that had gone."""

@@ -112,7 +112,8 @@ async def patient(client: httpx.AsyncClient) -> bool:
 
 def request(tokens: int) -> bytes:
     body = json.dumps({**BODY, "max_tokens": tokens}).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nx-api-key: {FREE}\r\ncontent-length: {len(body)}\r\n\r\n"
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nx-api-key: {FREE}\r\n"
+    head += f"content-length: {len(body)}\r\n\r\n"
     return head.encode() + body
 
 

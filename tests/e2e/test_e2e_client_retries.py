@@ -83,7 +83,7 @@ def busy(suite: Suite, key: str) -> Iterator[Callable[[], None]]:
     """A request of this key is under way, until the function is called."""
     host, _, port = suite.url.removeprefix("http://").partition(":")
     with socket.create_connection((host, int(port)), WAIT_S) as held:
-        head = f"POST /tokenize HTTP/1.1\r\nhost: x\r\nx-api-key: {key}\r\ncontent-length: 100\r\n\r\n"
+        head = f"POST /tokenize HTTP/1.1\r\nhost: localhost\r\nx-api-key: {key}\r\ncontent-length: 100\r\n\r\n"
         held.sendall(head.encode())
         until(lambda: figure(suite, "sluice_gateway_admitted_requests") == 1)
         yield held.close

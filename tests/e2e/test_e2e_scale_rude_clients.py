@@ -48,7 +48,7 @@ class Crowd:
     def _request(self, tokens: int, **more: object) -> bytes:
         body = {"model": "tekken", "messages": [{"role": "user", "content": "Go on."}], "stream": True, **more}
         payload = json.dumps({**body, "ignore_eos": True, "max_tokens": tokens}).encode()
-        return b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (
+        return b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n%b" % (
             len(payload),
             payload,
         )

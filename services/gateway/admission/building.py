@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from ipaddress import ip_address
 
-from services.common.addresses import host_port
+from services.common.addresses import host_port, is_loopback
 from services.common.tasks import TaskOwner
 from services.gateway.admission import scopes
 from services.gateway.admission.gate import Gate
@@ -23,7 +22,7 @@ def build_gate(settings: AdmissionSettings, listen: str, tasks: TaskOwner) -> Ga
     """The gate; SluiceError when the key file cannot be read or the Redis URL is none."""
     keys = KeyFile(settings.api_keys_file) if settings.api_keys_file is not None else None
     anonymous = _anonymous(settings, listen)
-    if keys is None and not _is_loopback(settings.published_host or _host(listen)):
+    if keys is None and not is_loopback(settings.published_host or _host(listen)):
         log.warning(
             "every client that reaches this address may use the models: set --api-keys-file",
             extra={"address": listen, "scopes": ",".join(scopes.ordered(anonymous.scopes))},
@@ -36,20 +35,13 @@ def _anonymous(settings: AdmissionSettings, listen: str) -> ApiKey:
     """The key of requests where there are no API keys."""
     if settings.anonymous_scopes is not None:
         return replace(ANONYMOUS, scopes=scopes.parse(settings.anonymous_scopes))
-    local = _is_loopback(settings.published_host or _host(listen))
+    local = is_loopback(settings.published_host or _host(listen))
     return ANONYMOUS if local else replace(ANONYMOUS, scopes=scopes.DEFAULT)
 
 
 def _host(listen: str) -> str:
     place = host_port(listen)
     return place[0] if place else listen
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _limiter(settings: AdmissionSettings, tasks: TaskOwner) -> Limiter:

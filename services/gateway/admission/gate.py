@@ -54,6 +54,10 @@ class Gate:
         """Why limits are not what they should be; empty when they are."""
         return self._limiter.degraded
 
+    def count_refused(self, reason: str) -> None:
+        """Counts a request that was refused before its key was looked at; `reason` is one of the metric's."""
+        self._metrics.refused(reason)
+
     def authenticate(self, shown: str | None) -> ApiKey:
         """Whose request it is; SluiceError(UNAUTHENTICATED) when no valid key was shown."""
         key = self._find(shown)

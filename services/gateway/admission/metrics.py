@@ -10,12 +10,16 @@ from services.gateway.metrics import METRICS
 
 REASONS = (
     "no_key", "wrong_key", "model", "scope", "requests", "tokens", "concurrency", "request_too_large",
-    "line_full", "line_timeout",
+    "line_full", "line_timeout", "host", "origin",
 )  # fmt: skip
 REFUSED = METRICS.counter(
     "refused",
     "requests that admission refused",
-    Label("reason", "no valid key, a model or a scope that is not the key's, a limit of the key, or the line", REASONS),
+    Label(
+        "reason",
+        "no valid key, a model or scope that is not the key's, a limit of the key, the line, or the Host or Origin header",
+        REASONS,
+    ),
 )
 LINE_WAIT = METRICS.histogram(
     "line_wait",

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.errors import ErrorKind, SluiceError, quoted, shortened
 from services.gateway.admission.keys import ANONYMOUS, ApiKey
 from services.gateway.admission.limits import Decision, Limit
 from services.gateway.admission.scopes import Scope
 
 LONGEST_RETRY_S = 3600.0
-LONGEST_NAME = 200
-"""Characters of a client's name that an error repeats."""
 
 
 class Refused(SluiceError):
@@ -43,7 +41,7 @@ def no_key(shown: bool) -> Refused:
 def not_for(model: str, field: str) -> Refused:
     """The key may use other models, and other adapters."""
     kind = "model" if field == "model" else "adapter"
-    said = f"This API key may not use the {kind} {model[:LONGEST_NAME]!r}."
+    said = f"This API key may not use the {kind} {quoted(model)}."
     return Refused("model", ErrorKind.PERMISSION_DENIED, said, "model_not_allowed", param=field)
 
 
@@ -53,7 +51,7 @@ def lacks(key: ApiKey, scope: Scope, field: str, subject: str) -> Refused:
         why = "this gateway's --anonymous-scopes do not grant"
     else:
         why = f"this API key lacks (an operator can grant it: sluice keys set {key.id} --scope …)"
-    said = f"{subject[:LONGEST_NAME]} needs the scope '{scope}', which {why}."
+    said = f"{shortened(subject)} needs the scope '{scope}', which {why}."
     return Refused("scope", ErrorKind.PERMISSION_DENIED, said, "scope_missing", param=field)
 
 

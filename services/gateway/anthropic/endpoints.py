@@ -19,6 +19,7 @@ from services.gateway.anthropic.schemas import CountTokensRequest, MessagesReque
 from services.gateway.anthropic.telling import MessageTeller
 from services.gateway.anthropic.translate import Able, Translated, thinks, translate
 from services.gateway.http.body import read_json
+from services.gateway.http.body_memory import BodyMemory
 from services.gateway.http.marks import mark
 from services.gateway.pipeline import Generation
 from services.gateway.settings import GatewaySettings
@@ -54,11 +55,16 @@ class Attempt:
 
 
 class MessagesEndpoints:
-    """Create messages, and count tokens of what would make one."""
+    """Create messages, and count tokens of what would make one.
 
-    def __init__(self, conductor: Conductor, settings: GatewaySettings) -> None:
+    Args:
+        bodies: memory of all request bodies.
+    """
+
+    def __init__(self, conductor: Conductor, settings: GatewaySettings, bodies: BodyMemory | None = None) -> None:
         self._conductor = conductor
         self._settings = settings
+        self._bodies = bodies
         self._budgets = settings.budgets
         self._switchless: dict[str, None] = {}  # models whose templates know no switch for thinking
 
@@ -104,7 +110,7 @@ class MessagesEndpoints:
 
     async def _body(self, request: Request) -> dict[str, Any]:
         limit = int(self._settings.max_body_mb * (1 << 20))
-        return await read_json(request, limit, self._settings.body_timeout_s, self._budgets.values)
+        return await read_json(request, limit, self._settings.body_timeout_s, self._budgets.values, self._bodies)
 
     def _translated(self, fields: PromptFields, message_id: str) -> Translated:
         able = Able(self._conductor.can(fields.model, "guided_json"), self._bounds_thinking(fields.model))

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import grpc
 
-from services.common.errors import SluiceError, not_found, unavailable
+from services.common.errors import SluiceError, not_found, quoted, unavailable
 from services.common.replicas import ReplicaSet
 from services.common.tasks import asked_to_end
 from services.gateway.admission import permit as permits
@@ -103,13 +103,13 @@ class Catalogue:
         if found := self.of_model(name):
             return found[0]
         if name in self._known_models or not self.synced:
-            raise unavailable(f"No worker serves model {name!r} now; try again soon.", code="no_workers")
+            raise unavailable(f"No worker serves model {quoted(name)} now; try again soon.", code="no_workers")
         if not self.workers and not self._known_models:
             raise unavailable("No worker has registered yet; try again soon.", code="no_workers")
         names = sorted({entry.model for entry in self.workers.values()} | set(self._known_models))
         known = ", ".join(filter(permits.current().may_use, names))
         choice = f"; there is: {known}" if known else ""
-        raise not_found(f"The model {name!r} does not exist{choice}.", param="model", code="model_not_found")
+        raise not_found(f"The model {quoted(name)} does not exist{choice}.", param="model", code="model_not_found")
 
     def of_model(self, name: str) -> list[WorkerEntry]:
         """Every worker of a model; where the name is a LoRA adapter's, those that hold it."""

@@ -1,4 +1,4 @@
-"""Request bodies: bounded in size and time, and JSON."""
+"""Request bodies: bounded in size, time and memory, and JSON."""
 
 from __future__ import annotations
 
@@ -8,40 +8,54 @@ from typing import Any
 import orjson
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
+from starlette.types import Scope
 
 from services.common.budgets import Budget
 from services.common.errors import ErrorKind, SluiceError, invalid
 from services.gateway.admission import permit
 from services.gateway.body_values import check_values
 from services.gateway.http import scoped
+from services.gateway.http.body_memory import SETTING, SMALL_BYTES, BodyMemory, BodyShare
+from services.gateway.http.json_size import measured_size, parsed_size
 
 MAX_DEPTH = 200
+MEASURED_FROM = 4 << 10
+"""Bytes of a body from which on its objects are measured, because counting overrates code."""
+CHECKED_FROM = 512 << 10
+"""Bytes of a body from which on what it takes once it is parsed is estimated before that. Shorter ones take 21 MiB at
+most, and one is parsed at a time."""
+
+_SHARE_KEY = "sluice.body"
+_OF_FORMS = (b"text/plain", b"application/x-www-form-urlencoded", b"multipart/")
 
 
-async def read_json(request: Request, limit: int, timeout_s: float, values: Budget | None = None) -> dict[str, Any]:
-    """The body as a JSON object.
+async def read_json(
+    request: Request,
+    limit: int,
+    timeout_s: float,
+    values: Budget | None = None,
+    memory: BodyMemory | None = None,
+) -> dict[str, Any]:
+    """Returns the body as a JSON object; `release_body` gives its memory back.
 
     Args:
         limit: most bytes.
-        timeout_s: longest wait for all of it.
+        timeout_s: longest wait for memory, and then for all of the body.
         values: most values in it; None: as many as fit.
+        memory: of all bodies; None for a body that shares with no other.
 
     Raises:
-        SluiceError: TOO_LARGE, CANCELLED, PERMISSION_DENIED for a model or a field that the key may not use, or
-            INVALID_ARGUMENT for anything that is no JSON object.
-        HTTPException: 408 when it does not arrive in time, 415 when it is compressed.
+        SluiceError: TOO_LARGE, UNAVAILABLE when there is no memory for it, CANCELLED, PERMISSION_DENIED for a model or
+            a field that the key may not use, or INVALID_ARGUMENT for anything that is no JSON object.
+        HTTPException: 408 when it does not arrive in time, 415 when it is compressed or sent as a form.
     """
-    # Nothing is ever unpacked here, so a small body cannot become a large one.
-    if request.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
-        raise HTTPException(415, "The request body is compressed; send it as it is, without content-encoding.")
-    try:
-        body = await asyncio.wait_for(_read(request, limit), timeout_s)
-    except TimeoutError:
-        raise HTTPException(408, f"The request body did not arrive within {timeout_s:g} s.") from None
-    except ClientDisconnect:
-        raise SluiceError(ErrorKind.CANCELLED, "The client went away before the body was complete.") from None
+    length = _announced_length(request)
+    memory = memory or BodyMemory(4 * limit)
+    body, share = await _read_in_time(request, length, limit, timeout_s, memory)
     if values is not None:
         check_values(body, values)
+    if len(body) >= CHECKED_FROM:
+        memory.check(parsed_size(body))
     try:
         parsed = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -50,8 +64,36 @@ async def read_json(request: Request, limit: int, timeout_s: float, values: Budg
         raise invalid("The request body is nested too deep.")
     if not isinstance(parsed, dict):
         raise invalid("The request body must be a JSON object.")
+    memory.resize(share, (len(body) >= MEASURED_FROM and measured_size(parsed)) or parsed_size(body))
     scoped.check_body(permit.current(), parsed)
     return parsed
+
+
+def release_body(scope: Scope) -> None:
+    """Gives back the memory of a request's body, if it had one that was read."""
+    share: BodyShare | None = scope.pop(_SHARE_KEY, None)
+    if share is not None:
+        share.memory.release(share)
+
+
+def _announced_length(request: Request) -> int | None:
+    """The body's length in bytes, None for a chunked one; HTTPException as `read_json` for one that is no JSON."""
+    length: int | None = 0
+    for name, value in request.scope["headers"]:
+        if name == b"content-length":
+            length = int(value)
+        elif name == b"transfer-encoding":
+            length = None
+        elif name == b"content-type":
+            # Browsers send these types to other sites without asking them first, so any page could use a gateway that
+            # trusts its network. All other types need a permission that the gateway never gives.
+            if value.strip().lower().startswith(_OF_FORMS):
+                message = 'The request body is not declared as JSON; send "content-type: application/json".'
+                raise HTTPException(415, message)
+        elif name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
+            # Nothing is ever unpacked here, so a small body cannot become a large one.
+            raise HTTPException(415, "The request body is compressed; send it as it is, without content-encoding.")
+    return length
 
 
 def _can_be_written(parsed: Any) -> bool:
@@ -63,21 +105,61 @@ def _can_be_written(parsed: Any) -> bool:
     return True
 
 
-async def _read(request: Request, limit: int) -> bytes:
-    declared = request.headers.get("content-length", "0")
-    if declared.isdigit() and int(declared) > limit:
+async def _read_in_time(
+    request: Request, length: int | None, limit: int, timeout_s: float, memory: BodyMemory
+) -> tuple[bytes, BodyShare]:
+    deadline = asyncio.timeout(None)
+    share = request.scope[_SHARE_KEY] = memory.expect(deadline, timeout_s)
+    try:
+        async with deadline:
+            body = await _read(request, length, limit, memory, share)
+    except TimeoutError:
+        if share.lost or share.waiting:
+            raise memory.refuse() from None
+        raise HTTPException(408, f"The request body did not arrive within {timeout_s:g} s.") from None
+    except ClientDisconnect:
+        raise SluiceError(ErrorKind.CANCELLED, "The client went away before the body was complete.") from None
+    finally:
+        memory.arrived(share)
+    return body, share
+
+
+async def _read(request: Request, length: int | None, limit: int, memory: BodyMemory, share: BodyShare) -> bytes:
+    if length is not None and length > limit:
         raise _too_large(limit)
+    longest = min(limit, memory.longest)
+    if length is not None and length > longest:
+        raise _too_large(longest, f" (the server's {SETTING})")
+    covered = SMALL_BYTES if length is None else length
     chunks: list[bytes] = []
-    size = 0
-    async for chunk in request.stream():
+    size, more = 0, True
+    if covered and not memory.try_take(share, covered):
+        if covered <= SMALL_BYTES:
+            chunk, more = await _receive(request)
+            chunks, size = [chunk], len(chunk)
+        if more or not memory.try_take(share, size, complete=True):
+            await memory.take(share, covered)
+    while more:
+        if size > covered:  # it is chunked, and how long it will be is not known before its end
+            covered = longest
+            await memory.take(share, covered)
+        chunk, more = await _receive(request)
         size += len(chunk)
-        if size > limit:
-            raise _too_large(limit)
+        if size > longest:
+            raise _too_large(longest)
         chunks.append(chunk)
     return b"".join(chunks)
 
 
-def _too_large(limit: int) -> SluiceError:
+async def _receive(request: Request) -> tuple[bytes, bool]:
+    """The next part of the body, and whether there is more of it; ClientDisconnect when its client is gone."""
+    message = await request.receive()
+    if message["type"] == "http.disconnect":
+        raise ClientDisconnect
+    return message.get("body", b""), message.get("more_body", False)
+
+
+def _too_large(limit: int, setting: str = "") -> SluiceError:
     return SluiceError(
-        ErrorKind.TOO_LARGE, f"The request body is over the limit of {limit} bytes.", code="request_too_large"
+        ErrorKind.TOO_LARGE, f"The request body is over the limit of {limit} bytes{setting}.", code="request_too_large"
     )

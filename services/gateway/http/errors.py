@@ -8,7 +8,7 @@ import orjson
 from starlette.responses import Response
 
 from services.common import telemetry
-from services.common.errors import SluiceError
+from services.common.errors import MOST_MESSAGE, SluiceError, shortened
 from services.gateway import auditing
 
 _TYPES = {
@@ -48,6 +48,7 @@ def plain_error_response(message: str, status: int, param: str = "", code: str =
 
 def _body(message: str, status: int, param: str, code: str) -> dict[str, Any]:
     kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    message = shortened(message, MOST_MESSAGE)
     return {"error": {"message": message, "type": kind, "param": param or None, "code": code or None}}
 
 

@@ -13,6 +13,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from services.common.addresses import host_port
+from services.common.budgets import Budget
 from services.common.errors import ErrorKind, SluiceError, invalid
 from services.gateway.http.direct import PlainSends
 from services.gateway.http.guarded import Bounds, GuardedProtocol
@@ -147,7 +148,13 @@ class HttpServer:
 
 def build_server(settings: GatewaySettings, app: ASGIApp, tls: ssl.SSLContext | None) -> Server:
     """The server that the settings choose; SluiceError when its address cannot be had."""
-    bounds = Bounds(settings.max_connections, settings.max_header_kb << 10, settings.header_timeout_s)
+    bounds = Bounds(
+        settings.max_connections,
+        settings.max_header_kb << 10,
+        settings.header_timeout_s,
+        settings.body_timeout_s,
+        Budget("pipelined_requests", settings.max_pipelined_requests, "--max-pipelined-requests"),
+    )
     if settings.http_server == "granian":
         return _granian(settings, app, tls, bounds)
     return HttpServer(

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from services.common.settings import CommaList
 from services.gateway.admission.settings import AdmissionSettings
 
 
@@ -21,5 +22,23 @@ class HttpSettings(AdmissionSettings):
     write_timeout_s: float = Field(60, gt=0, description="a client that takes nothing for this long is cut")
     comment_every_s: float = Field(
         15, ge=0, description="silent event streams get a comment this often, so that proxies keep them; 0: never"
+    )
+    max_pipelined_requests: int = Field(
+        4,
+        ge=0,
+        le=1000,
+        description="requests of a connection that are read ahead of the one being answered; with more, the connection "
+        "is read again when that is answered",
+    )
+    allowed_hosts: CommaList = Field(
+        [],
+        description="names in Host headers that are served; a gateway on loopback also serves localhost and loopback "
+        "addresses, and refuses others, which browsers send when a web page was made to point here; '*': any; empty: "
+        "any where the gateway does not listen on loopback",
+    )
+    allowed_origins: CommaList = Field(
+        [],
+        description="web pages beside the gateway's own from which browsers may send requests, such as "
+        "https://chat.example.com, where Host headers are checked; '*': any",
     )
     reuse_port: bool = Field(False, description="other gateway processes may listen on the same port (SO_REUSEPORT)")

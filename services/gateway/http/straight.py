@@ -14,6 +14,8 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from services.gateway.http.body import release_body
+
 Endpoint = Callable[[Request], Awaitable[Response]]
 Answer = Callable[[Request, Exception], Awaitable[Response]]
 
@@ -50,6 +52,8 @@ class Straight:
             response = await endpoint(request)
         except self._expected as error:
             response = await self._answer(request, error)
+        finally:
+            release_body(scope)
         await response(scope, receive, send)
 
     async def _answer(self, request: Request, error: Exception) -> Response:

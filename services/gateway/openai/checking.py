@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from services.common.errors import SluiceError, invalid
+from services.common.errors import SluiceError, invalid, shortened
 from services.gateway.body_budgets import BodyBudgets
 from services.gateway.openai.refusals import UNSUPPORTED
 
@@ -31,8 +31,8 @@ def explain(error: ValidationError) -> SluiceError:
     for part in first["loc"]:
         if part == "[key]":
             break
-        name = str(part)[:MAX_NAME]
-        field += f"[{part}]" if isinstance(part, int) else f".{name}" if field else name
+        field += f"[{part}]" if isinstance(part, int) else f".{part}" if field else str(part)
+    field = shortened(field)
     if first["type"] == "extra_forbidden":
         return invalid(f"Unrecognized request argument supplied: {field}.", param=field, code="unknown_parameter")
     if first["type"] == "missing":

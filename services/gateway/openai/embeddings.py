@@ -22,6 +22,7 @@ from services.gateway.clients.catalogue import WorkerEntry
 from services.gateway.clients.embed import NEEDS, EmbedClient, all_or_none
 from services.gateway.generation import TextPrompt, TokenPrompt
 from services.gateway.http.body import read_json
+from services.gateway.http.body_memory import BodyMemory
 from services.gateway.http.event_stream import result_unless_gone
 from services.gateway.openai.checking import check
 from services.gateway.openai.embedding_schemas import EmbeddingRequest
@@ -34,18 +35,25 @@ TOKENIZED_AT_ONCE = 32
 
 
 class EmbeddingEndpoints:
-    """Tokenizes the inputs and asks the workers that can embed."""
+    """Tokenizes the inputs and asks the workers that can embed.
 
-    def __init__(self, pipelines: Pipelines, client: EmbedClient, settings: GatewaySettings) -> None:
+    Args:
+        bodies: memory of all request bodies.
+    """
+
+    def __init__(
+        self, pipelines: Pipelines, client: EmbedClient, settings: GatewaySettings, bodies: BodyMemory | None = None
+    ) -> None:
         self._pipelines = pipelines
         self._client = client
         self._settings = settings
         self._budgets = settings.budgets
+        self._bodies = bodies
 
     async def embeddings(self, request: Request) -> Response:
         """Create embeddings of texts or of token ids."""
         limit = int(self._settings.max_body_mb * (1 << 20))
-        body = await read_json(request, limit, self._settings.body_timeout_s, self._budgets.values)
+        body = await read_json(request, limit, self._settings.body_timeout_s, self._budgets.values, self._bodies)
         fields = check(EmbeddingRequest, body, self._budgets)
         inputs = one_by_one(fields.input)
         catalogue = self._pipelines.catalogue

@@ -20,6 +20,7 @@ from services.gateway.clients.catalogue import WorkerEntry
 from services.gateway.clients.pieces import TokenPieces
 from services.gateway.generation import GenerationRequest
 from services.gateway.http.body import read_json
+from services.gateway.http.body_memory import BodyMemory
 from services.gateway.http.event_stream import EventStream, run_unless_gone
 from services.gateway.http.marks import mark
 from services.gateway.http.pacing import Pacer
@@ -53,6 +54,7 @@ class OpenAIEndpoints:
 
     Args:
         pieces: what single tokens stand for.
+        bodies: memory of all request bodies.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class OpenAIEndpoints:
         pacer: Pacer,
         parity: Parity,
         pieces: TokenPieces,
+        bodies: BodyMemory | None = None,
     ) -> None:
         self._pipelines = pipelines
         self._settings = settings
@@ -69,6 +72,7 @@ class OpenAIEndpoints:
         self._pacer = pacer
         self._parity = parity
         self._pieces = pieces
+        self._bodies = bodies
         self._tasks = TaskOwner()  # questions beside requests; one that fails ends no service
 
     async def chat_completions(self, request: Request) -> Response:
@@ -129,7 +133,7 @@ class OpenAIEndpoints:
 
     async def _body(self, request: Request) -> dict[str, Any]:
         limit = int(self._settings.max_body_mb * (1 << 20))
-        return await read_json(request, limit, self._settings.body_timeout_s, self._budgets.values)
+        return await read_json(request, limit, self._settings.body_timeout_s, self._budgets.values, self._bodies)
 
     async def _answer(
         self, request: Request, generations: list[GenerationRequest], form: Format, fields: GenerationFields

@@ -17,6 +17,7 @@ from services.gateway.admission import permit as permits
 from services.gateway.clients.catalogue import WorkerEntry
 from services.gateway.generation import ChatPrompt, GenerationRequest, Prompt, TextPrompt, Tokenized
 from services.gateway.http.body import read_json
+from services.gateway.http.body_memory import BodyMemory
 from services.gateway.openai.answers import ChatFormat
 from services.gateway.openai.checking import check
 from services.gateway.openai.schema_meter import SchemaMeter
@@ -28,12 +29,17 @@ from services.gateway.settings import GatewaySettings
 
 
 class TokenEndpoints:
-    """Answers from preprocess; no worker computes anything."""
+    """Answers from preprocess; no worker computes anything.
 
-    def __init__(self, pipelines: Pipelines, settings: GatewaySettings) -> None:
+    Args:
+        bodies: memory of all request bodies.
+    """
+
+    def __init__(self, pipelines: Pipelines, settings: GatewaySettings, bodies: BodyMemory | None = None) -> None:
         self._pipelines = pipelines
         self._settings = settings
         self._budgets = settings.budgets
+        self._bodies = bodies
 
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize."""
@@ -95,7 +101,7 @@ class TokenEndpoints:
 
     async def _body(self, request: Request) -> dict[str, Any]:
         limit = int(self._settings.max_body_mb * (1 << 20))
-        return await read_json(request, limit, self._settings.body_timeout_s, self._budgets.values)
+        return await read_json(request, limit, self._settings.body_timeout_s, self._budgets.values, self._bodies)
 
     def _entry(self, model: str | None) -> WorkerEntry:
         """The model named, or the only one there is."""

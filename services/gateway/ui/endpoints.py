@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response, StreamingResponse
 
-from services.common.errors import not_found
+from services.common.errors import not_found, shortened
 from services.gateway.ui.files import HEADERS, page_files
 from services.gateway.ui.view import LiveView
 
@@ -46,7 +46,7 @@ def _add_page(app: FastAPI) -> None:
         name = request.path_params.get("name", "index.html")
         found = files.get(name)
         if found is None:
-            raise not_found(f"There is no {request.url.path} here.")
+            raise not_found(f"There is no {shortened(request.url.path)} here.")
         headers = {**HEADERS, "etag": found.etag}
         if request.headers.get("if-none-match") == found.etag:
             return Response(status_code=304, headers=headers)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.common.errors import ErrorKind, SluiceError, unavailable
+from services.common.errors import ErrorKind, SluiceError, quoted, unavailable
 from services.postprocess.parsers.contract import ParserContext
 from services.postprocess.parsers.engines import ENGINES, bare, nearest
 from services.postprocess.parsers.engines.adapter import Facts
@@ -118,7 +118,8 @@ class EngineHost(ParserHost):
             if name and name not in known:
                 near = ", ".join(nearest(name, known))
                 raise SluiceError(
-                    ErrorKind.INVALID_ARGUMENT, f"{self.name} has no {kind} parser {name!r}; nearest: {near or 'none'}."
+                    ErrorKind.INVALID_ARGUMENT,
+                    f"{self.name} has no {kind} parser {quoted(name)}; nearest: {near or 'none'}.",
                 )
 
     def open(self, stream: Stream, names: ParserNames, context: ParserContext) -> RemoteStream:

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from services.common.errors import invalid
+from services.common.errors import invalid, quoted
 from services.postprocess.parsers.contract import Chain, Parser, ParserContext
 from services.postprocess.parsers.deepseek import DeepSeekParser
 from services.postprocess.parsers.engines import ENGINES, bare, engine_of, nearest
@@ -102,7 +102,7 @@ class Registry:
     def _check(self, field: str, name: str, known: frozenset[str]) -> None:
         if not name or name in (AUTO, NONE) or name in known or name in self.own:
             return
-        said = f"The {field.replace('_', ' ')} {name!r} is not available"
+        said = f"The {field.replace('_', ' ')} {quoted(name)} is not available"
         if engine := engine_of(name):
             shipped = ENGINES[engine].of(field.removesuffix("_parser"))
             if bare(name) not in shipped:

@@ -97,6 +97,22 @@ def test_a_queue_that_is_full_loses_lines_and_says_how_many(tmp_path: Path, monk
     assert last["lost"] == 7
 
 
+def test_audit_queue_of_long_lines_over_its_bytes_drops_lines(tmp_path: Path) -> None:
+    path = tmp_path / "audit.jsonl"
+    log = AuditLog(settings(path, audit_queue_mb=0.25))
+    for _ in range(2):
+        for number in range(10):
+            long = entry(number)
+            long.answer.append("x" * audit.MAX_CONTENT)
+            long.with_content = True
+            log.write(long)
+        log._write_waiting()
+    log.close()
+    written = [line for line in lines(path) if "lost" not in line]
+    assert [line["request_id"] for line in written] == ["r0", "r1", "r2"] * 2
+    assert [line["lost"] for line in lines(path) if "lost" in line] == [7, 7]
+
+
 async def test_a_disk_that_fails_costs_lines_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("WARNING")
     folder = tmp_path / "audit"

@@ -76,3 +76,36 @@ async def test_budget_pool_cancelled_in_the_moment_of_the_grant_gives_the_share_
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
     assert pool.used == 0
+
+
+async def test_budget_pool_share_grows_ahead_of_those_that_wait() -> None:
+    pool = BudgetPool("body_bytes", 10, "--max-body-memory-mb")
+    await pool.take(6)
+    waiting = asyncio.create_task(pool.take(9))
+    await asyncio.sleep(0)
+    assert not pool.try_take(4)
+    assert not pool.try_grow(5)
+    assert pool.try_grow(4)
+    pool.give_back(10)
+    await waiting
+    assert pool.used == 9
+
+
+async def test_budget_pool_missing_is_what_the_first_waiting_share_lacks() -> None:
+    pool = BudgetPool("body_bytes", 10, "--max-body-memory-mb")
+    assert pool.missing == 0
+    await pool.take(8)
+    waiting = [asyncio.create_task(pool.take(amount)) for amount in (5, 9)]
+    await asyncio.sleep(0)
+    assert pool.missing == 3
+    pool.give_back(2)
+    assert pool.missing == 1
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    assert pool.missing == 0
+
+
+def test_budget_excess_without_an_error_is_counted(refused: list[str]) -> None:
+    Budget("pipelined_requests", 4, "--max-pipelined-requests").count()
+    assert refused == ["pipelined_requests"]

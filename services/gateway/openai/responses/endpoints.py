@@ -14,6 +14,7 @@ from services.common import logs, telemetry
 from services.common.errors import SluiceError, invalid, not_found
 from services.gateway.admission import permit as permits
 from services.gateway.http.body import read_json
+from services.gateway.http.body_memory import BodyMemory
 from services.gateway.http.marks import mark
 from services.gateway.openai.checking import check
 from services.gateway.openai.responses.conversation import Conversation, conversation
@@ -47,13 +48,24 @@ class Context:
 
 
 class ResponsesEndpoints:
-    """Create, read, continue and forget responses."""
+    """Create, read, continue and forget responses.
 
-    def __init__(self, conductor: Conductor, settings: GatewaySettings, store: ResponseStore) -> None:
+    Args:
+        bodies: memory of all request bodies.
+    """
+
+    def __init__(
+        self,
+        conductor: Conductor,
+        settings: GatewaySettings,
+        store: ResponseStore,
+        bodies: BodyMemory | None = None,
+    ) -> None:
         self._conductor = conductor
         self._settings = settings
         self._budgets = settings.budgets
         self._store = store
+        self._bodies = bodies
 
     async def create(self, request: Request) -> Response:
         """Create a response."""
@@ -130,7 +142,7 @@ class ResponsesEndpoints:
 
     async def _body(self, request: Request) -> dict[str, Any]:
         limit = int(self._settings.max_body_mb * (1 << 20))
-        return await read_json(request, limit, self._settings.body_timeout_s, self._budgets.values)
+        return await read_json(request, limit, self._settings.body_timeout_s, self._budgets.values, self._bodies)
 
     async def _context(self, fields: ContextFields, owner: str) -> Context:
         tools = read_tools(fields.tools, fields.tool_choice, self._budgets.list_items)
