@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import Token
 from random import random
 from time import perf_counter
@@ -265,6 +265,24 @@ def start_span(
     span = _tracer.start_span(name, context=context, kind=kind, attributes=kept, links=linked)
     _name_request(span, str(kept.get("request_id", "")))
     return span
+
+
+def activate(span: Span | None) -> AbstractContextManager[None]:
+    """Returns a block in which a span is the current one; tasks that are created in the block keep it.
+
+    Args:
+        span: from `start_span`; None: its trace is not recorded, and neither are spans that begin in the block.
+    """
+    return _OFF if _tracer is None else _active(span or _NOT_RECORDED_SPAN)
+
+
+@contextmanager
+def _active(span: Span) -> Iterator[None]:
+    token = otel_context.attach(trace.set_span_in_context(span))
+    try:
+        yield
+    finally:
+        otel_context.detach(token)
 
 
 def fail_span(span: Span, message: str) -> None:
