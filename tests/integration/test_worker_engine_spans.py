@@ -81,9 +81,7 @@ def traceparent(number: int, flags: str = "01") -> str:
 
 def check_trees(spans: tuple[ReadableSpan, ...]) -> None:
     """Fails unless each request's spans are below its own `engine.generate`, which is in its caller's trace."""
-    generates = {
-        str((span.attributes or {})["request_id"]): span for span in spans if span.name == "engine.generate"
-    }
+    generates = {str((span.attributes or {})["request_id"]): span for span in spans if span.name == "engine.generate"}
     assert sorted(generates) == [f"r{number}" for number in range(REQUESTS)]
     for number in range(REQUESTS):
         generate = generates[f"r{number}"]
