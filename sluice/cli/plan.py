@@ -192,7 +192,7 @@ def plan(options: Options, free_port: Callable[[], int]) -> list[Process]:
     services = {module: addresses(module) for module in ("preprocess", "router", "postprocess")}
     return [
         *grpc_services("preprocess", "--models", str(model), *_processing(options)),
-        *grpc_services("router", *router_arguments(pipeline), env=secrets),
+        *grpc_services("router", "--preprocess", addresses("preprocess"), *router_arguments(pipeline), env=secrets),
         *grpc_services("postprocess", "--models", str(model)),
         *workers,
         *_gateways(options, options.port or free_port(), services),
