@@ -283,13 +283,10 @@ def no_such_worker(names: Sequence[str], model: str, source: str) -> SluiceError
     Args:
         source: the header or the body's field that names them.
     """
-    return SluiceError(
-        ErrorKind.NOT_FOUND,
-        f"No worker of model {model!r} is {' or '.join(names)}, named in {described(source)}; name one that is there now.",
-        param=source,
-        code="worker_not_found",
-        retryable=True,
+    message = (
+        f"No worker of model {model!r} is {' or '.join(names)}, named in {described(source)}; name one that is there."
     )
+    return SluiceError(ErrorKind.NOT_FOUND, message, param=source, code="worker_not_found", retryable=True)
 
 
 def _nobody_allowed(model: str, source: str) -> SluiceError:
