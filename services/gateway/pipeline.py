@@ -18,7 +18,7 @@ from dataclasses import replace
 from services.common import telemetry
 from services.common.errors import ErrorKind, SluiceError, invalid
 from services.common.packing import unpack_u32
-from services.gateway import deadlines, directions, hooks
+from services.gateway import deadlines, directions, hooks, sessions
 from services.gateway.admission import permit as permits
 from services.gateway.assembling import assembled
 from services.gateway.capabilities import able, holding
@@ -231,7 +231,7 @@ class Pipeline:
         request = self.named(request)
         workers = holding(able(self.catalogue.of_model(request.model), request.needs), request.lora)
         entry = workers[0]
-        request = replace(request, directions=said, engine_text=self._engine_text)
+        request = replace(request, directions=said, engine_text=self._engine_text, session_id=sessions.current())
         if said.token_ids is not None:
             request = replace(request, prompt=TokenPrompt(said.token_ids))
         with telemetry.stage("gateway.tokenize"):

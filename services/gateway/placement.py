@@ -237,6 +237,7 @@ class Placement:
                 lora=request.lora,
                 cache_salt=request.cache_salt,
                 priority=request.priority,
+                session_id=request.session_id,
                 candidates=candidates,
                 timeout_s=wanted.deadline.share(ROUTE_SHARE, self._route_timeout_s),
                 policy=POLICY if wanted.prompt.raw is not None else "",
