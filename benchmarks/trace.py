@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from trace_agents import agent_arrivals
-from trace_fleet import Arrival, Outcome, Shape, Simulation, read_trace, without_reuse
+from trace_fleet import Affinity, Arrival, Outcome, Shape, Simulation, read_trace, without_reuse
 from trace_plot import plot
 
 from services.router.settings import RouterSettings
@@ -181,6 +181,9 @@ def trace(
     prefill_load_scale: Annotated[
         list[float], typer.Option(min=0, help="of the router's cost function, repeated; the policy kv uses all of them")
     ] = SCALES,
+    affinity: Annotated[
+        Affinity, typer.Option(help="of --agents: requests of a conversation, an agent or one user are one session")
+    ] = "none",
     processes: Annotated[int, typer.Option(min=1, help="simulations at once")] = 2,
     svg: Annotated[Path | None, typer.Option(help="where to draw the plot")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of a table")] = False,
@@ -188,6 +191,8 @@ def trace(
     """Compares routing policies on a trace."""
     if (trace is None) != agents:
         raise typer.BadParameter("Give either --trace or --agents.")
+    if affinity != "none" and not agents:
+        raise typer.BadParameter("A trace does not tell its sessions; --affinity needs --agents.")
     console = Console(stderr=as_json)
     cells = [
         (speed, name, scale)
@@ -202,7 +207,17 @@ def trace(
             distinct,
             name,
             speed,
-            Shape(workers, cache_tokens, block_size, max_sequences, max_batched_tokens, max_waiting, scale, seed),
+            Shape(
+                workers,
+                cache_tokens,
+                block_size,
+                max_sequences,
+                max_batched_tokens,
+                max_waiting,
+                scale,
+                seed,
+                affinity,
+            ),
         )
         for speed, name, scale in cells
         for seed in range(1, seeds + 1)
@@ -213,7 +228,11 @@ def trace(
         svg.write_text(plot(rows))
     console.print(table_of(rows))
     if as_json:
-        json.dump({"machine": machine(), "distinct": distinct, "agents": agents, "rows": rows}, sys.stdout, indent=2)
+        json.dump(
+            {"machine": machine(), "distinct": distinct, "agents": agents, "affinity": affinity, "rows": rows},
+            sys.stdout,
+            indent=2,
+        )
         print()
 
 

@@ -29,6 +29,8 @@ MOST_TOKENS = 120_000
 
 @dataclass(slots=True)
 class _Session:
+    number: int
+    agent: int
     ids: list[int]
     tokens: int
     """Length of its next prompt."""
@@ -49,15 +51,18 @@ def agent_arrivals(requests: int, seed: int) -> list[Arrival]:
     begins_s = 0.0
     while len(arrivals) < requests:
         if not turns or begins_s <= turns[0][0]:
-            system = random.choices(prompts, popularity)[0]
-            session = _Session(list(system), len(system) * TOKENS_PER_ID + _tokens(random, ADDED_TOKENS))
-            heapq.heappush(turns, (begins_s, next(order), session))
+            agent = random.choices(range(AGENTS), popularity)[0]
+            ids = list(prompts[agent])
+            number = next(order)
+            session = _Session(number, agent, ids, len(ids) * TOKENS_PER_ID + _tokens(random, ADDED_TOKENS))
+            heapq.heappush(turns, (begins_s, number, session))
             begins_s += random.expovariate(SESSIONS_PER_S)
             continue
         now_s, _, session = heapq.heappop(turns)
         session.ids.extend(next(fresh) for _ in range(-(-session.tokens // TOKENS_PER_ID) - len(session.ids)))
         output = _tokens(random, OUTPUT_TOKENS)
-        arrivals.append(Arrival(now_s, session.tokens, output, tuple(session.ids)))
+        ids = tuple(session.ids)
+        arrivals.append(Arrival(now_s, session.tokens, output, ids, session.number, session.agent))
         session.tokens += output + _tokens(random, ADDED_TOKENS)
         if random.random() >= 1 / TURNS and session.tokens <= MOST_TOKENS:
             pause_s = random.expovariate(1 / (USER_S if random.random() < USER_SHARE else TOOL_S))

@@ -7,10 +7,11 @@ import heapq
 import json
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from random import Random
+from typing import Literal
 
 from services.common.errors import SluiceError
 from services.common.hashing import HASH_SCHEME, block_hashes
@@ -40,12 +41,21 @@ _ANSWER_TOKEN = 1 << 31  # above every prompt's
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One request of the trace; `ids` name its blocks of 512 tokens, equal ids equal prefixes."""
+    """One request of the trace; `ids` name its blocks of 512 tokens, equal ids equal prefixes.
+
+    `session` and `agent` number the conversation and whose prompt it has, where that is known.
+    """
 
     at_s: float
     prompt_tokens: int
     output_tokens: int
     ids: tuple[int, ...]
+    session: int = 0
+    agent: int = 0
+
+
+Affinity = Literal["none", "session", "agent", "user"]
+"""Which requests name the same session: none does, those of a conversation, of an agent, all (one user)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +70,7 @@ class Shape:
     max_waiting: int = 64
     prefill_load_scale: float = 1.0
     seed: int = 1
+    affinity: Affinity = "none"
 
 
 @dataclass(slots=True)
@@ -91,10 +102,7 @@ def read_trace(path: Path, most: int = 0) -> list[Arrival]:
 def without_reuse(arrivals: Sequence[Arrival]) -> list[Arrival]:
     """The same load with no two blocks alike."""
     fresh = count()
-    return [
-        Arrival(each.at_s, each.prompt_tokens, each.output_tokens, tuple(next(fresh) for _ in each.ids))
-        for each in arrivals
-    ]
+    return [replace(each, ids=tuple(next(fresh) for _ in each.ids)) for each in arrivals]
 
 
 def tokens_of(arrival: Arrival) -> array[int]:
@@ -229,6 +237,7 @@ class Simulation:
                 Prompt(block_hashes=pack_u64(hashes), block_size=self._shape.block_size, prompt_tokens=len(tokens)),
                 self._cost,
                 request_id=name,
+                session_id=self._session_of(arrival),
             )
         )
         worker, _ = self._workers[route.worker.worker_id]
@@ -241,6 +250,10 @@ class Simulation:
             return
         self._flights[name] = _Flight(self._now, route.reservation_id)
         self._start_step(worker)
+
+    def _session_of(self, arrival: Arrival) -> str:
+        kinds = {"none": "", "session": f"s{arrival.session}", "agent": f"a{arrival.agent}", "user": "u"}
+        return kinds[self._shape.affinity]
 
     def _start_step(self, worker: MockWorker) -> None:
         if worker.stepping or not worker.scheduler.busy:
