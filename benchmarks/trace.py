@@ -22,11 +22,11 @@ from trace_agents import agent_arrivals
 from trace_fleet import Affinity, Arrival, Outcome, Shape, Simulation, read_trace, without_reuse
 from trace_plot import plot
 
-from services.router.settings import RouterSettings
+from services.router.cost import PREFILL_LOAD_SCALE
 
 POLICIES = ["kv", "round_robin", "random", "least_loaded", "power_of_two"]
 SPEEDUPS = [4.0, 5.0, 6.0, 7.0, 8.0]
-SCALES = [RouterSettings.model_fields["prefill_load_scale"].default]
+SCALES = [PREFILL_LOAD_SCALE]
 AGENT_REQUESTS = 12_000
 TELLS_EVERY = 100
 

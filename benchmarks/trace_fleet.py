@@ -17,7 +17,7 @@ from services.common.errors import SluiceError
 from services.common.hashing import HASH_SCHEME, block_hashes
 from services.common.packing import pack_u64
 from services.router.attachment import Attachment
-from services.router.cost import CostModel
+from services.router.cost import PREFILL_LOAD_SCALE, CostModel
 from services.router.events import BlockOp, EventBatch, Kind, Tier
 from services.router.queries import Prompt, Query
 from services.router.router import Router, RouterConfig
@@ -68,7 +68,7 @@ class Shape:
     max_sequences: int = 256
     max_batched_tokens: int = 8_192
     max_waiting: int = 64
-    prefill_load_scale: float = 1.0
+    prefill_load_scale: float = PREFILL_LOAD_SCALE
     seed: int = 1
     affinity: Affinity = "none"
 

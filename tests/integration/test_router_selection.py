@@ -213,7 +213,8 @@ async def test_candidates_scores_costs_and_policies_work_together() -> None:
         await workers[1].store(hashes[:2])
         ref = router_pb2.PromptRef(block_hashes=pack_u64(hashes), block_size=BLOCK)
         subset = router_pb2.CandidateSet(worker_ids=["b", "c"])
-        answer = await router.stub.RouteQuery(query(ref, candidates=subset, explain=True))
+        even = router_pb2.CostOverrides(prefill_load_scale=1)
+        answer = await router.stub.RouteQuery(query(ref, candidates=subset, explain=True, cost=even))
         assert (answer.decode.worker_id, answer.best_overlap_blocks, answer.tokens_to_compute) == ("b", 2, 32)
         assert [(score.worker_id, score.cost) for score in answer.scores] == [("b", 4), ("c", 8)]
         blind = router_pb2.CostOverrides(device_credit=0, prefill_load_scale=2)
