@@ -75,7 +75,7 @@ def from_detail(detail: common_pb2.ErrorDetail) -> SluiceError:
         kind = ErrorKind.INTERNAL
     return SluiceError(
         kind,
-        detail.message,
+        detail.message or "the peer sent an error without a message",
         param=detail.param,
         code=detail.code,
         retry_after_ms=detail.retry_after_ms,
