@@ -18,20 +18,25 @@ from report import machine
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from trace_fleet import Outcome, Shape, Simulation, read_trace, without_reuse
+from trace_agents import agent_arrivals
+from trace_fleet import Affinity, Arrival, Outcome, Shape, Simulation, read_trace, without_reuse
 from trace_plot import plot
+
+from services.router.cost import PREFILL_LOAD_SCALE
 
 POLICIES = ["kv", "round_robin", "random", "least_loaded", "power_of_two"]
 SPEEDUPS = [4.0, 5.0, 6.0, 7.0, 8.0]
+SCALES = [PREFILL_LOAD_SCALE]
+AGENT_REQUESTS = 12_000
 TELLS_EVERY = 100
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
 class Run(NamedTuple):
-    """One simulation."""
+    """One simulation; `trace` None: of generated agents."""
 
-    trace: Path
+    trace: Path | None
     requests: int
     distinct: bool
     policy: str
@@ -49,7 +54,7 @@ def _listen_to(news: Queue[int]) -> None:
 
 def simulate(run: Run) -> dict[str, Any]:
     """Runs one simulation; in a process of its own."""
-    arrivals = read_trace(run.trace, run.requests)
+    arrivals = arrivals_of(run)
     if run.distinct:
         arrivals = without_reuse(arrivals)
 
@@ -61,11 +66,19 @@ def simulate(run: Run) -> dict[str, Any]:
     return figures(run, outcome)
 
 
+def arrivals_of(run: Run) -> list[Arrival]:
+    """Returns the requests of a trace, the same for all seeds, or generates those of the run's seed."""
+    if run.trace is None:
+        return agent_arrivals(run.requests or AGENT_REQUESTS, run.shape.seed)
+    return read_trace(run.trace, run.requests)
+
+
 def figures(run: Run, outcome: Outcome) -> dict[str, Any]:
     """What came of it; times in seconds."""
     return {
         "speedup": run.speedup,
         "policy": run.policy,
+        "prefill_load_scale": run.shape.prefill_load_scale,
         "seed": run.shape.seed,
         "requests": outcome.offered,
         "per_s": outcome.offered / outcome.ended_s,
@@ -93,6 +106,8 @@ def mean_of(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for key in ("ttft", "inter_token"):
         first[key] = {part: sum(row[key][part] for row in rows) / len(rows) for part in first[key]}
     first["seeds"] = len(rows)
+    first["ttft_mean_of_seeds"] = [row["ttft"]["mean"] for row in rows]
+    del first["seed"]
     return first
 
 
@@ -105,7 +120,7 @@ def run_all(runs: Sequence[Run], processes: int, console: Console) -> list[dict[
         ProcessPoolExecutor(processes, context, _listen_to, (news,)) as pool,
         Progress(*columns, console=console) as progress,
     ):
-        arrivals = len(read_trace(runs[0].trace, runs[0].requests)) * len(runs)
+        arrivals = len(arrivals_of(runs[0])) * len(runs)
         bar = progress.add_task("requests", total=arrivals)
         futures = [pool.submit(simulate, run) for run in runs]
         for arrived in _heard(futures, news):
@@ -127,7 +142,8 @@ def _heard(futures: Sequence[Future[dict[str, Any]]], news: Queue[int]) -> Itera
 def table_of(rows: Sequence[dict[str, Any]]) -> Table:
     """For people."""
     table = Table(title="virtual time")
-    for title in ("speed-up", "policy", "cached", "TTFT mean s", "p50 s", "p99 s", "inter-token ms", "p99 ms", "shed"):
+    waits = ("TTFT mean s", "p50 s", "p99 s", "inter-token ms", "p99 ms")
+    for title in ("speed-up", "policy", "scale", "cached", *waits, "shed"):
         table.add_column(title, justify="left" if title == "policy" else "right")
     for before, row in zip([None, *rows], rows, strict=False):
         if before is not None and before["speedup"] != row["speedup"]:
@@ -135,6 +151,7 @@ def table_of(rows: Sequence[dict[str, Any]]) -> Table:
         table.add_row(
             f"{row['speedup']:g}×",
             row["policy"],
+            f"{row['prefill_load_scale']:g}",
             f"{row['hit']:.1%}",
             *(f"{value:.2f}" for value in row["ttft"].values()),
             f"{1e3 * row['inter_token']['mean']:.1f}",
@@ -146,10 +163,13 @@ def table_of(rows: Sequence[dict[str, Any]]) -> Table:
 
 @app.command()
 def trace(
-    trace: Annotated[Path, typer.Option(exists=True, dir_okay=False, help="JSON lines, see README.md")],
+    trace: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="JSON lines, see README.md")] = None,
+    agents: Annotated[
+        bool, typer.Option("--agents", help="generate agents with long shared system prompts instead of --trace")
+    ] = False,
     speedup: Annotated[list[float], typer.Option(min=0.1, help="how much faster requests arrive, repeated")] = SPEEDUPS,
     policy: Annotated[list[str], typer.Option(help="policies, repeated")] = POLICIES,
-    requests: Annotated[int, typer.Option(min=0, help="first requests of the trace; 0: all")] = 0,
+    requests: Annotated[int, typer.Option(min=0, help="first requests of the trace; 0: all, of agents 12,000")] = 0,
     distinct: Annotated[bool, typer.Option("--distinct", help="give every block another id: nothing to reuse")] = False,
     seeds: Annotated[int, typer.Option(min=1, help="runs with other random numbers, averaged")] = 1,
     workers: Annotated[int, typer.Option(min=1)] = 8,
@@ -158,28 +178,61 @@ def trace(
     max_sequences: Annotated[int, typer.Option(help="requests a worker runs at once")] = 256,
     max_batched_tokens: Annotated[int, typer.Option(help="tokens of one engine step")] = 8_192,
     max_waiting: Annotated[int, typer.Option(help="requests that may wait at a worker; more are shed")] = 64,
-    prefill_load_scale: Annotated[float, typer.Option(help="of the router's cost function")] = 1.0,
+    prefill_load_scale: Annotated[
+        list[float], typer.Option(min=0, help="of the router's cost function, repeated; the policy kv uses all of them")
+    ] = SCALES,
+    affinity: Annotated[
+        Affinity, typer.Option(help="of --agents: requests of a conversation, an agent or one user are one session")
+    ] = "none",
     processes: Annotated[int, typer.Option(min=1, help="simulations at once")] = 2,
     svg: Annotated[Path | None, typer.Option(help="where to draw the plot")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of a table")] = False,
 ) -> None:
     """Compares routing policies on a trace."""
+    if (trace is None) != agents:
+        raise typer.BadParameter("Give either --trace or --agents.")
+    if affinity != "none" and not agents:
+        raise typer.BadParameter("A trace does not tell its sessions; --affinity needs --agents.")
     console = Console(stderr=as_json)
-    shapes = [
-        Shape(
-            workers, cache_tokens, block_size, max_sequences, max_batched_tokens, max_waiting, prefill_load_scale, seed
+    cells = [
+        (speed, name, scale)
+        for speed in speedup
+        for name in policy
+        for scale in (prefill_load_scale if name == "kv" else prefill_load_scale[:1])
+    ]
+    runs = [
+        Run(
+            trace,
+            requests,
+            distinct,
+            name,
+            speed,
+            Shape(
+                workers,
+                cache_tokens,
+                block_size,
+                max_sequences,
+                max_batched_tokens,
+                max_waiting,
+                scale,
+                seed,
+                affinity,
+            ),
         )
+        for speed, name, scale in cells
         for seed in range(1, seeds + 1)
     ]
-    cells = [(speed, name) for speed in speedup for name in policy]
-    runs = [Run(trace, requests, distinct, name, speed, shape) for speed, name in cells for shape in shapes]
     found = run_all(runs, processes, console)
     rows = [mean_of(found[at : at + seeds]) for at in range(0, len(found), seeds)]
     if svg is not None:
         svg.write_text(plot(rows))
     console.print(table_of(rows))
     if as_json:
-        json.dump({"machine": machine(), "distinct": distinct, "rows": rows}, sys.stdout, indent=2)
+        json.dump(
+            {"machine": machine(), "distinct": distinct, "agents": agents, "affinity": affinity, "rows": rows},
+            sys.stdout,
+            indent=2,
+        )
         print()
 
 

@@ -7,16 +7,17 @@ import heapq
 import json
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from random import Random
+from typing import Literal
 
 from services.common.errors import SluiceError
 from services.common.hashing import HASH_SCHEME, block_hashes
 from services.common.packing import pack_u64
 from services.router.attachment import Attachment
-from services.router.cost import CostModel
+from services.router.cost import PREFILL_LOAD_SCALE, CostModel
 from services.router.events import BlockOp, EventBatch, Kind, Tier
 from services.router.queries import Prompt, Query
 from services.router.router import Router, RouterConfig
@@ -42,6 +43,7 @@ _ANSWER_TOKEN = 1 << 31  # above every prompt's
 class Arrival:
     """One request of the trace; `ids` name its blocks of 512 tokens, equal ids equal prefixes.
 
+    `session` and `agent` number the conversation and whose prompt it has, where that is known.
     `salt` keeps it apart from requests of other salts in the prefix cache; empty for none.
     """
 
@@ -50,6 +52,12 @@ class Arrival:
     output_tokens: int
     ids: tuple[int, ...]
     salt: str = ""
+    session: int = 0
+    agent: int = 0
+
+
+Affinity = Literal["none", "session", "agent", "user"]
+"""Which requests name the same session: none does, those of a conversation, of an agent, all (one user)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +70,9 @@ class Shape:
     max_sequences: int = 256
     max_batched_tokens: int = 8_192
     max_waiting: int = 64
-    prefill_load_scale: float = 1.0
+    prefill_load_scale: float = PREFILL_LOAD_SCALE
     seed: int = 1
+    affinity: Affinity = "none"
 
 
 @dataclass(slots=True)
@@ -95,10 +104,7 @@ def read_trace(path: Path, most: int = 0) -> list[Arrival]:
 def without_reuse(arrivals: Sequence[Arrival]) -> list[Arrival]:
     """The same load with no two blocks alike."""
     fresh = count()
-    return [
-        Arrival(each.at_s, each.prompt_tokens, each.output_tokens, tuple(next(fresh) for _ in each.ids))
-        for each in arrivals
-    ]
+    return [replace(each, ids=tuple(next(fresh) for _ in each.ids)) for each in arrivals]
 
 
 def tokens_of(arrival: Arrival) -> array[int]:
@@ -233,6 +239,7 @@ class Simulation:
                 Prompt(block_hashes=pack_u64(hashes), block_size=self._shape.block_size, prompt_tokens=len(tokens)),
                 self._cost,
                 request_id=name,
+                session_id=self._session_of(arrival),
             )
         )
         worker, _ = self._workers[route.worker.worker_id]
@@ -246,6 +253,10 @@ class Simulation:
             return
         self._flights[name] = _Flight(self._now, route.reservation_id)
         self._start_step(worker)
+
+    def _session_of(self, arrival: Arrival) -> str:
+        kinds = {"none": "", "session": f"s{arrival.session}", "agent": f"a{arrival.agent}", "user": "u"}
+        return kinds[self._shape.affinity]
 
     def _start_step(self, worker: MockWorker) -> None:
         if worker.stepping or not worker.scheduler.busy:

@@ -10,9 +10,17 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
-from pydantic_settings import BaseSettings, CliSettingsSource, NoDecode, SettingsConfigDict, SettingsError
+from pydantic_settings import (
+    BaseSettings,
+    CliSettingsSource,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+)
 
 from services.common.addresses import host_port
+from services.common.otel_environment import OtelDefaults
 from services.common.trust import AccessSettings, PeerTokenSettings
 from services.common.trust import TlsSettings as TlsSettings
 
@@ -73,14 +81,31 @@ class ServiceSettings(PeerTokenSettings, TlsSettings):
         False, description="the Prometheus endpoint speaks TLS, as strictly as tls-cert, tls-key and tls-ca say"
     )
     otlp_endpoint: str = Field(
-        "", description="OTLP/gRPC collector for traces, such as http://localhost:4317; empty: off"
+        "",
+        description="OTLP/gRPC collector for traces, such as http://localhost:4317; empty: off. OpenTelemetry's own "
+        "variables, such as OTEL_EXPORTER_OTLP_ENDPOINT, are the default",
     )
     trace_sample: float = Field(1.0, ge=0, le=1, description="share of traces that are recorded when none came in")
     drain_s: float = Field(10.0, ge=0, description="seconds that running requests get to finish after SIGTERM")
 
     @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Returns where values come from, first what counts most: last OpenTelemetry's own variables."""
+        return init_settings, env_settings, dotenv_settings, file_secret_settings, OtelDefaults(settings_cls)
+
+    @classmethod
     def load(cls, argv: list[str] | None = None) -> Self:
-        """Reads flags, then environment, then secret files; exits with 2 and one sentence when something is wrong."""
+        """Reads flags, then environment, secret files and OpenTelemetry's variables.
+
+        Exits with 2 and one sentence when something is wrong.
+        """
         try:
             source: CliSettingsSource[Self] = CliSettingsSource(
                 cls, cli_parse_args=sys.argv[1:] if argv is None else argv

@@ -33,12 +33,18 @@ class Exporter(Protocol):
     def shutdown(self) -> None: ...
 
 
-def otlp_exporter(endpoint: str) -> Exporter:
-    """To an OTLP/gRPC collector; its own complaints are left out, `SpanExport` says what matters."""
+def otlp_exporter(endpoint: str, headers: Sequence[tuple[str, str]] = ()) -> Exporter:
+    """Returns an exporter to an OTLP/gRPC collector; its own log is off, `SpanExport` reports what matters.
+
+    Args:
+        headers: metadata of every export.
+    """
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 
-    logging.getLogger("opentelemetry.exporter").setLevel(logging.CRITICAL)
-    return OTLPSpanExporter(endpoint=endpoint, timeout=SEND_S)
+    # The second one would repeat malformed headers, which hold secrets.
+    for name in ("opentelemetry.exporter", "opentelemetry.util.re"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    return OTLPSpanExporter(endpoint=endpoint, headers=tuple(headers), timeout=SEND_S)
 
 
 class SpanExport(SpanProcessor):

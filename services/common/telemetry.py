@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import Token
 from random import random
 from time import perf_counter
@@ -22,7 +22,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace import NonRecordingSpan, Span, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from services.common import instruments, logs
+from services.common import instruments, logs, otel_environment
 from services.common.errors import SluiceError
 from services.common.scraping import ScrapeEndpoint
 from services.common.settings import ServiceSettings
@@ -60,19 +60,27 @@ on_error: Callable[[SluiceError], None] | None = None
 def configure(service: str, settings: ServiceSettings) -> None:
     """Turns on what the settings ask for; call once, before instruments and spans are made.
 
-    Nothing is turned on where OTEL_SDK_DISABLED is true, OpenTelemetry's own switch.
+    Nothing is turned on where OTEL_SDK_DISABLED is true, OpenTelemetry's own switch. Others of its variables give
+    defaults, see `otel_environment`.
 
     Raises:
         SluiceError: FAILED_PRECONDITION, an address that is none.
     """
     global _endpoint
-    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 
     if _disabled():
         return
-    resource = Resource.create({"service.name": f"sluice-{service}"})
+    given = OTELResourceDetector().detect().attributes  # OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES
+    name = given.get("service.name") or f"sluice-{service}"
+    resource = Resource.create({"service.name": name, "sluice.service": service})
+    variables = otel_environment.read(os.environ)
     if settings.otlp_endpoint:
-        _configure_traces(resource, settings)
+        for problem in variables.problems:
+            log.warning("%s", problem)
+        _configure_traces(resource, settings, variables.headers)
+    elif variables.off:
+        log.warning("%s", variables.off)
     if settings.metrics_listen:
         _endpoint = ScrapeEndpoint(settings.metrics_listen, metrics_context(settings) if settings.metrics_tls else None)
         configure_metrics(resource)
@@ -104,16 +112,27 @@ def measuring() -> bool:
     return _measuring
 
 
-def _configure_traces(resource: Any, settings: ServiceSettings) -> None:
+def _configure_traces(resource: Any, settings: ServiceSettings, headers: Sequence[tuple[str, str]]) -> None:
     global _export
     from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased, TraceIdRatioBased
 
     from services.common.span_export import SpanExport, otlp_exporter
 
-    provider = TracerProvider(resource=resource)
-    _export = SpanExport(otlp_exporter(settings.otlp_endpoint), settings.otlp_endpoint)
-    provider.add_span_processor(_export)
-    use_tracer_provider(provider, settings.trace_sample)
+    try:
+        exporter = otlp_exporter(settings.otlp_endpoint, headers)
+    except Exception as error:  # what OpenTelemetry's exporter thinks of its variables must not stop a service
+        log.error("traces are off, the exporter of %s cannot be made: %s", settings.otlp_endpoint, error)
+        return
+    _export = SpanExport(exporter, settings.otlp_endpoint)
+    # `stage` and `start_span` draw before a span is made, so all of their spans are recorded. Foreign code in this
+    # process, such as an engine, uses OpenTelemetry's global provider, which draws for the traces that begin there.
+    own = TracerProvider(resource=resource, sampler=ALWAYS_ON)
+    foreign = TracerProvider(resource=resource, sampler=ParentBased(TraceIdRatioBased(settings.trace_sample)))
+    for provider in (own, foreign):
+        provider.add_span_processor(_export)
+    use_tracer_provider(own, settings.trace_sample)
+    trace.set_tracer_provider(foreign)
 
 
 def use_tracer_provider(provider: trace.TracerProvider, share: float = 1.0) -> None:
@@ -265,6 +284,24 @@ def start_span(
     span = _tracer.start_span(name, context=context, kind=kind, attributes=kept, links=linked)
     _name_request(span, str(kept.get("request_id", "")))
     return span
+
+
+def activate(span: Span | None) -> AbstractContextManager[None]:
+    """Returns a block in which a span is the current one; tasks that are created in the block keep it.
+
+    Args:
+        span: from `start_span`; None: its trace is not recorded, and neither are spans that begin in the block.
+    """
+    return _OFF if _tracer is None else _active(span or _NOT_RECORDED_SPAN)
+
+
+@contextmanager
+def _active(span: Span) -> Iterator[None]:
+    token = otel_context.attach(trace.set_span_in_context(span))
+    try:
+        yield
+    finally:
+        otel_context.detach(token)
 
 
 def fail_span(span: Span, message: str) -> None:

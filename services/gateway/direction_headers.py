@@ -23,25 +23,30 @@ PREFILL = (
 RANK = ("x-sluice-dp-rank", "x-dynamo-dp-rank", "x-dp-rank", "x-data-parallel-rank")
 PREFILL_RANK = ("x-sluice-prefill-dp-rank", "x-dynamo-prefill-dp-rank", "x-prefill-dp-rank")
 SUBSET = "x-gateway-destination-endpoint-subset"
+_PARTS = {"workers": WORKER, "endpoints": (ENDPOINT,), "prefill": PREFILL, "rank": RANK, "prefill_rank": PREFILL_RANK}
 HEADERS = {name.encode(): name for name in (*WORKER, ENDPOINT, *PREFILL, *RANK, *PREFILL_RANK, SUBSET)}
 """Names of all of them, as ASGI has them and as text."""
 
 
 def of_headers(headers: Mapping[str, str]) -> Directions:
-    """What the headers say; SluiceError(INVALID_ARGUMENT) for a rank that is none."""
+    """Returns what the headers say; SluiceError(INVALID_ARGUMENT) for a rank that cannot be one."""
+    sources = {}
+    for part, names in _PARTS.items():
+        if (found := next((name for name in names if headers.get(name)), None)) is not None:
+            sources[part] = found
 
-    def names(*candidates: str) -> tuple[str, ...]:
-        found = next((headers[name] for name in candidates if headers.get(name)), "")
-        return _split(found)
+    def listed(part: str) -> tuple[str, ...]:
+        return _split(headers[sources[part]]) if part in sources else ()
 
     subset = headers.get(SUBSET)
     return Directions(
-        workers=names(*WORKER),
-        endpoints=names(ENDPOINT),
-        prefill=names(*PREFILL),
-        rank=_rank(headers, RANK),
-        prefill_rank=_rank(headers, PREFILL_RANK),
+        workers=listed("workers"),
+        endpoints=listed("endpoints"),
+        prefill=listed("prefill"),
+        rank=_rank(headers, sources.get("rank")),
+        prefill_rank=_rank(headers, sources.get("prefill_rank")),
         subset=None if subset is None else _split(subset),
+        sources=sources,
     )
 
 
@@ -69,13 +74,10 @@ def _split(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
-def _rank(headers: Mapping[str, str], candidates: tuple[str, ...]) -> int | None:
-    for name in candidates:
-        text = headers.get(name)
-        if text:
-            if not (text.isascii() and text.isdigit() and len(text) <= 5 and int(text) < MOST_RANKS):
-                raise invalid(
-                    f"The header {name} must be a data-parallel rank from 0.", param=name, code="invalid_value"
-                )
-            return int(text)
-    return None
+def _rank(headers: Mapping[str, str], name: str | None) -> int | None:
+    if name is None:
+        return None
+    text = headers[name]
+    if not (text.isascii() and text.isdigit() and len(text) <= 5 and int(text) < MOST_RANKS):
+        raise invalid(f"The header {name} must be a data-parallel rank from 0.", param=name, code="invalid_value")
+    return int(text)

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 MOST_RANKS = 65_536
+USUAL_SOURCES = {
+    "workers": "x-sluice-worker",
+    "endpoints": "x-gateway-destination-endpoint",
+    "prefill": "x-sluice-prefill-worker",
+    "rank": "x-sluice-dp-rank",
+    "prefill_rank": "x-sluice-prefill-dp-rank",
+    "subset": "x-gateway-destination-endpoint-subset",
+}
+"""Headers in which parts of Directions arrive when their `sources` do not tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +32,7 @@ class Directions:
         subset: who may be chosen at all; None: everybody.
         token_ids: packed u32; the prompt, in place of the one that the client wrote.
         query_only: the request wants to know who would run it, and to run nothing.
+        sources: by attribute, the header or the body's field it was read from; for errors.
     """
 
     workers: tuple[str, ...] = ()
@@ -31,19 +43,33 @@ class Directions:
     subset: tuple[str, ...] | None = None
     token_ids: bytes | None = None
     query_only: bool = False
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def over(self, other: Directions) -> Directions:
-        """Both; where both say something, this counts. Names of workers and their ranks count together."""
-        return Directions(
-            workers=self.workers or (() if self.endpoints else other.workers),
-            endpoints=self.endpoints,
-            prefill=self.prefill or other.prefill,
-            rank=self.rank if self.workers or self.endpoints or self.rank is not None else other.rank,
-            prefill_rank=self.prefill_rank if self.prefill or self.prefill_rank is not None else other.prefill_rank,
-            subset=self.subset if self.subset is not None else other.subset,
-            token_ids=self.token_ids if self.token_ids is not None else other.token_ids,
-            query_only=self.query_only or other.query_only,
-        )
+        """Returns both; where both have a part, this one's counts. Names of workers and their ranks count together."""
+        answering, prefilling = bool(self.workers or self.endpoints), bool(self.prefill)
+        own = {
+            "workers": answering,
+            "endpoints": True,
+            "prefill": prefilling,
+            "rank": answering or self.rank is not None,
+            "prefill_rank": prefilling or self.prefill_rank is not None,
+            "subset": self.subset is not None,
+            "token_ids": self.token_ids is not None,
+        }
+        chosen = {name: self if counts else other for name, counts in own.items()}
+        parts: dict[str, Any] = {name: getattr(one, name) for name, one in chosen.items()}
+        sources = {name: one.sources[name] for name, one in chosen.items() if name in one.sources}
+        return Directions(**parts, query_only=self.query_only or other.query_only, sources=sources)
+
+    def source(self, part: str) -> str:
+        """Returns the header, or the body's field, that an attribute was read from."""
+        return self.sources.get(part) or USUAL_SOURCES[part]
+
+    @property
+    def answering_source(self) -> str:
+        """Where the worker that answers was named."""
+        return self.source("workers" if self.workers else "endpoints")
 
     @property
     def answering(self) -> tuple[str, ...]:
@@ -56,6 +82,11 @@ class Directions:
             return False
         names = self.prefill if prefill else self.workers
         return not names or worker_id in names or address in names
+
+
+def described(source: str) -> str:
+    """Returns a source as an error message names it."""
+    return f"the header {source}" if source.startswith("x-") else source
 
 
 NOWHERE = Directions()
@@ -77,7 +108,7 @@ def at_rank(rank: int) -> None:
     """The body of the request at hand names the data-parallel rank of its worker, whoever that is."""
     said = _current.get()
     if said.rank is None:
-        _current.set(replace(said, rank=rank))
+        _current.set(replace(said, rank=rank, sources={**said.sources, "rank": "data_parallel_rank"}))
 
 
 def begin(said: Directions) -> None:

@@ -190,6 +190,7 @@ class GenerationRequest:
     needs: tuple[tuple[str, str], ...] = ()
     directions: Directions = NOWHERE
     engine_text: bool = False  # the worker makes the text
+    session_id: str = ""  # requests of one session go to one worker; as `sessions.current`
 
 
 @dataclass(frozen=True, slots=True)

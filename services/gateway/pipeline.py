@@ -18,7 +18,7 @@ from dataclasses import replace
 from services.common import telemetry
 from services.common.errors import ErrorKind, SluiceError, invalid, quoted
 from services.common.packing import unpack_u32
-from services.gateway import deadlines, directions, hooks, tenant_cache
+from services.gateway import deadlines, directions, hooks, sessions, tenant_cache
 from services.gateway.admission import permit as permits
 from services.gateway.admission.scopes import Scope
 from services.gateway.admission.tenants import SHARED
@@ -244,7 +244,7 @@ class Pipeline:
         request, workers = tenant_cache.separated(request, able_workers, permits.current())
         entry = workers[0]
         await self.model_ready(entry.model)
-        request = replace(request, directions=said, engine_text=self._engine_text)
+        request = replace(request, directions=said, engine_text=self._engine_text, session_id=sessions.current())
         if said.token_ids is not None:
             request = replace(request, prompt=TokenPrompt(said.token_ids))
         with telemetry.stage("gateway.tokenize"):

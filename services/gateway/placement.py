@@ -17,7 +17,7 @@ from services.gateway.clients.catalogue import Catalogue, WorkerEntry
 from services.gateway.clients.router import RouterClient
 from services.gateway.clients.worker_link import WorkerLink
 from services.gateway.deadlines import Deadline
-from services.gateway.directions import NOWHERE
+from services.gateway.directions import NOWHERE, described
 from services.gateway.fleet import Fleet
 from services.gateway.generation import GenerationRequest, Role, Route, Tokenized
 from services.gateway.stages_engine import POLICY, capabilities
@@ -183,12 +183,9 @@ class Placement:
             left = [one for one in left if said.allows(one.worker_id, one.address, one.role is Role.PREFILL)]
             if not any(one.role is not Role.PREFILL for one in left):
                 raise (
-                    no_such_worker(said.workers, model)
+                    no_such_worker(said.workers, model, said.source("workers"))
                     if said.workers
-                    else unavailable(
-                        f"None of the endpoints that the request allows is a worker of model {model!r}.",
-                        code="no_workers",
-                    )
+                    else _nobody_allowed(model, said.source("subset"))
                 )
         needs = (*wanted.request.needs, *wanted.needs)
         if needs and left:
@@ -240,6 +237,7 @@ class Placement:
                 lora=request.lora,
                 cache_salt=request.cache_salt,
                 priority=request.priority,
+                session_id=request.session_id,
                 candidates=candidates,
                 timeout_s=wanted.deadline.share(ROUTE_SHARE, self._route_timeout_s),
                 policy=POLICY if wanted.prompt.raw is not None else "",
@@ -280,12 +278,18 @@ class Placement:
         return Route(decode.worker_id, degraded=ROUTER_AWAY, prefill_worker_id=prefill.worker_id)
 
 
-def no_such_worker(names: Sequence[str], model: str) -> SluiceError:
-    """A request names workers that are not there; it may be asked again, because workers come back."""
-    return SluiceError(
-        ErrorKind.NOT_FOUND,
-        f"No worker of model {model!r} is {' or '.join(names)}; name one that is there now.",
-        param="nvext",
-        code="worker_not_found",
-        retryable=True,
+def no_such_worker(names: Sequence[str], model: str, source: str) -> SluiceError:
+    """Returns the error of a request that names workers that are not there; it is retryable, because workers return.
+
+    Args:
+        source: the header or the body's field that names them.
+    """
+    message = (
+        f"No worker of model {model!r} is {' or '.join(names)}, named in {described(source)}; name one that is there."
     )
+    return SluiceError(ErrorKind.NOT_FOUND, message, param=source, code="worker_not_found", retryable=True)
+
+
+def _nobody_allowed(model: str, source: str) -> SluiceError:
+    message = f"None of the endpoints in {described(source)} is a worker of model {model!r}."
+    return SluiceError(ErrorKind.UNAVAILABLE, message, param=source, code="no_workers", retry_after_ms=1000)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import cached_property
 from pathlib import Path
-from typing import Self
+from typing import Annotated, Self
 
-from pydantic import Field, SecretStr, model_validator
+from pydantic import AfterValidator, Field, SecretStr, model_validator
 from pydantic_core import PydanticCustomError
 
 from services.common.access import RouterTokenSettings
@@ -26,6 +26,14 @@ from services.gateway.config import (
 )
 from services.gateway.http.settings import HttpSettings
 from services.gateway.moving import MigrationPolicy
+from services.gateway.sessions import HEADER, SOURCES
+
+
+def _session_sources(names: list[str]) -> list[str]:
+    for name in names:
+        if name not in SOURCES:
+            raise ValueError(f"{name!r} cannot name a session; choose from {', '.join(SOURCES)}")
+    return names
 
 BODY_MEMORY_MB = 64
 
@@ -82,6 +90,12 @@ class GatewaySettings(HttpSettings, BodySettings, AuditSettings, HttpsSettings, 
         "one; must be longer than the longest prompt takes alone; 0: any silence is allowed",
     )
     keep_alive_s: int = Field(75, ge=1, description="idle HTTP connections are closed after this long")
+
+    session_sources: Annotated[CommaList, AfterValidator(_session_sources)] = Field(
+        [HEADER],
+        description="where the name of a request's session comes from, the first that is sent: x-session-id (header), "
+        "prompt_cache_key, user (fields); the router keeps a session on one worker; empty: no sessions",
+    )
 
     request_timeout_s: float = Field(
         0,

@@ -8,7 +8,7 @@ from math import inf
 from services.common.errors import ErrorKind, SluiceError, invalid
 from services.gateway.clients.catalogue import Catalogue, WorkerEntry
 from services.gateway.clients.worker_link import WorkerLink
-from services.gateway.directions import Directions
+from services.gateway.directions import Directions, described
 from services.gateway.fleet import Fleet
 from services.gateway.generation import Role, Route
 from services.gateway.placement import CONNECT_SHARE, Placed, Wanted, no_such_worker
@@ -44,8 +44,11 @@ class DirectPlacement:
                 code="no_worker_named",
             )
         prefill, prefill_link = await self._prefill(said, wanted, excluded)
-        entry, link = await self._first(said.answering, wanted, excluded)
-        self._check(entry, prefill)
+        entry, link = await self._first(said.answering, said.answering_source, wanted, excluded)
+        _check_roles(said, entry, prefill)
+        _check_rank(entry, said.rank, said.source("rank"))
+        if prefill is not None:
+            _check_rank(prefill, said.prefill_rank, said.source("prefill_rank"))
         route = Route(
             entry.worker_id,
             said.rank,
@@ -59,12 +62,15 @@ class DirectPlacement:
     ) -> tuple[WorkerEntry | None, WorkerLink | None]:
         if not said.prefill:
             return None, None
+        source = said.source("prefill")
         if wanted.alone or not self._pairs:
-            raise invalid("A prefill worker is named, and this gateway shares no requests.", param="prefill_worker_id")
-        return await self._first(said.prefill, wanted, excluded)
+            raise invalid(
+                f"A prefill worker is named in {described(source)}, and this gateway shares no requests.", param=source
+            )
+        return await self._first(said.prefill, source, wanted, excluded)
 
     async def _first(
-        self, names: Sequence[str], wanted: Wanted, excluded: Collection[str]
+        self, names: Sequence[str], source: str, wanted: Wanted, excluded: Collection[str]
     ) -> tuple[WorkerEntry, WorkerLink]:
         workers = self._catalogue.of_model(wanted.request.model)
         failure: SluiceError | None = None
@@ -82,28 +88,34 @@ class DirectPlacement:
             else:
                 return entry, link
         try:
-            raise failure or no_such_worker(names, wanted.request.model)
+            raise failure or no_such_worker(names, wanted.request.model, source)
         finally:
             del failure  # it holds this call, which must not hold it as well
 
-    def _check(self, entry: WorkerEntry, prefill: WorkerEntry | None) -> None:
-        if entry.role is Role.PREFILL:
-            raise invalid(
-                f"Worker {entry.worker_id} only computes prompts; name a worker that answers.",
-                param="decode_worker_id",
-                code="wrong_role",
-            )
-        if prefill is None and not entry.runs_alone:
-            raise invalid(
-                f"Worker {entry.worker_id} computes no prompts; name a prefill worker, too.",
-                param="prefill_worker_id",
-                code="wrong_role",
-            )
-        if prefill is not None and (prefill.role, entry.role) != (Role.PREFILL, Role.DECODE):
-            wrong = prefill if prefill.role is not Role.PREFILL else entry
-            raise invalid(
-                f"Worker {wrong.worker_id} plays the {wrong.role.name.lower()} part, and a request is shared by a "
-                "prefill and a decode worker.",
-                param="prefill_worker_id" if wrong is prefill else "decode_worker_id",
-                code="wrong_role",
-            )
+
+def _check_roles(said: Directions, entry: WorkerEntry, prefill: WorkerEntry | None) -> None:
+    answering, prefilling = said.answering_source, said.source("prefill")
+    if entry.role is Role.PREFILL:
+        raise _wrong_role(entry, answering, "only computes prompts; name a worker that answers")
+    if prefill is None and not entry.runs_alone:
+        also = f"name a prefill worker, too, in {described(prefilling)} or in nvext.prefill_worker_id"
+        raise _wrong_role(entry, answering, f"computes no prompts; {also}")
+    if prefill is not None and (prefill.role, entry.role) != (Role.PREFILL, Role.DECODE):
+        wrong, source = (prefill, prefilling) if prefill.role is not Role.PREFILL else (entry, answering)
+        part = f"plays the {wrong.role.name.lower()} part"
+        raise _wrong_role(wrong, source, f"{part}, and a request is shared by a prefill and a decode worker")
+
+
+def _wrong_role(worker: WorkerEntry, source: str, what: str) -> SluiceError:
+    message = f"Worker {worker.worker_id}, named in {described(source)}, {what}."
+    return invalid(message, param=source, code="wrong_role")
+
+
+def _check_rank(worker: WorkerEntry, rank: int | None, source: str) -> None:
+    if rank is not None and rank >= worker.ranks:
+        raise invalid(
+            f"Worker {worker.worker_id} has no data-parallel rank {rank}, which {described(source)} names; it has "
+            f"{worker.ranks}, counted from 0.",
+            param=source,
+            code="invalid_value",
+        )

@@ -14,7 +14,7 @@ class Bodies(Protocol):
     """Turns bodies into tokens."""
 
     async def tokenized(self, model: str, prompt: Prompt, workers: Sequence[Worker]) -> Prompt:
-        """The prompt by its tokens, hashed in the blocks of the model's workers where they have any."""
+        """Returns the prompt by its token ids, with their hashes where the model's workers have blocks."""
         ...
 
 

@@ -9,7 +9,7 @@ from random import Random
 from typing import NamedTuple
 
 from services.common.errors import ErrorKind, SluiceError
-from services.router.cost import MILLI, NO_LOAD, Load, Offer, choose
+from services.router.cost import MILLI, NO_LOAD, PREFILL_LOAD_SCALE, Load, Offer, choose
 from services.router.workers import Slot
 
 
@@ -44,7 +44,7 @@ class Terms:
 
     request_id: str
     ttl_ms: int
-    prefill_load_scale: float = 1.0
+    prefill_load_scale: float = PREFILL_LOAD_SCALE
     temperature: float = 0.0
     allowed: frozenset[str] | None = None
     output: int = 0

@@ -11,6 +11,9 @@ from typing import NamedTuple
 from services.router.index import Overlap
 from services.router.workers import Slot
 
+PREFILL_LOAD_SCALE = 8.0
+"""Default weight of a block to compute against one to keep; benchmarks/README.md has the runs behind it."""
+
 MILLI = 1000  # booked loads are counted in thousandths of a block: sums of integers return to zero, floats drift
 
 
@@ -21,7 +24,7 @@ class CostModel:
     Credits, 0 to 1, say how much of a block's computation is saved when it lies on that tier, or is expected there.
     """
 
-    prefill_load_scale: float = 1.0
+    prefill_load_scale: float = PREFILL_LOAD_SCALE
     device_credit: float = 1.0
     host_credit: float = 0.75
     disk_credit: float = 0.25

@@ -9,7 +9,7 @@ from services.router.book import AllBusy
 from services.router.cost import Load
 from services.router.disaggregation import Cast, Casting
 from services.router.keeper import Keeper
-from services.router.prompts import in_blocks
+from services.router.prompts import in_blocks, routed
 from services.router.queries import Query, Route, Score
 from services.router.reservations import reservation_id
 from services.router.selection import Ask, Part, Pick, Selector
@@ -117,6 +117,7 @@ class Decider:
             prompt_blocks=blocks.count,
             block_size=blocks.size,
             repeated=answers.choice.repeated,
+            prompt=routed(query.prompt, blocks) if query.return_token_ids else None,
         )
 
     def _scores(self, ask: Ask, booked: dict[Slot, Load], answers: Pick, prefill: Pick | None) -> list[Score]:

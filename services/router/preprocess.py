@@ -35,7 +35,7 @@ class PreprocessBodies:
         await self._replicas.close()
 
     async def tokenized(self, model: str, prompt: Prompt, workers: Sequence[Worker]) -> Prompt:
-        """The prompt by its block hashes where the model has blocks, by its length where it has none.
+        """Returns the prompt by its token ids and, where the model has blocks, their hashes.
 
         Raises:
             SluiceError: INVALID_ARGUMENT for a body without a prompt, UNAVAILABLE or DEADLINE_EXCEEDED when no replica
@@ -54,6 +54,8 @@ class PreprocessBodies:
         return replace(
             prompt,
             openai_body=b"",
+            cache_salt=request.cache_salt,
+            token_ids=answer.token_ids,
             block_hashes=answer.block_hashes,
             hash_scheme=answer.hash_scheme if hashed else "",
             block_size=block_size if hashed else 0,

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from services.common.errors import ErrorKind, SluiceError, invalid, quoted
 from services.common.hashing import HASH_SCHEME, block_hashes
-from services.common.packing import unpack_u64
-from services.router.queries import Prompt
+from services.common.packing import pack_u64, unpack_u64
+from services.router.queries import Prompt, RoutedPrompt
 from services.router.workers import Worker
 
 NOMINAL_BLOCK = 16  # tokens that count as a block of load where a model has no blocks
@@ -40,8 +40,6 @@ def in_blocks(prompt: Prompt, workers: Sequence[Worker]) -> Blocks:
         SluiceError: INVALID_ARGUMENT for a broken prompt or an unknown scheme, FAILED_PRECONDITION when its blocks
             are not those of the model.
     """
-    if prompt.token_ids and prompt.block_hashes:
-        raise invalid("Give token_ids or block_hashes, not both.", param="prompt")
     if len(prompt.token_ids) % 4:
         raise invalid(f"token_ids holds {len(prompt.token_ids)} bytes, not a multiple of 4.", param="prompt.token_ids")
     card = next((worker for worker in workers if worker.block_size), None)
@@ -54,6 +52,13 @@ def in_blocks(prompt: Prompt, workers: Sequence[Worker]) -> Blocks:
     tokens = max(prompt.prompt_tokens, len(prompt.token_ids) // 4, len(hashes) * size)
     blind = card is not None and not hashes and tokens >= size
     return Blocks(hashes, size, -(-tokens // size), tokens, blind)
+
+
+def routed(prompt: Prompt, blocks: Blocks) -> RoutedPrompt:
+    """Returns a prompt and its blocks for its caller; see `in_blocks`."""
+    if not blocks.hashes:
+        return RoutedPrompt(prompt.token_ids)
+    return RoutedPrompt(prompt.token_ids, pack_u64(blocks.hashes), HASH_SCHEME, blocks.size)
 
 
 def _given(prompt: Prompt, card: Worker | None) -> array[int]:

@@ -14,7 +14,8 @@ from services.router.workers import Slot, Worker
 class Prompt:
     """A prompt by its token ids (packed u32), its block hashes (packed u64) or an OpenAI body (JSON).
 
-    All empty: by its length alone. A body has to be tokenized before anything else is done with it.
+    All empty: by its length alone. A body has to be tokenized before anything else is done with it; it then has both
+    ids and hashes.
     """
 
     token_ids: bytes = b""
@@ -45,6 +46,7 @@ class Query:
     session_id: str = ""
     session_ttl_ms: int = 0
     max_wait_ms: int = 0
+    return_token_ids: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +60,29 @@ class Score:
 
 
 @dataclass(frozen=True, slots=True)
+class RoutedPrompt:
+    """A prompt as it was routed.
+
+    Attributes:
+        token_ids: packed u32; empty when only hashes or the length were given.
+        block_hashes: packed u64, of the full blocks; empty without any.
+        hash_scheme: of the hashes; empty without any.
+        block_size: tokens a block; 0 without any.
+    """
+
+    token_ids: bytes = b""
+    block_hashes: bytes = b""
+    hash_scheme: str = ""
+    block_size: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Route:
     """The answer. `reservation_id` is empty and `expires_unix_ms` 0 when nothing was booked.
 
     `worker` answers; `prefill_worker` runs the prompt for it, None if it does so itself. `overlap` is on the one that
-    runs the prompt. `repeated`: the request had been booked before. `seconds`: what the decision took.
+    runs the prompt. `repeated`: the request had been booked before. `seconds`: what the decision took. `prompt`: set
+    where the query asks for it.
     """
 
     worker: Worker
@@ -87,3 +107,4 @@ class Route:
     repeated: bool = False
     seconds: float = 0.0
     stages: Mapping[str, float] = field(default_factory=dict)
+    prompt: RoutedPrompt | None = None

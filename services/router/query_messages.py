@@ -9,10 +9,11 @@ from services.router.cost import CostModel
 from services.router.decisions import Decision, Outcome
 from services.router.headers import headers_of
 from services.router.index import Overlap
-from services.router.queries import Prompt, Query, Route
+from services.router.queries import Prompt, Query, Route, RoutedPrompt
 from services.router.workers import Slot
 from sluice.v1 import router_pb2
 
+NO_PROMPT = RoutedPrompt()
 _MODES = router_pb2.RouteQueryRequest.Mode.values()
 
 
@@ -52,6 +53,7 @@ def query_of(request: router_pb2.RouteQueryRequest, defaults: CostModel) -> Quer
         request.session_id,
         request.session_ttl_ms,
         request.max_wait_ms,
+        request.return_token_ids,
     )
 
 
@@ -84,7 +86,7 @@ def overlap_of(overlap: Overlap) -> router_pb2.Overlap:
 
 def answer_of(route: Route) -> router_pb2.RouteQueryResponse:
     """The answer to a query."""
-    prefill = route.prefill_worker
+    prefill, prompt = route.prefill_worker, route.prompt or NO_PROMPT
     return router_pb2.RouteQueryResponse(
         decode=_target(Slot(route.worker.worker_id, route.rank), route.worker.address),
         prefill=None if prefill is None else _target(Slot(prefill.worker_id, route.prefill_rank), prefill.address),
@@ -110,6 +112,10 @@ def answer_of(route: Route) -> router_pb2.RouteQueryResponse:
         waited_ms=route.waited_ms,
         session_hit=route.session_hit,
         prefill_skipped=route.prefill_skipped,
+        token_ids=prompt.token_ids,
+        block_hashes=prompt.block_hashes,
+        hash_scheme=prompt.hash_scheme,
+        block_size=prompt.block_size,
     )
 
 

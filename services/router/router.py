@@ -181,11 +181,11 @@ class Router:
         return route
 
     async def tokenized(self, model: str, prompt: Prompt) -> Prompt:
-        """The prompt by its tokens, if it came as an OpenAI body."""
+        """Returns the prompt, by its tokens if it came as an OpenAI body; SluiceError(INVALID_ARGUMENT) for two."""
+        if bool(prompt.token_ids) + bool(prompt.block_hashes) + bool(prompt.openai_body) > 1:
+            raise invalid("Give one of token_ids, block_hashes and openai_body.", param="prompt")
         if not prompt.openai_body:
             return prompt
-        if prompt.token_ids or prompt.block_hashes:
-            raise invalid("Give one of token_ids, block_hashes and openai_body.", param="prompt")
         _, workers = self._serving(model)
         return await self._bodies.tokenized(model, prompt, workers)
 

@@ -8,6 +8,7 @@ from pydantic import Field, SecretStr
 
 from services.common.redis.settings import RedisLoginSettings
 from services.common.settings import AddressList, GrpcServiceSettings, settings_config
+from services.router.cost import PREFILL_LOAD_SCALE
 
 PolicyName = Literal["kv", "round_robin", "random", "least_loaded", "power_of_two"]
 
@@ -29,7 +30,9 @@ class RouterSettings(RedisLoginSettings, GrpcServiceSettings):
     redis_prefix: str = Field("sluice", min_length=1, pattern=r"^[^{}]+$", description="first part of every Redis key")
     redis_timeout_s: float = Field(1.0, gt=0, description="seconds Redis gets to answer before it counts as away")
     policy: PolicyName = Field("kv", description="how a worker is chosen when the request does not say")
-    prefill_load_scale: float = Field(1.0, ge=0, description="weight of prefill load against decode load")
+    prefill_load_scale: float = Field(
+        PREFILL_LOAD_SCALE, ge=0, description="weight of prefill load against decode load"
+    )
     device_credit: float = Field(1.0, ge=0, le=1, description="credit for a block in device memory")
     host_credit: float = Field(0.75, ge=0, le=1, description="credit for a block in the worker's main memory")
     disk_credit: float = Field(0.25, ge=0, le=1, description="credit for a block on disk")

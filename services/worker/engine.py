@@ -65,7 +65,13 @@ class Load:
 
 @dataclass(slots=True)
 class GenerateContext:
-    """One request's life outside the engine: its name, the trace it belongs to, and whether anyone still waits."""
+    """One request's life outside the engine.
+
+    Attributes:
+        trace: W3C headers of its `engine.generate` span, for processes that the engine calls; within the worker that
+            span is the current one. While the trace is not recorded: the caller's headers, if any.
+        cancelled: the caller has stopped waiting.
+    """
 
     request_id: str
     trace: Mapping[str, str] = field(default_factory=dict)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 
 from opentelemetry.trace import Span
 
@@ -29,7 +30,16 @@ class GenerationSpan:
     @property
     def traceparent(self) -> str:
         """W3C header value that others can link to."""
-        return telemetry.headers(self._span).get("traceparent", "")
+        return self.carrier.get("traceparent", "")
+
+    @property
+    def carrier(self) -> dict[str, str]:
+        """W3C headers with which others become its children."""
+        return telemetry.headers(self._span)
+
+    def active(self) -> AbstractContextManager[None]:
+        """Returns a block in which it is the current span, also of tasks that are created in the block."""
+        return telemetry.activate(self._span)
 
     def tokens(self, count: int) -> None:
         """Tokens came together."""

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from services.common import telemetry
 from services.common.budgets import Budget
 from services.common.errors import ErrorKind, SluiceError, internal, invalid
 from services.worker.delivery import Delivery, Terms
@@ -178,7 +179,8 @@ class Worker:
 
     def _give_to_engine(self, request: GenerateRequest, delivery: Delivery, trace: Mapping[str, str]) -> None:
         request, handed_over_by = opened(request)
-        context = GenerateContext(request.request_id, trace)
+        span = open_span(request, self.config.role, trace, handed_over_by)
+        context = GenerateContext(request.request_id, trace if span is None else span.carrier)
         terms = Terms(
             self._ended,
             self._broken,
@@ -188,11 +190,12 @@ class Worker:
         )
         self._live[request.request_id] = delivery
         self.gate.count(len(self._live))
-        span = open_span(request, self.config.role, trace, handed_over_by)
         delivery.accept(context, len(request.token_ids), terms, span)
         try:
             sink = self.processing.sink(request, delivery, terms, lambda: self.engine.abort(context))
-            self.engine.submit(request, context, sink)
+            # Once a request: the task that runs the engine's `generate` is created in here and keeps the span.
+            with telemetry.activate(None) if span is None else span.active():
+                self.engine.submit(request, context, sink)
         except SluiceError:
             raise
         except Exception as error:

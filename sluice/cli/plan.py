@@ -191,7 +191,7 @@ def plan(options: Options, free_port: Callable[[], int]) -> list[Process]:
     known = ("--models", str(options.processing.served(model, options.engine)), "--routers", addresses("router"))
     return [
         *grpc_services("preprocess", *known, *options.processing.preprocess_arguments()),
-        *grpc_services("router", *router_arguments(pipeline), env=secrets),
+        *grpc_services("router", "--preprocess", addresses("preprocess"), *router_arguments(pipeline), env=secrets),
         *grpc_services("postprocess", *known, *options.processing.postprocess_arguments()),
         *workers,
         *_gateways(options, options.port or free_port(), services),

@@ -108,6 +108,7 @@ class RouteQueryRequest(_message.Message):
     SESSION_TTL_MS_FIELD_NUMBER: _builtins.int
     OWNER_FIELD_NUMBER: _builtins.int
     MAX_WAIT_MS_FIELD_NUMBER: _builtins.int
+    RETURN_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     mode: Global___RouteQueryRequest.Mode.ValueType
     request_id: _builtins.str
     """required to reserve"""
@@ -141,6 +142,10 @@ class RouteQueryRequest(_message.Message):
     """While every candidate is over the busy thresholds: how long to wait in line, by priority, then by arrival, for one
     that is not, before it fails with RESOURCE_EXHAUSTED. 0: the router's setting, by default not to wait.
     """
+    return_token_ids: _builtins.bool
+    """Fill token_ids, block_hashes, hash_scheme and block_size of the answer, so that a scheduler that has only the body
+    of a request need not tokenize it again.
+    """
     @_builtins.property
     def prompt(self) -> Global___PromptRef: ...
     @_builtins.property
@@ -169,10 +174,11 @@ class RouteQueryRequest(_message.Message):
         session_ttl_ms: _builtins.int = ...,
         owner: _builtins.str = ...,
         max_wait_ms: _builtins.int = ...,
+        return_token_ids: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates", "cost", b"cost", "prompt", b"prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "candidates", b"candidates", "cost", b"cost", "expected_output_tokens", b"expected_output_tokens", "explain", b"explain", "lora", b"lora", "max_wait_ms", b"max_wait_ms", "mode", b"mode", "model", b"model", "owner", b"owner", "policy", b"policy", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "session_id", b"session_id", "session_ttl_ms", b"session_ttl_ms", "ttl_ms", b"ttl_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "candidates", b"candidates", "cost", b"cost", "expected_output_tokens", b"expected_output_tokens", "explain", b"explain", "lora", b"lora", "max_wait_ms", b"max_wait_ms", "mode", b"mode", "model", b"model", "owner", b"owner", "policy", b"policy", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "return_token_ids", b"return_token_ids", "session_id", b"session_id", "session_ttl_ms", b"session_ttl_ms", "ttl_ms", b"ttl_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -211,6 +217,7 @@ class CostOverrides(_message.Message):
     HOST_CREDIT_FIELD_NUMBER: _builtins.int
     DISK_CREDIT_FIELD_NUMBER: _builtins.int
     TEMPERATURE_FIELD_NUMBER: _builtins.int
+    PREDICTED_CREDIT_FIELD_NUMBER: _builtins.int
     prefill_load_scale: _builtins.float
     """weight of prefill against decode load"""
     device_credit: _builtins.float
@@ -219,6 +226,8 @@ class CostOverrides(_message.Message):
     disk_credit: _builtins.float
     temperature: _builtins.float
     """0: always the cheapest"""
+    predicted_credit: _builtins.float
+    """[0, 1] credit for a block that nobody has reported but the router expects"""
     def __init__(
         self,
         *,
@@ -227,10 +236,11 @@ class CostOverrides(_message.Message):
         host_credit: _builtins.float | None = ...,
         disk_credit: _builtins.float | None = ...,
         temperature: _builtins.float | None = ...,
+        predicted_credit: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_device_credit", b"_device_credit", "_disk_credit", b"_disk_credit", "_host_credit", b"_host_credit", "_prefill_load_scale", b"_prefill_load_scale", "_temperature", b"_temperature", "device_credit", b"device_credit", "disk_credit", b"disk_credit", "host_credit", b"host_credit", "prefill_load_scale", b"prefill_load_scale", "temperature", b"temperature"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_device_credit", b"_device_credit", "_disk_credit", b"_disk_credit", "_host_credit", b"_host_credit", "_predicted_credit", b"_predicted_credit", "_prefill_load_scale", b"_prefill_load_scale", "_temperature", b"_temperature", "device_credit", b"device_credit", "disk_credit", b"disk_credit", "host_credit", b"host_credit", "predicted_credit", b"predicted_credit", "prefill_load_scale", b"prefill_load_scale", "temperature", b"temperature"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_device_credit", b"_device_credit", "_disk_credit", b"_disk_credit", "_host_credit", b"_host_credit", "_prefill_load_scale", b"_prefill_load_scale", "_temperature", b"_temperature", "device_credit", b"device_credit", "disk_credit", b"disk_credit", "host_credit", b"host_credit", "prefill_load_scale", b"prefill_load_scale", "temperature", b"temperature"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_device_credit", b"_device_credit", "_disk_credit", b"_disk_credit", "_host_credit", b"_host_credit", "_predicted_credit", b"_predicted_credit", "_prefill_load_scale", b"_prefill_load_scale", "_temperature", b"_temperature", "device_credit", b"device_credit", "disk_credit", b"disk_credit", "host_credit", b"host_credit", "predicted_credit", b"predicted_credit", "prefill_load_scale", b"prefill_load_scale", "temperature", b"temperature"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__device_credit: _TypeAlias = _typing.Literal["device_credit"]  # noqa: Y015
     _WhichOneofArgType__device_credit: _TypeAlias = _typing.Literal["_device_credit", b"_device_credit"]  # noqa: Y015
@@ -238,6 +248,8 @@ class CostOverrides(_message.Message):
     _WhichOneofArgType__disk_credit: _TypeAlias = _typing.Literal["_disk_credit", b"_disk_credit"]  # noqa: Y015
     _WhichOneofReturnType__host_credit: _TypeAlias = _typing.Literal["host_credit"]  # noqa: Y015
     _WhichOneofArgType__host_credit: _TypeAlias = _typing.Literal["_host_credit", b"_host_credit"]  # noqa: Y015
+    _WhichOneofReturnType__predicted_credit: _TypeAlias = _typing.Literal["predicted_credit"]  # noqa: Y015
+    _WhichOneofArgType__predicted_credit: _TypeAlias = _typing.Literal["_predicted_credit", b"_predicted_credit"]  # noqa: Y015
     _WhichOneofReturnType__prefill_load_scale: _TypeAlias = _typing.Literal["prefill_load_scale"]  # noqa: Y015
     _WhichOneofArgType__prefill_load_scale: _TypeAlias = _typing.Literal["_prefill_load_scale", b"_prefill_load_scale"]  # noqa: Y015
     _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
@@ -248,6 +260,8 @@ class CostOverrides(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__disk_credit) -> _WhichOneofReturnType__disk_credit | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__host_credit) -> _WhichOneofReturnType__host_credit | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__predicted_credit) -> _WhichOneofReturnType__predicted_credit | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prefill_load_scale) -> _WhichOneofReturnType__prefill_load_scale | None: ...
     @_typing.overload
@@ -354,6 +368,10 @@ class RouteQueryResponse(_message.Message):
     WAITED_MS_FIELD_NUMBER: _builtins.int
     SESSION_HIT_FIELD_NUMBER: _builtins.int
     PREFILL_SKIPPED_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    BLOCK_HASHES_FIELD_NUMBER: _builtins.int
+    HASH_SCHEME_FIELD_NUMBER: _builtins.int
+    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     tokens_to_compute: _builtins.int
     """prompt tokens not covered by the device overlap"""
     reservation_id: _builtins.str
@@ -372,6 +390,17 @@ class RouteQueryResponse(_message.Message):
     """the session decided"""
     prefill_skipped: _builtins.str
     """why no prefill worker was chosen although there are some; empty: none was skipped"""
+    token_ids: _builtins.bytes
+    """With return_token_ids, the prompt as it was routed. The ids are what Worker.Generate takes as TokenPrompt and a
+    gateway as nvext.token_data; the hashes are what a later query takes as PromptRef.block_hashes.
+    packed u32; empty when the prompt was given by hashes or length
+    """
+    block_hashes: _builtins.bytes
+    """packed u64, one per full block, chained; empty: no full block, or the model has no blocks"""
+    hash_scheme: _builtins.str
+    """of block_hashes; empty: none"""
+    block_size: _builtins.int
+    """tokens a block of block_hashes; 0: none"""
     @_builtins.property
     def decode(self) -> Global___WorkerTarget:
         """the worker that answers"""
@@ -409,10 +438,14 @@ class RouteQueryResponse(_message.Message):
         waited_ms: _builtins.int = ...,
         session_hit: _builtins.bool = ...,
         prefill_skipped: _builtins.str = ...,
+        token_ids: _builtins.bytes = ...,
+        block_hashes: _builtins.bytes = ...,
+        hash_scheme: _builtins.str = ...,
+        block_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "overlap", b"overlap", "prefill", b"prefill"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["best_overlap_blocks", b"best_overlap_blocks", "decode", b"decode", "degraded", b"degraded", "expires_unix_ms", b"expires_unix_ms", "headers", b"headers", "index_age_ms", b"index_age_ms", "overlap", b"overlap", "prefill", b"prefill", "prefill_skipped", b"prefill_skipped", "reservation_id", b"reservation_id", "scores", b"scores", "session_hit", b"session_hit", "tokens_to_compute", b"tokens_to_compute", "waited_ms", b"waited_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["best_overlap_blocks", b"best_overlap_blocks", "block_hashes", b"block_hashes", "block_size", b"block_size", "decode", b"decode", "degraded", b"degraded", "expires_unix_ms", b"expires_unix_ms", "hash_scheme", b"hash_scheme", "headers", b"headers", "index_age_ms", b"index_age_ms", "overlap", b"overlap", "prefill", b"prefill", "prefill_skipped", b"prefill_skipped", "reservation_id", b"reservation_id", "scores", b"scores", "session_hit", b"session_hit", "token_ids", b"token_ids", "tokens_to_compute", b"tokens_to_compute", "waited_ms", b"waited_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

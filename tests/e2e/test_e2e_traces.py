@@ -13,8 +13,10 @@ import pytest
 
 from sluice.v1 import worker_pb2, worker_pb2_grpc
 from tests.support.collector import Collector, ReceivedSpan, env_of
+from tests.support.spanning_engine import EACH, FIRST, SpanningEngine
 from tests.support.suite import Suite
 
+ENGINE = f"{SpanningEngine.__module__}:{SpanningEngine.__name__}"
 CALLER = "00f067aa0ba902b7"
 EXPECTED = {
     ("sluice-gateway", "gateway.request"),
@@ -37,9 +39,9 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture(scope="module")
 def traced(collector: Collector) -> Iterator[Suite]:
-    """Records what the client asks to be recorded, and nothing else."""
+    """Records what the client asks to be recorded, and nothing else. Its engine opens spans of its own."""
     env = {**env_of(collector.endpoint), "SLUICE_GATEWAY_TRACE_SAMPLE": "0", "SLUICE_GATEWAY_LOG_FORMAT": "json"}
-    with Suite("--speedup", "20", env=env) as running:
+    with Suite("--speedup", "20", "--engine", ENGINE, env=env) as running:
         yield running
 
 
@@ -82,7 +84,7 @@ def complete(collector: Collector, trace: str, wanted: set[tuple[str, str]]) -> 
 def test_a_streamed_request_is_one_tree(traced: Suite, collector: Collector) -> None:
     trace = secrets.token_hex(16)
     chat(traced, trace)
-    spans = complete(collector, trace, EXPECTED)
+    spans = complete(collector, trace, EXPECTED | {("sluice-worker", FIRST), ("sluice-worker", EACH)})
     parents = {(span.name, spans[span.parent].name) for span in spans.values() if span.parent != CALLER}
     assert parents >= {
         ("preprocess.tokenize", "gateway.tokenize"),
@@ -90,6 +92,8 @@ def test_a_streamed_request_is_one_tree(traced: Suite, collector: Collector) -> 
         ("engine.generate", "gateway.generate"),
         ("postprocess.stream", "gateway.generate"),
         ("gateway.generate", "gateway.request"),
+        (FIRST, "engine.generate"),
+        (EACH, "engine.generate"),
     }
     (engine,) = [span for span in spans.values() if span.name == "engine.generate"]
     said = engine.attributes

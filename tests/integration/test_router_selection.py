@@ -14,7 +14,7 @@ import pytest
 
 from services.common.errors import ErrorKind, SluiceError
 from services.common.grpc_errors import from_rpc_error
-from services.common.hashing import block_hashes
+from services.common.hashing import HASH_SCHEME, block_hashes
 from services.common.packing import pack_u32, pack_u64
 from services.common.server import GrpcServer
 from services.preprocess.pool import ComputePool
@@ -213,7 +213,8 @@ async def test_candidates_scores_costs_and_policies_work_together() -> None:
         await workers[1].store(hashes[:2])
         ref = router_pb2.PromptRef(block_hashes=pack_u64(hashes), block_size=BLOCK)
         subset = router_pb2.CandidateSet(worker_ids=["b", "c"])
-        answer = await router.stub.RouteQuery(query(ref, candidates=subset, explain=True))
+        even = router_pb2.CostOverrides(prefill_load_scale=1)
+        answer = await router.stub.RouteQuery(query(ref, candidates=subset, explain=True, cost=even))
         assert (answer.decode.worker_id, answer.best_overlap_blocks, answer.tokens_to_compute) == ("b", 2, 32)
         assert [(score.worker_id, score.cost) for score in answer.scores] == [("b", 4), ("c", 8)]
         blind = router_pb2.CostOverrides(device_credit=0, prefill_load_scale=2)
@@ -273,6 +274,33 @@ async def test_openai_bodies_meet_the_cache_that_their_tokens_made() -> None:
             router_pb2.AddRequestRequest(request_id="own", model=MODEL, worker_id="a", prompt=body(prompt=text))
         )
         assert added.overlap.device_blocks == len(plain) // BLOCK
+
+
+async def test_query_that_asks_for_token_ids_returns_the_prompt_as_routed() -> None:
+    text = "The quick brown fox jumps over the lazy dog. " * 20
+    plain = list(tekken().encode_text(text))
+    hashes = pack_u64(block_hashes(plain, BLOCK))
+    async with preprocess() as address, routers(drain_s=5, preprocess=[address]) as (router,):
+        await attached(router, "a")
+        await until(lambda: _answers(router, body(prompt="x")))
+
+        async def routed(ref: router_pb2.PromptRef, request_id: str = "", **more: Any) -> tuple[bytes, bytes, str, int]:
+            found = await router.stub.RouteQuery(query(ref, request_id, return_token_ids=True, **more))
+            return found.token_ids, found.block_hashes, found.hash_scheme, found.block_size
+
+        whole = (pack_u32(plain), hashes, HASH_SCHEME, BLOCK)
+        by_hashes = router_pb2.PromptRef(block_hashes=hashes, block_size=BLOCK, prompt_tokens=len(plain))
+        assert await routed(body(prompt=text)) == whole
+        assert await routed(body(prompt=text), "booked") == whole
+        assert await routed(body(prompt=text), "booked") == whole, "a repeated call answers the same"
+        assert await routed(prompt(*plain)) == whole
+        assert await routed(by_hashes) == (b"", *whole[1:])
+        assert await routed(router_pb2.PromptRef(prompt_tokens=100)) == (b"", b"", "", 0)
+        assert await routed(prompt(5, 6)) == (pack_u32([5, 6]), b"", "", 0)
+        salted = await routed(body(prompt=text, cache_salt="tenant"))
+        assert salted == (whole[0], pack_u64(block_hashes(plain, BLOCK, "", "tenant")), HASH_SCHEME, BLOCK)
+        silent = await router.stub.RouteQuery(query(body(prompt=text)))
+        assert (silent.token_ids, silent.block_hashes, silent.hash_scheme, silent.block_size) == (b"", b"", "", 0)
 
 
 async def _answers(router: RouterProcess, ref: router_pb2.PromptRef) -> bool:
@@ -339,6 +367,7 @@ BAD: list[tuple[dict[str, Any], ErrorKind, str]] = [
     ({"session_id": "s" * 1000}, ErrorKind.INVALID_ARGUMENT, "session_id"),
     ({"cost": router_pb2.CostOverrides(temperature=-1)}, ErrorKind.INVALID_ARGUMENT, "cost.temperature"),
     ({"cost": router_pb2.CostOverrides(device_credit=1.5)}, ErrorKind.INVALID_ARGUMENT, "cost.device_credit"),
+    ({"cost": router_pb2.CostOverrides(predicted_credit=-0.1)}, ErrorKind.INVALID_ARGUMENT, "cost.predicted_credit"),
     ({"cost": router_pb2.CostOverrides(host_credit=float("nan"))}, ErrorKind.INVALID_ARGUMENT, "cost.host_credit"),
     (
         {"cost": router_pb2.CostOverrides(prefill_load_scale=float("inf"))},

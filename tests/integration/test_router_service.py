@@ -95,7 +95,8 @@ async def test_hashes_and_token_ids_are_the_same_prompt(router: RouterProcess) -
 async def test_the_answer_is_complete(router: RouterProcess) -> None:
     a, _ = await attached(router, "a", "b")
     await a.store(block_hashes(FIRST, BLOCK))
-    answer = await router.stub.RouteQuery(query(prompt(*FIRST), explain=True))
+    even = router_pb2.CostOverrides(prefill_load_scale=1)
+    answer = await router.stub.RouteQuery(query(prompt(*FIRST), explain=True, cost=even))
     assert (answer.decode.worker_id, answer.decode.address) == ("a", "a.test:50051")
     assert not answer.HasField("prefill")
     assert (answer.reservation_id, answer.expires_unix_ms, answer.best_overlap_blocks) == ("", 0, 128)

@@ -21,13 +21,20 @@ class ReceivedSpan:
     links: tuple[str, ...] = ()
     attributes: dict[str, object] = field(default_factory=dict, compare=False)
     events: tuple[str, ...] = ()
+    resource: dict[str, str] = field(default_factory=dict, compare=False)
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """Listens on a free loopback port."""
+    """Listens on a free loopback port.
+
+    Attributes:
+        spans: in the order in which they came.
+        metadata: of each export.
+    """
 
     def __init__(self) -> None:
         self.spans: list[ReceivedSpan] = []
+        self.metadata: list[dict[str, object]] = []
         self._server = grpc.server(futures.ThreadPoolExecutor(4))
         trace_service_pb2_grpc.add_TraceServiceServicer_to_server(self, self._server)
         self.endpoint = f"http://127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
@@ -36,6 +43,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
     def Export(  # the name is the protocol's
         self, request: trace_service_pb2.ExportTraceServiceRequest, context: grpc.ServicerContext
     ) -> trace_service_pb2.ExportTraceServiceResponse:
+        self.metadata.append(dict(context.invocation_metadata()))
         for resource in request.resource_spans:
             attributes = {one.key: one.value.string_value for one in resource.resource.attributes}
             for scope in resource.scope_spans:
@@ -49,6 +57,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
                         tuple(link.span_id.hex() for link in span.links),
                         {one.key: getattr(one.value, str(one.value.WhichOneof("value"))) for one in span.attributes},
                         tuple(event.name for event in span.events),
+                        attributes,
                     )
                     for span in scope.spans
                 ]

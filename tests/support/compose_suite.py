@@ -161,10 +161,15 @@ def image(service: str) -> tuple[str, str]:
         timeout=60,
     ).stdout
     public = str(json.loads(configured)["services"][service]["image"])
+    return available(public, {"balancer": "haproxy"}.get(service, service))
+
+
+@cache
+def available(public: str, target: str) -> tuple[str, str]:
+    """A public image if this machine has it or can pull it, else the stand-in of that target; as `image`."""
     for command in (["image", "inspect"], ["pull", "--quiet"]):
         if subprocess.run(["docker", *command, public], capture_output=True, timeout=600).returncode == 0:
             return public, "public"
-    target = {"balancer": "haproxy"}.get(service, service)
     if f" AS {target}\n" not in (STANDINS / "Dockerfile").read_text():
         return "", "none"
     return standin(target), "stand-in"

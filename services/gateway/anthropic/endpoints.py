@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from services.common import logs, telemetry
 from services.common.errors import SluiceError, invalid
+from services.gateway import sessions
 from services.gateway.anthropic.checking import check
 from services.gateway.anthropic.dialect import VERSIONS, error_event_body
 from services.gateway.anthropic.message import whole
@@ -77,6 +78,8 @@ class MessagesEndpoints:
         with telemetry.stage(
             "gateway.request", dict(request.headers), model=fields.model, client_request_id=fields.request_id
         ):
+            user = fields.metadata.user_id if fields.metadata is not None else None
+            sessions.begin(self._settings.session_sources, request.headers, {"user": user})
             attempt = Attempt(
                 fields,
                 message_id,

@@ -44,6 +44,7 @@ class WorkerEntry:
     role: Role = Role.AGGREGATED
     eos_token_ids: bytes = b""  # packed u32
     adapters: tuple[str, ...] = ()
+    ranks: int = 1  # data-parallel
 
     @property
     def runs_alone(self) -> bool:
@@ -199,4 +200,5 @@ def _entry(worker: router_pb2.WorkerInfo) -> WorkerEntry:
         role=Role(worker.role or Role.AGGREGATED),
         eos_token_ids=card.eos_token_ids,
         adapters=tuple(card.adapters),
+        ranks=max(card.data_parallel_size, 1),
     )

@@ -71,6 +71,7 @@ class RouterClient:
         lora: str = "",
         cache_salt: str = "",
         priority: int = 0,
+        session_id: str = "",
         candidates: Sequence[str] | None = None,
         timeout_s: float | None = None,
         explain: bool = False,
@@ -80,6 +81,7 @@ class RouterClient:
         """Chooses a worker, or a pair, and books the request there; SluiceError as the router says.
 
         Args:
+            session_id: requests of one session go to one worker; empty: no session.
             candidates: worker ids to choose from; None for all of the model.
             timeout_s: longest wait; None for the setting.
             explain: the answer says what the router thought of each candidate.
@@ -101,6 +103,7 @@ class RouterClient:
             lora=lora,
             cache_salt=cache_salt,
             priority=priority,
+            session_id=session_id,
             expected_output_tokens=expected_output_tokens,
             candidates=None if candidates is None else router_pb2.CandidateSet(worker_ids=candidates),
             policy=policy,

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from services.common import logs, telemetry
 from services.common.errors import invalid
 from services.common.tasks import TaskOwner
-from services.gateway import directions
+from services.gateway import directions, sessions
 from services.gateway.admission import permit as permits
 from services.gateway.clients.catalogue import WorkerEntry
 from services.gateway.clients.pieces import TokenPieces
@@ -151,6 +151,7 @@ class OpenAIEndpoints:
                 directions.add(fields.nvext.directions())
             if fields.data_parallel_rank is not None:
                 _run_at(pipeline, fields.data_parallel_rank)
+            sessions.begin(self._settings.session_sources, request.headers, fields.session_names)
             if pipeline.only_asks():
                 return await answer_query(pipeline, generations, form)
             return await answer(request, generations, form, fields)

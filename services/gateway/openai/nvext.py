@@ -30,11 +30,21 @@ class Nvext(Strict):
     )
 
     def directions(self) -> Directions:
-        """In the gateway's own words."""
-        answering = self.decode_worker_id if self.decode_worker_id is not None else self.backend_instance_id
+        """Returns the same in the gateway's own words."""
+        answering = "decode_worker_id" if self.decode_worker_id is not None else "backend_instance_id"
+        named = {
+            part: field
+            for part, field in (("workers", answering), ("prefill", "prefill_worker_id"))
+            if getattr(self, field) is not None
+        }
+
+        def workers(part: str) -> tuple[str, ...]:
+            return (str(getattr(self, named[part])),) if part in named else ()
+
         return Directions(
-            workers=() if answering is None else (str(answering),),
-            prefill=() if self.prefill_worker_id is None else (str(self.prefill_worker_id),),
+            workers=workers("workers"),
+            prefill=workers("prefill"),
             token_ids=None if self.token_data is None else pack_u32(self.token_data),
             query_only=bool(self.annotations),
+            sources={part: f"nvext.{field}" for part, field in named.items()},
         )

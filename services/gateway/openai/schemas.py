@@ -58,6 +58,11 @@ class GenerationFields(EngineFields):
     nvext: Nvext | None = None
 
     @property
+    def session_names(self) -> dict[str, str | None]:
+        """Fields that may name the request's session, by name."""
+        return {"user": self.user}
+
+    @property
     def include_usage(self) -> bool:
         """Whether a stream ends with a usage chunk."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
@@ -148,7 +153,7 @@ class ChatCompletionRequest(GenerationFields):
     modalities: list[str] | None = Field(None, max_length=8, fail_fast=True)
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
 
-    # Bookkeeping of OpenAI's own platform, without effect on the answer.
+    # Bookkeeping of OpenAI's own platform, without effect on the answer; prompt_cache_key may name a session.
     metadata: Metadata | None = None
     store: bool | None = None
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
@@ -190,6 +195,10 @@ class ChatCompletionRequest(GenerationFields):
     min_dynamic_patch: Any = refused("models here read text")
     use_audio_in_video: Any = refused("models here read text", False)
     video_config: Any = refused("models here read text")
+
+    @property
+    def session_names(self) -> dict[str, str | None]:
+        return {"prompt_cache_key": self.prompt_cache_key, "user": self.user}
 
     @model_validator(mode="after")
     def _chat_fits_together(self) -> ChatCompletionRequest:

@@ -73,6 +73,7 @@ def test_services_are_told_where_the_others_are() -> None:
     assert value(suite["gateway"], "--router") == routers
     assert value(suite["gateway"], "--preprocess") == "127.0.0.1:40000,127.0.0.1:41000"
     assert value(suite["gateway"], "--postprocess") == "127.0.0.1:40002,127.0.0.1:42000"
+    assert value(suite["router-2"], "--preprocess") == "127.0.0.1:40000,127.0.0.1:41000"
     assert value(suite["worker-1"], "--routers") == routers
     assert value(suite["worker-1"], "--worker-id") == "worker-1"
     assert suite["router-2"].address == "127.0.0.1:40005"

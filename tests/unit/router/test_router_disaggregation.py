@@ -9,7 +9,7 @@ import pytest
 from services.common.errors import ErrorKind, SluiceError
 from services.common.hashing import block_hashes
 from services.common.packing import pack_u64
-from services.router.cost import Load
+from services.router.cost import CostModel, Load
 from services.router.disaggregation import FEW_UNCACHED, DisaggRules
 from services.router.index import Overlap
 from services.router.queries import Route
@@ -246,9 +246,9 @@ async def test_scores_tell_of_both_parts() -> None:
     async with disagg() as cluster:
         await cluster.add(prefill("p1"), prefill("p2"), decode("d1"), decode("d2"))
         await cluster.cache("m", Slot("p2", 0), pack_u64(block_hashes(tokens("AB"), BLOCK)))
-        route = await cluster.ask(prompt("ABC"), explain=True)
+        route = await cluster.ask(prompt("ABC"), explain=True, cost=CostModel(prefill_load_scale=2))
         assert {score.slot.worker_id for score in route.scores[:2]} == {"d1", "d2"}
-        assert [(score.slot.worker_id, score.cost) for score in route.scores[2:]] == [("p2", 1), ("p1", 3)]
+        assert [(score.slot.worker_id, score.cost) for score in route.scores[2:]] == [("p2", 2), ("p1", 6)]
 
 
 async def test_a_request_booked_whole_before_there_were_pairs_stays_whole() -> None:

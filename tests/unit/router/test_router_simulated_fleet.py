@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from random import Random
 
 import pytest
@@ -11,10 +12,10 @@ from benchmarks.trace_fleet import Arrival, Outcome, Shape, Simulation, tokens_o
 FLEET = Shape(workers=4, cache_tokens=262_144, max_waiting=32)
 
 
-def conversations(count: int, turns: int, per_s: float, seed: int) -> list[Arrival]:
+def conversations(chats: int, turns: int, per_s: float, seed: int) -> list[Arrival]:
     """Requests that arrive at random; a turn's prompt is the one before and two to six new blocks of 512 tokens."""
     random, now, number = Random(seed), 0.0, 0
-    left, said = [turns] * count, [()] * count
+    left, said = [turns] * chats, [()] * chats
     arrivals = []
     while any(left):
         now += random.expovariate(per_s)
@@ -39,7 +40,7 @@ def mean(seconds: list[float]) -> float:
 
 
 async def test_near_saturation_kv_halves_the_wait_for_the_first_token() -> None:
-    arrivals = conversations(count=40, turns=12, per_s=11.0, seed=3)
+    arrivals = conversations(chats=40, turns=12, per_s=11.0, seed=3)
     kv, blind = await run(arrivals, "kv"), await run(arrivals, "round_robin")
     assert mean(kv.ttft_s) * 2 <= mean(blind.ttft_s)
     assert kv.shed <= blind.shed
@@ -47,10 +48,24 @@ async def test_near_saturation_kv_halves_the_wait_for_the_first_token() -> None:
 
 
 async def test_with_nothing_to_reuse_kv_is_least_loaded() -> None:
-    arrivals = without_reuse(conversations(count=20, turns=6, per_s=6.0, seed=4))
+    arrivals = without_reuse(conversations(chats=20, turns=6, per_s=6.0, seed=4))
     kv, blind = await run(arrivals, "kv"), await run(arrivals, "least_loaded")
     assert kv.cached_tokens == blind.cached_tokens == 0
     assert mean(kv.ttft_s) <= 1.1 * mean(blind.ttft_s)
+
+
+async def test_default_weight_of_prefill_shortens_the_wait_of_mixed_prompts() -> None:
+    random, numbers, now = Random(1), count(), 0.0
+    arrivals = []
+    for _ in range(500):
+        now += random.expovariate(14)
+        tokens = random.choice((1_000, 2_000, 8_000, 40_000))
+        ids = tuple(next(numbers) for _ in range(-(-tokens // 512)))
+        arrivals.append(Arrival(now, tokens, random.randint(50, 600), ids))
+    default = await run(arrivals, "kv", Shape())
+    even = await run(arrivals, "kv", Shape(prefill_load_scale=1.0))
+    assert mean(default.ttft_s) < 0.95 * mean(even.ttft_s)
+    assert mean(default.inter_token_s) <= 1.05 * mean(even.inter_token_s)
 
 
 async def test_a_full_queue_sheds_and_the_rest_is_served() -> None:

@@ -20,7 +20,7 @@ from sluice_client.errors import (
 from sluice_client.hashing import HASH_SCHEME, block_hashes
 from sluice_client.options import Tls
 from sluice_client.packing import pack_u32, pack_u64, unpack_u32, unpack_u64
-from sluice_client.prompts import by_hashes, by_length, by_openai_body, by_tokens, hashed_here
+from sluice_client.prompts import by_answer, by_hashes, by_length, by_openai_body, by_tokens, hashed_here
 from sluice_client.reservation import Reservation
 from sluice_client.router import RouterClient
 from sluice_client.wire import ErrorKind, FinishReason, SamplingOptions, StopOptions, WorkerChangeKind
@@ -50,6 +50,7 @@ __all__ = [
     "WorkerChangeKind",
     "WorkerClient",
     "block_hashes",
+    "by_answer",
     "by_hashes",
     "by_length",
     "by_openai_body",

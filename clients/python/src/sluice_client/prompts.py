@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from sluice_client.hashing import HASH_SCHEME, block_hashes
 from sluice_client.packing import TokenIds, pack_u64, packed_ids
-from sluice_client.wire import PromptRef
+from sluice_client.wire import PromptRef, RouteQueryResponse
 
 PromptLike: TypeAlias = PromptRef | TokenIds
 """A prompt that was prepared by one of the functions here, or simply its token ids."""
@@ -45,6 +45,21 @@ def by_length(prompt_tokens: int) -> PromptRef:
 def by_openai_body(body: bytes) -> PromptRef:
     """The JSON body of an OpenAI chat completion or completion, for a router that may ask a preprocess service."""
     return PromptRef(openai_body=body)
+
+
+def by_answer(answer: RouteQueryResponse) -> PromptRef:
+    """The prompt of an earlier answer that was asked for with `return_token_ids`; nothing is tokenized again.
+
+    It goes by its block hashes where it has any, else by its token ids.
+    """
+    if not answer.block_hashes:
+        return by_tokens(answer.token_ids)
+    return PromptRef(
+        block_hashes=answer.block_hashes,
+        hash_scheme=answer.hash_scheme,
+        block_size=answer.block_size,
+        prompt_tokens=len(answer.token_ids) // 4,
+    )
 
 
 def prompt_ref(prompt: PromptLike) -> PromptRef:

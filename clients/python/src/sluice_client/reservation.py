@@ -52,6 +52,11 @@ class Reservation:
         self.expires_unix_ms = expires_unix_ms
         self.answer = answer
 
+    @property
+    def token_ids(self) -> bytes:
+        """The prompt as packed u32, ready for WorkerClient.generate; empty unless `return_token_ids` asked for it."""
+        return self.answer.token_ids if self.answer is not None else b""
+
     async def mark_prefill_complete(self) -> None:
         """The first token is there. Only the first call costs anything, so it may be made for every token.
 

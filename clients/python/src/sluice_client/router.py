@@ -94,6 +94,7 @@ class RouterClient:
         policy: str = "",
         cost: CostOverrides | None = None,
         explain: bool = False,
+        return_token_ids: bool = False,
         timeout_s: float | None = None,
     ) -> RouteQueryResponse:
         """Which worker would be chosen? Books nothing. The arguments are those of `select_and_reserve`."""
@@ -109,6 +110,7 @@ class RouterClient:
             policy=policy,
             cost=cost,
             explain=explain,
+            return_token_ids=return_token_ids,
         )
         return await self.route(request, timeout_s=timeout_s)
 
@@ -131,6 +133,7 @@ class RouterClient:
         session_ttl_s: float = 0,
         owner: str = "",
         max_wait_s: float = 0,
+        return_token_ids: bool = False,
         timeout_s: float | None = None,
     ) -> Reservation:
         """Chooses a worker and books the request on it, in one atomic step.
@@ -156,6 +159,7 @@ class RouterClient:
             session_ttl_s: how long the session is remembered; 0 for the router's setting.
             owner: whose watch holds the reservation, see `watch_workers`; empty for nobody's.
             max_wait_s: how long to wait in line while every candidate is too busy; 0 fails at once.
+            return_token_ids: also asks for the prompt in token ids and block hashes; see `Reservation.token_ids`.
             timeout_s: for this call; None for the client's and the wait together.
         """
         request = RouteQueryRequest(
@@ -176,6 +180,7 @@ class RouterClient:
             session_ttl_ms=_ms(session_ttl_s),
             owner=owner,
             max_wait_ms=_ms(max_wait_s),
+            return_token_ids=return_token_ids,
         )
         answer = await self.route(request, timeout_s=self._timeout_s + max_wait_s if timeout_s is None else timeout_s)
         assert answer.decode is not None  # `route` has looked

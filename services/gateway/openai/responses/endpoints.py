@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from services.common import logs, telemetry
 from services.common.errors import SluiceError, invalid, not_found
+from services.gateway import sessions
 from services.gateway.admission import permit as permits
 from services.gateway.http.body import read_json
 from services.gateway.http.body_memory import BodyMemory
@@ -77,6 +78,8 @@ class ResponsesEndpoints:
         with telemetry.stage(
             "gateway.request", dict(request.headers), model=fields.model, client_request_id=fields.request_id
         ):
+            names = {"prompt_cache_key": fields.prompt_cache_key, "user": fields.user}
+            sessions.begin(self._settings.session_sources, request.headers, names)
             translated = self._translated(fields, context, response_id)
             if fields.truncation == "auto":
                 chat = await fitted(

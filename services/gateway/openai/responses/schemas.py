@@ -177,7 +177,7 @@ class ResponsesRequest(ContextFields, EngineExtensions):
     top_k: int | None = Field(None, ge=-1, lt=2**31)
     stop: StopStrings = ()
 
-    # Bookkeeping of OpenAI's own platform, without effect on the answer.
+    # Bookkeeping of OpenAI's own platform, without effect on the answer; prompt_cache_key and user may name a session.
     max_tool_calls: int | None = Field(None, ge=1, le=MAX_TOKEN_ID)
     service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast", "ultrafast"] | None = None
     user: str | None = None

@@ -921,6 +921,13 @@ class CostOverrides(betterproto2.Message):
     0: always the cheapest
     """
 
+    predicted_credit: "float | None" = betterproto2.field(
+        6, betterproto2.TYPE_FLOAT, optional=True
+    )
+    """
+    [0, 1] credit for a block that nobody has reported but the router expects
+    """
+
 
 default_message_pool.register_message("sluice.v1", "CostOverrides", CostOverrides)
 
@@ -2332,6 +2339,12 @@ class RouteQueryRequest(betterproto2.Message):
     that is not, before it fails with RESOURCE_EXHAUSTED. 0: the router's setting, by default not to wait.
     """
 
+    return_token_ids: "bool" = betterproto2.field(18, betterproto2.TYPE_BOOL)
+    """
+    Fill token_ids, block_hashes, hash_scheme and block_size of the answer, so that a scheduler that has only the body
+    of a request need not tokenize it again.
+    """
+
 
 default_message_pool.register_message(
     "sluice.v1", "RouteQueryRequest", RouteQueryRequest
@@ -2422,6 +2435,29 @@ class RouteQueryResponse(betterproto2.Message):
     prefill_skipped: "str" = betterproto2.field(14, betterproto2.TYPE_STRING)
     """
     why no prefill worker was chosen although there are some; empty: none was skipped
+    """
+
+    token_ids: "bytes" = betterproto2.field(15, betterproto2.TYPE_BYTES)
+    """
+    With return_token_ids, the prompt as it was routed. The ids are what Worker.Generate takes as TokenPrompt and a
+    gateway as nvext.token_data; the hashes are what a later query takes as PromptRef.block_hashes.
+
+    packed u32; empty when the prompt was given by hashes or length
+    """
+
+    block_hashes: "bytes" = betterproto2.field(16, betterproto2.TYPE_BYTES)
+    """
+    packed u64, one per full block, chained; empty: no full block, or the model has no blocks
+    """
+
+    hash_scheme: "str" = betterproto2.field(17, betterproto2.TYPE_STRING)
+    """
+    of block_hashes; empty: none
+    """
+
+    block_size: "int" = betterproto2.field(18, betterproto2.TYPE_UINT32)
+    """
+    tokens a block of block_hashes; 0: none
     """
 
 

@@ -1,0 +1,120 @@
+"""Sessions over HTTP: their turns stay on one worker although their prompts share nothing, and tenants share none."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+
+from services.gateway.admission.keys import create, write
+from sluice.v1 import router_pb2, router_pb2_grpc
+from tests.support.suite import Suite
+
+TURNS = 8
+WORKERS = 4
+ONE, ONE_RECORD = create("one")
+TWO, TWO_RECORD = create("two")
+SOURCES = "x-session-id,prompt_cache_key,user"
+
+
+@pytest.fixture(scope="module")
+def suite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Suite]:
+    file = tmp_path_factory.mktemp("keys") / "keys.json"
+    write(file, [ONE_RECORD, TWO_RECORD])
+    env = {"SLUICE_GATEWAY_API_KEYS_FILE": str(Path(file)), "SLUICE_GATEWAY_SESSION_SOURCES": SOURCES}
+    with Suite("--speedup", "1000", "--workers", str(WORKERS), env=env) as running:
+        yield running
+
+
+def run(
+    suite: Suite, path: str = "/v1/chat/completions", session: str = "", key: str = ONE, **fields: Any
+) -> tuple[str, bool]:
+    """Runs one turn that shares nothing with any other; returns its worker, and whether the session decided."""
+    text = secrets.token_hex(200)
+    body: dict[str, Any] = {"model": "tekken", **fields}
+    if path == "/v1/completions":
+        body |= {"prompt": text, "max_tokens": 1}
+    elif path == "/v1/responses":
+        body |= {"input": text, "max_output_tokens": 1}
+    else:
+        body |= {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
+    headers = {"authorization": f"Bearer {key}", **({"x-session-id": session} if session else {})}
+    answer = httpx.post(suite.url + path, json=body, headers=headers, timeout=60)
+    assert answer.status_code == 200, answer.text
+    with grpc.insecure_channel(suite.address("router")) as channel:
+        asked = router_pb2.GetDecisionsRequest(limit=1)  # requests run one after the other
+        (decision,) = router_pb2_grpc.RouterStub(channel).GetDecisions(asked, timeout=20).decisions
+    assert decision.request_id.startswith(answer.json()["id"])
+    return decision.decode.worker_id, decision.session_hit
+
+
+def check_stays(turns: list[tuple[str, bool]]) -> None:
+    """Fails unless the first turn's worker runs all of them."""
+    assert [hit for _, hit in turns] == [False] + [True] * (len(turns) - 1)
+    assert len({worker for worker, _ in turns}) == 1
+
+
+def test_requests_without_a_session_spread(suite: Suite) -> None:
+    turns = [run(suite) for _ in range(2 * TURNS)]
+    assert len({worker for worker, _ in turns}) == WORKERS
+    assert not any(hit for _, hit in turns)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"])
+def test_turns_with_a_session_header_stay_on_one_worker(suite: Suite, path: str) -> None:
+    name = secrets.token_hex(8)
+    turns = []
+    for _ in range(TURNS):
+        turns.append(run(suite, path, name))
+        run(suite)  # what others do meanwhile changes nothing
+    check_stays(turns)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/chat/completions", {"prompt_cache_key": "k1"}),
+        ("/v1/responses", {"prompt_cache_key": "k2"}),
+        ("/v1/chat/completions", {"user": "u1"}),
+        ("/v1/completions", {"user": "u2"}),
+        ("/v1/responses", {"user": "u3"}),
+        ("/v1/messages", {"metadata": {"user_id": "u4"}}),
+    ],
+)
+def test_turns_with_a_field_of_the_sources_stay_on_one_worker(suite: Suite, path: str, fields: dict[str, Any]) -> None:
+    check_stays([run(suite, path, **fields) for _ in range(TURNS)])
+
+
+def test_earlier_source_counts(suite: Suite) -> None:
+    first = run(suite, session="first", user="the same", prompt_cache_key="the same")
+    other = run(suite, session="other", user="the same", prompt_cache_key="the same")
+    assert (first[1], other[1]) == (False, False)
+    by_key = run(suite, user="the same", prompt_cache_key="the same")
+    assert by_key[1] is False, "the header came first, so the field has named nothing yet"
+    assert run(suite, session="first") == (first[0], True)
+    assert run(suite, user="another", prompt_cache_key="the same") == (by_key[0], True)
+
+
+def test_session_of_another_key_is_another_session(suite: Suite) -> None:
+    mine = run(suite, session="shared")
+    theirs = run(suite, session="shared", key=TWO)
+    assert theirs[1] is False, "a key learns nothing of the sessions of another"
+    assert run(suite, session="shared") == (mine[0], True)
+    assert run(suite, session="shared", key=TWO) == (theirs[0], True)
+
+
+def test_session_name_that_is_too_long_is_refused_by_its_source(suite: Suite) -> None:
+    for headers, fields, param in (
+        ({"x-session-id": "x" * 513}, {}, "x-session-id"),
+        ({}, {"prompt_cache_key": "x" * 513}, "prompt_cache_key"),
+    ):
+        body = {"model": "tekken", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, **fields}
+        sent = {"authorization": f"Bearer {ONE}", **headers}
+        answer = httpx.post(f"{suite.url}/v1/chat/completions", json=body, headers=sent, timeout=60)
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["param"] == param
