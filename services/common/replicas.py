@@ -27,7 +27,7 @@ from services.common.breaker import Breaker, Budget, UsualTime
 from services.common.call_stream import CallStream
 from services.common.channels import open_channel
 from services.common.errors import ErrorKind, SluiceError, unavailable
-from services.common.grpc_errors import DETAIL_KEY, from_rpc_error, late_answer
+from services.common.grpc_errors import DETAIL_KEY, from_rpc_error, late_answer, passed_on
 from services.common.idlest import idlest
 from services.common.tasks import TaskOwner, asked_to_end, end_all
 
@@ -71,11 +71,10 @@ class ReplicaSet(Generic[S]):
     """The replicas behind a list of targets.
 
     Args:
-        peer: the service's name, for messages, such as ``preprocess``.
+        peer: the service's name, such as ``preprocess``: for messages, and for the token that its replicas are shown.
         targets: host:port each; a name stands for every address it resolves to.
         make_stub: makes the service's stub on a channel.
         on_change: called after a replica came up or went down.
-        token: gives the bearer token that every call shows; None shows none.
         shared: the RPC of a stub whose calls share a stream, if one is a CallStream.
 
     Attributes:
@@ -89,7 +88,6 @@ class ReplicaSet(Generic[S]):
         make_stub: Callable[[grpc.aio.Channel], S],
         credentials: grpc.ChannelCredentials | None = None,
         on_change: Callable[[], None] | None = None,
-        token: Callable[[], str] | None = None,
         shared: Callable[[S], CallStream[Any, Any]] | None = None,
     ) -> None:
         self.on_event: Callable[[str], None] = lambda event: None
@@ -97,7 +95,6 @@ class ReplicaSet(Generic[S]):
         self._targets = targets
         self._make_stub = make_stub
         self._credentials = credentials
-        self._token = token
         self._shared = shared
         self._on_change = on_change or (lambda: None)
         self._replicas: dict[str, Replica[S]] = {}
@@ -229,7 +226,7 @@ class ReplicaSet(Generic[S]):
             if late:
                 return late_answer(self.peer)
             return unavailable(f"The {self.peer} service stopped before it answered.", code="service_unavailable")
-        return from_rpc_error(error, self.peer)
+        return passed_on(from_rpc_error(error, self.peer), f"{self.peer} service")
 
     def _judge(self, replica: Replica[S], error: grpc.aio.AioRpcError, waited_s: float, late: bool) -> None:
         """A typed refusal is an answer; silence and broken connections are not."""
@@ -293,7 +290,7 @@ class ReplicaSet(Generic[S]):
                 await self._remove(address)
 
     def _add(self, address: str, name: str) -> None:
-        channel = open_channel(address, self._credentials, name, self._token)
+        channel = open_channel(address, self._credentials, name, callee=self.peer)
         stub = self._make_stub(channel)
         replica = Replica(address, channel, stub, None if self._shared is None else self._shared(stub))
         self._replicas[address] = replica

@@ -11,6 +11,7 @@ import grpc
 
 from services.common.channels import open_channel
 from services.common.errors import SluiceError
+from services.common.identity import WORKER
 from services.common.replicas import ReplicaSet
 from services.common.tasks import TaskOwner, asked_to_end
 from sluice.v1 import common_pb2, router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -24,7 +25,10 @@ ASK_S = 5.0
 
 @dataclass(frozen=True)
 class Served:
-    """What a worker serves: where it is, and of its model what the other services have to know."""
+    """What a worker serves: where it is, and of its model what the other services have to know.
+
+    `callee` is whom tokens name to be shown to it: ``worker/ID``, or ``worker`` where only its address is known.
+    """
 
     address: str
     model: str
@@ -34,6 +38,7 @@ class Served:
     chat_template: str = ""
     tool_parser: str = ""
     reasoning_parser: str = ""
+    callee: str = WORKER
 
     @property
     def declared(self) -> tuple[str, str, str]:
@@ -111,7 +116,8 @@ class WorkerWatch:
             worker = change.worker
             if change.kind == router_pb2.WorkerChange.KIND_UP:
                 said.add(worker.worker_id)
-                self._served[worker.worker_id] = _served(worker.address, worker.card, worker.engine)
+                callee = f"{WORKER}/{worker.worker_id}"
+                self._served[worker.worker_id] = _served(worker.address, worker.card, worker.engine, callee)
             elif change.kind == router_pb2.WorkerChange.KIND_DOWN:
                 self._served.pop(worker.worker_id, None)
             elif change.kind == router_pb2.WorkerChange.KIND_SYNCED and first:
@@ -122,7 +128,7 @@ class WorkerWatch:
             self.on_change()
 
     async def _keep_asking(self, address: str) -> None:
-        channel = open_channel(address, self._credentials)
+        channel = open_channel(address, self._credentials, callee=WORKER)
         stub: worker_pb2_grpc.WorkerAsyncStub = worker_pb2_grpc.WorkerStub(channel)
         try:
             while True:
@@ -139,7 +145,7 @@ class WorkerWatch:
             await channel.close()
 
 
-def _served(address: str, card: common_pb2.ModelCard, engine: str) -> Served:
+def _served(address: str, card: common_pb2.ModelCard, engine: str, callee: str = WORKER) -> Served:
     tokenizer = card.tokenizer
     declared = (card.chat_template, card.tool_parser, card.reasoning_parser)
-    return Served(address, card.model, tokenizer.processor, tokenizer.fingerprint, engine, *declared)
+    return Served(address, card.model, tokenizer.processor, tokenizer.fingerprint, engine, *declared, callee)

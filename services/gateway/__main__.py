@@ -8,7 +8,6 @@ import uuid
 from functools import partial
 
 from services.common import scraping, telemetry
-from services.common.access import shown_token
 from services.common.runner import Stop, run
 from services.common.tasks import TaskOwner
 from services.common.tls import channel_credentials, https_context
@@ -65,7 +64,6 @@ async def serve(settings: GatewaySettings, stop: Stop) -> None:
         credentials,
         settings.route_timeout_s,
         owner=f"gateway-{uuid.uuid4().hex}",
-        token=shown_token(settings),
     )
     switchboard = WatchedSwitchboard(
         settings.max_streams, router.prefill_complete, router.free, metrics, settings.postprocess_wait_s

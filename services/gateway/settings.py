@@ -9,10 +9,9 @@ from typing import Self
 from pydantic import Field, SecretStr, model_validator
 from pydantic_core import PydanticCustomError
 
-from services.common.access import RouterTokenSettings
 from services.common.audit import AuditSettings
 from services.common.settings import AddressList, CommaList, ServiceSettings, settings_config
-from services.common.trust import HttpsSettings
+from services.common.trust import HttpsSettings, RouterTokenSettings
 from services.gateway.config import Disaggregation, PipelineConfig, Place, PresetName, Routing, parse_stages, resolve
 from services.gateway.http.settings import HttpSettings
 from services.gateway.moving import MigrationPolicy

@@ -7,7 +7,6 @@ import gc
 import logging
 
 from services.common import scraping
-from services.common.access import shown_token
 from services.common.replicas import ReplicaSet
 from services.common.runner import Stop
 from services.common.server import GrpcServer
@@ -96,11 +95,7 @@ class WorkerHost:
             advertised_address, settings.listen, self.server.port, settings.routers
         )
         self._routers = ReplicaSet(
-            "router",
-            settings.routers,
-            router_pb2_grpc.RouterStub,
-            channel_credentials(settings),
-            token=shown_token(settings),
+            "router", settings.routers, router_pb2_grpc.RouterStub, channel_credentials(settings)
         )
         self.registration = Registration(self.worker, address, self._routers, self._superseded)
         await self._routers.start()

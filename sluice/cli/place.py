@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import grpc
 import httpx
 
 from services.common.addresses import host_port
@@ -43,10 +42,10 @@ class Place:
         if self.tls is not None and not (self.tls / "ca.pem").is_file():
             raise BadFlag(f"--tls {self.tls} holds no ca.pem; `sluice certs {self.tls}` makes a set")
 
-    def credentials(self) -> grpc.ChannelCredentials | None:
-        """For gRPC; None is plain text. Raises BadFlag when the files do not fit together."""
+    def credentials(self) -> PeerCredentials:
+        """For gRPC. Raises BadFlag when the files do not fit together."""
         if self.tls is None:
-            return None if not self.router_token else PeerCredentials(None, lambda: self.router_token)
+            return PeerCredentials(None, self._token)
         shown = self.tls / "client.pem"
         settings = TlsSettings(
             tls_ca=self.tls / "ca.pem",
@@ -54,9 +53,14 @@ class Place:
             tls_key=self.tls / "client.key" if shown.is_file() else None,
         )
         try:
-            return channel_credentials(settings)
+            made = channel_credentials(settings)
         except SluiceError as error:
             raise BadFlag(f"--tls {self.tls}: {error.message}") from error
+        return PeerCredentials(None if made is None else made.tls, self._token)
+
+    def _token(self, callee: str) -> str:
+        """An operator's token is good for every call: no service but the router gets to see it."""
+        return self.router_token if callee == "router" else ""
 
     def context(self) -> ssl.SSLContext:
         """For HTTPS: what the gateway's certificate is checked with, and what is shown to a gateway that wants one.

@@ -11,7 +11,7 @@ from typing import Protocol
 import grpc
 
 from services.common.errors import ErrorKind, SluiceError
-from services.common.grpc_errors import from_detail
+from services.common.grpc_errors import from_detail, passed_on
 from services.common.packing import pack_u32, unpack_u32
 from services.common.replicas import Replica
 from services.gateway.clients.link import Link
@@ -286,7 +286,7 @@ def tell_event(events: TextEvents, slot: int, event: postprocess_pb2.StreamEvent
     if event.degraded:
         events.on_degraded(slot, event.degraded)
     if event.finish_reason == common_pb2.FINISH_REASON_ERROR:
-        events.on_text_failed(slot, from_detail(event.error))
+        events.on_text_failed(slot, passed_on(from_detail(event.error), "postprocess service"))
     elif event.finish_reason:
         events.on_finished(
             slot,

@@ -12,7 +12,7 @@ import grpc
 import orjson
 
 from services.common.errors import ErrorKind, SluiceError
-from services.common.grpc_errors import from_detail
+from services.common.grpc_errors import from_detail, passed_on
 from services.common.packing import pack_u32
 from services.gateway.clients.link import Link
 from services.gateway.clients.post_link import TextEvents, stream_options, tell_event, tell_token_texts
@@ -204,7 +204,7 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
             if extra.events:
                 self._on_text_events(extra)
             if extra.finish_reason == common_pb2.FINISH_REASON_ERROR:
-                events.on_failed(extra.slot, from_detail(extra.error))
+                events.on_failed(extra.slot, passed_on(from_detail(extra.error), self.peer))
             elif extra.finish_reason == common_pb2.FINISH_REASON_HANDOFF:
                 events.on_handoff(extra.slot, extra.handoff)
             elif extra.finish_reason:
