@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from hashlib import sha256
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 
@@ -24,7 +24,7 @@ SCHEME = "Bearer "
 OPEN_SERVICES = ("/grpc.health.", "/grpc.reflection.")
 _URIS = "peer_uri"  # of the certificate's alternative names, as gRPC calls them
 
-Handler = grpc.RpcMethodHandler[Any, Any]
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
 class AccessInterceptor(grpc.aio.ServerInterceptor):

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ipaddress
+import re
+
 HIGHEST_PORT = 65535
+_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?")
 
 
 def host_port(address: str) -> tuple[str, int] | None:
@@ -11,6 +15,32 @@ def host_port(address: str) -> tuple[str, int] | None:
     if not host or not (port.isascii() and port.isdecimal()) or int(port) > HIGHEST_PORT:
         return None
     return host.strip("[]"), int(port)
+
+
+def is_reachable(address: str) -> bool:
+    """Whether an address is a host's name or IP and a port: nothing that gRPC would take for a socket file, or for the
+    name of a resolver."""
+    place = host_port(address)
+    if place is None or not place[1]:
+        return False
+    host = place[0]
+    if _NAME.fullmatch(host):
+        return True
+    try:
+        return ipaddress.ip_address(host).version == 6 and address.startswith("[")
+    except ValueError:
+        return False
+
+
+def is_loopback(address: str) -> bool:
+    """Whether a server that listens on host:port is reachable from this machine only."""
+    place = host_port(address)
+    if place is None:
+        return False
+    try:
+        return ipaddress.ip_address(place[0]).is_loopback
+    except ValueError:
+        return place[0] == "localhost"
 
 
 def join(host: str, port: int) -> str:

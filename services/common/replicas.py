@@ -317,13 +317,24 @@ class ReplicaSet(Generic[S]):
     async def _watch(self, replica: Replica[S]) -> None:
         health = health_pb2_grpc.HealthStub(replica.channel)
         while True:
+            serving = False
             try:
                 async for answer in health.Watch(health_pb2.HealthCheckRequest(), wait_for_ready=False):
                     self._mark(replica, answer.status == health_pb2.HealthCheckResponse.SERVING)
             except grpc.aio.AioRpcError as error:
                 log.debug("health watch ended", extra={"peer": self.peer, "status": error.code().name})
-            self._mark(replica, False)
+                if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:  # too many watch it: ask now and then
+                    serving = await _serves(health)
+            self._mark(replica, serving)
             await asyncio.sleep(WATCH_RETRY_S * random.uniform(0.5, 1.5))
+
+
+async def _serves(health: health_pb2_grpc.HealthAsyncStub) -> bool:
+    try:
+        answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S)
+    except grpc.aio.AioRpcError:
+        return False
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
 def _refused(cause: SluiceError) -> bool:

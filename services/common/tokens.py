@@ -91,7 +91,7 @@ def shown_tokens(
         ("peer token", peer_token, peer_token_file, read_shown),
     ):
         if text := given.get_secret_value():
-            fixed = read(f"The {what}", _numbered(text))
+            fixed = read(f"the {what}", _numbered(text))
             sources.append(lambda fixed=fixed: fixed)  # type: ignore[misc]
         if path is not None:
             file = _watched(f"{what} file", path, read)

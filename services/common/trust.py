@@ -20,7 +20,7 @@ class TlsSettings(BaseSettings):
         "sluice",
         pattern=r"^[a-z0-9._-]*$",
         description="with tls-require-client-cert: callers are told apart by a URI spiffe://TRUST-DOMAIN/SERVICE in "
-        "their certificates, and one without it may ask for health only; empty: each certificate of tls-ca may call all",
+        "their certificates, and one without it may ask for health only; empty: every certificate may call everything",
     )
     tls_worker_name: str = Field(
         "",

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import grpc
 
+from services.common.cards import check_worker
 from services.common.channels import open_channel
 from services.common.errors import SluiceError
 from services.common.identity import WORKER
@@ -116,8 +117,7 @@ class WorkerWatch:
             worker = change.worker
             if change.kind == router_pb2.WorkerChange.KIND_UP:
                 said.add(worker.worker_id)
-                callee = f"{WORKER}/{worker.worker_id}"
-                self._served[worker.worker_id] = _served(worker.address, worker.card, worker.engine, callee)
+                self._take(worker)
             elif change.kind == router_pb2.WorkerChange.KIND_DOWN:
                 self._served.pop(worker.worker_id, None)
             elif change.kind == router_pb2.WorkerChange.KIND_SYNCED and first:
@@ -127,6 +127,16 @@ class WorkerWatch:
                     del self._served[gone]
             self.on_change()
 
+    def _take(self, worker: router_pb2.WorkerInfo) -> None:
+        try:
+            check_worker(worker.worker_id, worker.address, worker.card)
+        except SluiceError as error:
+            self._served.pop(worker.worker_id, None)  # what it was before
+            log.warning("a worker is left out: %s", error.message)
+            return
+        callee = f"{WORKER}/{worker.worker_id}"
+        self._served[worker.worker_id] = _served(worker.address, worker.card, worker.engine, callee)
+
     async def _keep_asking(self, address: str) -> None:
         channel = open_channel(address, self._credentials, callee=WORKER)
         stub: worker_pb2_grpc.WorkerAsyncStub = worker_pb2_grpc.WorkerStub(channel)
@@ -135,9 +145,13 @@ class WorkerWatch:
                 try:
                     info = await stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=ASK_S)
                     if info.card.model:  # else it is still starting
+                        check_worker(info.worker_id, address, info.card)
                         self._served[address] = _served(address, info.card, info.engine)
                 except grpc.aio.AioRpcError as error:
                     log.debug("a worker does not answer", extra={"worker": address, "status": error.code().name})
+                except SluiceError as error:
+                    self._served.pop(address, None)
+                    log.warning("a worker is left out: %s", error.message, extra={"worker": address})
                 self._asked.add(address)
                 self.on_change()
                 await asyncio.sleep(ASK_EVERY_S if address in self._served else AGAIN_S)

@@ -29,7 +29,10 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """Which worker should run this prompt? `request_id` is set to reserve, `candidates` None for any worker."""
+    """Which worker should run this prompt? `request_id` is set to reserve, `candidates` None for any worker.
+
+    `request_id` and `owner` are names within `scope`, see `reservations.scoped`.
+    """
 
     model: str
     prompt: Prompt
@@ -45,6 +48,7 @@ class Query:
     session_id: str = ""
     session_ttl_ms: int = 0
     max_wait_ms: int = 0
+    scope: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -69,6 +70,7 @@ class FakeWorker:
             epoch=epoch,
             card=common_pb2.ModelCard(total_blocks=total_blocks, **card),
             engine="fake",
+            lease_key=secrets.token_bytes(16),
         )
         self.worker_id = worker_id
         self.cache: set[int] = set()

@@ -19,6 +19,9 @@ class Script:
 NAMES = (
     "know",
     "models",
+    "claim",
+    "hold",
+    "release",
     "register",
     "renew",
     "leave",
