@@ -23,11 +23,10 @@ def is_reachable(address: str) -> bool:
     place = host_port(address)
     if place is None or not place[1]:
         return False
-    host = place[0]
-    if _NAME.fullmatch(host):
-        return True
+    if not address.startswith("["):
+        return _NAME.fullmatch(place[0]) is not None
     try:
-        return ipaddress.ip_address(host).version == 6 and address.startswith("[")
+        return ipaddress.ip_address(place[0]).version == 6
     except ValueError:
         return False
 

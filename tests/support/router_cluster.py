@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pydantic import SecretStr
 
 from services.common.channels import open_channel
@@ -38,6 +39,16 @@ class RouterProcess:
         self.port = await asyncio.wait_for(listening, 20)
         self.channel = open_channel(f"127.0.0.1:{self.port}")
         self.stub = router_pb2_grpc.RouterStub(self.channel)
+
+    async def ready(self) -> None:
+        """Waits until it has reached its store."""
+        health = health_pb2_grpc.HealthStub(self.channel)
+
+        async def serves() -> bool:
+            answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=20)
+            return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+        await until(serves)
 
     async def stop(self) -> None:
         """Drains and ends; fails when the router had failed before."""
