@@ -71,9 +71,21 @@ async def routers(count: int = 1, **settings: Any) -> AsyncIterator[list[RouterP
 
 
 class FakeWorker:
-    """Speaks Attach the way a worker does; its cache is a list of batches."""
+    """Speaks Attach the way a worker does; its cache is a list of batches.
 
-    def __init__(self, worker_id: str, epoch: int = 1, total_blocks: int = 100_000, **card: Any) -> None:
+    Args:
+        same_as: another attachment of the same process.
+        card: fields of the model card.
+    """
+
+    def __init__(
+        self,
+        worker_id: str,
+        epoch: int = 1,
+        total_blocks: int = 100_000,
+        same_as: FakeWorker | None = None,
+        **card: Any,
+    ) -> None:
         card = {"model": MODEL, "block_size": BLOCK, "hash_scheme": "sluice-xxh3-v1", **card}
         self.registration = router_pb2.Registration(
             worker_id=worker_id,
@@ -81,7 +93,7 @@ class FakeWorker:
             epoch=epoch,
             card=common_pb2.ModelCard(total_blocks=total_blocks, **card),
             engine="fake",
-            lease_key=secrets.token_bytes(16),
+            lease_key=same_as.registration.lease_key if same_as else secrets.token_bytes(16),
         )
         self.worker_id = worker_id
         self.cache: set[int] = set()
