@@ -6,8 +6,10 @@ calls, and `accepted-tokens`, the digests of those that it is shown. What is acc
 
 from __future__ import annotations
 
+import argparse
 import re
 import secrets
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +17,7 @@ from pathlib import Path
 from services.common.errors import SluiceError
 from services.common.identity import OPERATOR, WORKER
 from services.common.tokens import digest_of, read_shown
-from sluice.cli.private_files import write
+from sluice.cli.private_files import MODE, write
 
 SHOWN, ACCEPTED = "shown-tokens", "accepted-tokens"
 SCHEDULER = "scheduler"
@@ -30,6 +32,7 @@ CALLS: Mapping[str, Sequence[str]] = {
 }
 """Who calls whom, by caller."""
 BYTES = 32
+READABLE = 0o444
 _WORKER_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 Arrow = tuple[str, str]
@@ -42,11 +45,13 @@ class BadTokens(Exception):
 
 @dataclass(frozen=True)
 class Options:
-    """What to make: tokens for these workers alone instead of one for all, for a scheduler, and a step of rotation."""
+    """What to make: tokens for these workers alone instead of one for all, for a scheduler, and a step of rotation; and
+    who may read the files."""
 
     workers: Sequence[str] = ()
     scheduler: bool = False
     rotate: str = ""
+    mode: int = MODE
 
 
 def make(folder: Path, options: Options) -> list[str]:
@@ -73,7 +78,7 @@ def _make(folder: Path, options: Options) -> list[str]:
     said = [f"made {len(fresh)} tokens in {folder}"] if fresh else []
     if options.rotate:
         said.append(_rotate(shown, accepted, options.rotate))
-    _write(folder, shown, accepted)
+    _write(folder, shown, accepted, options.mode)
     return said or [f"left the {len(shown)} tokens in {folder} as they are; --rotate replaces them"]
 
 
@@ -146,7 +151,7 @@ def _lines(path: Path) -> list[str]:
     return [line for line in path.read_text("utf-8").splitlines() if line.strip()]
 
 
-def _write(folder: Path, shown: Mapping[Arrow, Sequence[str]], accepted: Mapping[Arrow, set[str]]) -> None:
+def _write(folder: Path, shown: Mapping[Arrow, Sequence[str]], accepted: Mapping[Arrow, set[str]], mode: int) -> None:
     callers = dict.fromkeys(caller for caller, _ in shown)
     callees = dict.fromkeys(callee for _, callee in shown)
     for name in {**callers, **callees}:
@@ -158,13 +163,31 @@ def _write(folder: Path, shown: Mapping[Arrow, Sequence[str]], accepted: Mapping
             if called == callee
             for digest in sorted({*map(digest_of, tokens), *accepted.get((caller, callee), ())})
         ]
-        _write_lines(folder / _folder(callee) / ACCEPTED, lines)
+        _write_lines(folder / _folder(callee) / ACCEPTED, lines, mode)
     for caller in callers:
         lines = [
             f"{token} {callee}" for (calling, callee), tokens in shown.items() if calling == caller for token in tokens
         ]
-        _write_lines(folder / _folder(caller) / SHOWN, lines)
+        _write_lines(folder / _folder(caller) / SHOWN, lines, mode)
 
 
-def _write_lines(path: Path, lines: Iterable[str]) -> None:
-    write(path, "".join(f"{line}\n" for line in lines).encode())
+def _write_lines(path: Path, lines: Iterable[str], mode: int) -> None:
+    write(path, "".join(f"{line}\n" for line in lines).encode(), mode)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Makes tokens where each service's folder is a volume that it alone mounts, under a user of its own: the files can
+    be read by every user. Returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m sluice.cli.tokens", description=main.__doc__)
+    parser.add_argument("folder", type=Path, help="holds a folder for each service")
+    try:
+        for said in make(parser.parse_args(argv).folder, Options(mode=READABLE)):
+            print(said)
+    except BadTokens as error:
+        print(f"tokens: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
