@@ -182,7 +182,7 @@ async def test_an_id_is_free_when_it_is_given_back_and_when_its_lease_ends(store
     await store.release_claim("a", "s1")
     assert await store.renew_claim("a", "s1", 60_000) is Hold.GONE
     await store.claim(replace(ONE, lease_digest="two"), "s2", 1)
-    while await store.renew_claim("a", "s1", 60_000) is not Hold.GONE:  # until the lease of a millisecond is over
+    while await store.renew_claim("a", "s1", 60_000) is not Hold.GONE:  # noqa: ASYNC110  # a lease of a millisecond
         await asyncio.sleep(0.001)
     await store.claim(replace(ONE, lease_digest="three"), "s3", 60_000)
     assert await store.renew_claim("a", "s2", 60_000) is Hold.REPLACED
