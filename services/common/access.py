@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import inspect
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from hashlib import sha256
@@ -12,12 +13,15 @@ from typing import Any, TypeAlias
 import grpc
 
 from services.common import identity
+from services.common.addresses import is_loopback
 from services.common.callers import may_call
 from services.common.errors import ErrorKind, SluiceError
 from services.common.grpc_errors import abort
 from services.common.identity import Caller
 from services.common.settings import GrpcServiceSettings
 from services.common.tokens import AcceptedToken, AcceptedTokens, accepted_tokens
+
+log = logging.getLogger(__name__)
 
 HEADER = "authorization"
 SCHEME = "Bearer "
@@ -116,6 +120,10 @@ def access_interceptors(settings: GrpcServiceSettings) -> list[grpc.aio.ServerIn
     trust_domain = settings.tls_trust_domain if settings.tls_require_client_cert else ""
     if tokens is None and not trust_domain:
         return []
+    if settings.token.get_secret_value() and not is_loopback(settings.listen):
+        log.warning(
+            "--token is one secret for every call of every caller, for development; --tokens-file has one for each"
+        )
     return [AccessInterceptor(tokens, trust_domain, settings.open_health)]
 
 

@@ -39,7 +39,7 @@ class Caller:
 
     def may_register(self, worker_id: str) -> bool:
         """Whether the caller may register a worker under this id."""
-        return self.worker_id == worker_id if self.worker_id else worker_id not in self.reserved
+        return worker_id not in self.reserved and self.worker_id in ("", worker_id)
 
 
 ANONYMOUS = Caller()

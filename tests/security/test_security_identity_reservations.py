@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from sluice.v1 import (
-    router_pb2,
-    router_pb2_grpc,
-)
+from services.common.packing import pack_u32
+from services.common.peers import PeerCredentials
+from services.gateway.clients.router import RouterClient
+from services.gateway.generation import Tokenized
+from sluice.v1 import router_pb2, router_pb2_grpc
 from tests.support.callers import Calls, now_us, ready_routers
 from tests.support.router_cluster import MODEL, FakeWorker, until
-from tests.support.tokens import accept
+from tests.support.tokens import accept, shows
 
 
 @asynccontextmanager
@@ -72,6 +74,25 @@ async def test_reservation_is_freed_marked_and_reported_on_by_the_caller_that_ma
         free = router_pb2.FreeRequestRequest(reservation_ids=[reservation])
         assert (await gateway.ask("FreeRequest", free)).unknown == 0
         assert (await load(gateway))[0] == 0
+
+
+async def test_reservation_made_on_a_session_is_freed_by_the_same_caller(tmp_path: Path) -> None:
+    """Calls that share a stream are the calls of whoever opened it."""
+    async with booked(tmp_path) as (gateway, _, reservation):
+        credentials = PeerCredentials(None, shows("g", "router"))
+        client = RouterClient([f"127.0.0.1:{gateway.port}"], credentials, 20, owner="me")
+        reporting = asyncio.create_task(client.run_reports())
+        await client.replicas.start()
+        assert await client.replicas.wait_ready(20)
+        prompt = Tokenized(pack_u32(range(64)), b"", "", b"", b"", 0, b"")
+        route = await client.route("r2", MODEL, prompt, 16)
+        assert (await load(gateway))[0] == 2
+        client.free(route.reservation_id, 0, 5)
+        client.free(reservation, 0, 5)
+        await client.flush_reports(20)
+        assert (await load(gateway))[0] == 0
+        reporting.cancel()
+        await client.replicas.close()
 
 
 async def test_request_id_of_another_caller_is_another_request(tmp_path: Path) -> None:

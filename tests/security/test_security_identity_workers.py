@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Iterator
@@ -13,9 +12,12 @@ import pytest
 
 from services.common.errors import ErrorKind
 from services.common.grpc_errors import from_rpc_error
+from services.common.instruments import read
 from services.common.packing import pack_u64
 from services.common.runner import Stop
+from services.router.metrics import REFUSED
 from services.worker.hosting import WorkerHost
+from services.worker.metrics import ID_TAKEN
 from services.worker.settings import WorkerSettings
 from sluice.v1 import (
     common_pb2,
@@ -197,7 +199,9 @@ async def test_worker_without_its_id_serves_on_and_registers_when_it_is_free(
             assert info.phase == "worker id taken"
             assert host.health()["registration"] == "worker_id_taken"
             assert host.health()["status"] == "ok"
-            await asyncio.sleep(0.5)  # several more tries
+            tries = read(REFUSED.name)
+            await until(lambda: read(REFUSED.name)[("worker_id_taken",)] > tries[("worker_id_taken",)] + 1)
+            assert read(ID_TAKEN.name) == {(): 1.0}
             said = [record for record in caplog.records if "holds worker id w1" in record.getMessage()]
             assert [record.levelno for record in said] == [logging.ERROR]
             await squatter.detach()
@@ -216,10 +220,11 @@ async def test_refused_registration_is_counted_and_logged_with_both_identities(
         call = router_pb2_grpc.RouterStub(one.channel).Attach(metadata=one._metadata)
         await call.write(router_pb2.AttachRequest(registration=worker.registration))
         await call.read()
-        for _ in range(3):
+        for number in (1, 2, 3):
             error = await two.register(thief.registration)
             assert error is not None
             assert error.code == "worker_id_taken"
+            assert read(REFUSED.name)[("worker_id_taken",)] == number
         said = [record for record in caplog.records if "another process holds the worker id" in record.getMessage()]
         assert len(said) == 1, "a worker that tries again does not fill the log"
         fields = vars(said[0])

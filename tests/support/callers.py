@@ -32,6 +32,7 @@ class Calls:
 
     def __init__(self, port: int, token: str = "", tls: TlsSettings | None = None) -> None:
         credentials = None if tls is None else channel_credentials(tls)
+        self.port = port
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
         self.channel = open_channel(f"127.0.0.1:{port}", credentials)
 

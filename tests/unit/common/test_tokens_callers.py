@@ -144,6 +144,9 @@ def test_of_a_token_and_a_certificate_the_narrower_names_the_caller() -> None:
         ("operator", "operator"): "operator",
     }
     assert both(own, other) is None
+    barred = both(Caller("worker", reserved=frozenset({"w1"})), own)
+    assert barred is not None
+    assert not barred.may_register("w1"), "the token is not the one that the file has for this worker"
     found = both(gateway, operator)
     assert found is not None
     assert found.scope == "gateway"
