@@ -1,4 +1,4 @@
-"""Who may call: tokens and certificates tell who a caller is, `callers` says what it may do, once for each RPC."""
+"""Access to servers: tokens and certificates identify callers, `callers` lists what each may call; once an RPC."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
         return _guarded(handler, lambda context: self.admit(method, shown, context))
 
     def admit(self, method: str, shown: Sequence[str | bytes], context: grpc.aio.ServicerContext[Any, Any]) -> Caller:
-        """Returns who calls `method`.
+        """Returns the caller of `method`.
 
         Args:
             shown: values of the header.
@@ -91,7 +91,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
             raise _unauthenticated("This service wants a token: send authorization: Bearer TOKEN.", "token_missing")
         text = shown[0].decode("ascii", "replace") if isinstance(shown[0], bytes) else shown[0]
         digest = sha256(text[len(SCHEME) :].encode()).digest()
-        # Every token is compared, in constant time: how long it takes says nothing about any of them.
+        # Every token is compared, in constant time: how long it takes reveals nothing about any of them.
         found = [token.caller for token in tokens if hmac.compare_digest(digest, token.digest)]
         if len(shown) > 1 or text[: len(SCHEME)].lower() != SCHEME.lower() or not found:
             raise _unauthenticated("The token is not valid here.", "invalid_token")
@@ -141,8 +141,8 @@ def _not_allowed(caller: Caller, method: str) -> SluiceError:
 
 
 def _guarded(handler: Handler, admit: Callable[[Any], Caller]) -> Handler:
-    """Returns a handler of the same shape that finds out who calls before anything else. A message of its stream costs
-    what it cost before: what grpc does with a generator's messages is done here instead."""
+    """Returns a handler of the same shape that identifies its caller first. A message of its stream costs what it cost
+    before: what grpc does with a generator's messages is done here instead."""
     serve_call: Any = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
 
     async def serve(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:

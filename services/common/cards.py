@@ -1,5 +1,4 @@
-"""What a worker says about itself, checked before anything is kept of it: names that can be logged, and an address that
-can be connected to."""
+"""Checks of what workers report about themselves: names that can be logged, and an address that can be connected to."""
 
 from __future__ import annotations
 

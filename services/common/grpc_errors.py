@@ -95,10 +95,10 @@ def from_detail(detail: common_pb2.ErrorDetail) -> SluiceError:
 
 
 def passed_on(error: SluiceError, peer: str) -> SluiceError:
-    """Returns what a peer's error is for the client whose request the peer was working on.
+    """Returns what a peer's error means for the client whose request the peer was working on.
 
-    Whether the client is known, what it may do and whether it went away is decided before a peer is called: a peer that
-    answers so speaks of the calling service, or is wrong, and another replica may do better.
+    Clients are authenticated and their cancellations handled before a peer is called: such an error of a peer is about
+    the calling service, or wrong, and another replica may do better.
 
     Args:
         peer: what was called, in words for the message, such as ``worker w1``.

@@ -63,7 +63,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # the packa
         status = self._statuses.get(request.service)
         if status is None:
             name = sentence(request.service, LONGEST_NAME)
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"There is no service {name!r} here.")
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"Service {name!r} is not served here.")
         return health_pb2.HealthCheckResponse(status=status)
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:

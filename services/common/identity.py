@@ -1,4 +1,4 @@
-"""Who calls, as the transport proved it: by a token or by the name in a certificate, never by what a message claims."""
+"""Identities of callers, as transports prove them: by a token or by the name in a certificate, never by a message."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Caller:
     """An identity that was proven.
 
     Attributes:
-        service: one of CALLERS; empty where neither tokens nor certificates tell callers apart.
+        service: one of CALLERS; empty where neither tokens nor certificates identify callers.
         worker_id: the one worker that a caller of the service ``worker`` is; empty: any.
         proof: what proved it, for logs: the id of a token (the beginning of its digest) or the name in a certificate.
         reserved: worker ids that other callers' tokens name, which this one may not register.

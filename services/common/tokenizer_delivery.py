@@ -217,7 +217,7 @@ async def fetch_tokenizer(
     """A tokenizer's files, streamed from a worker, checked and stored.
 
     Args:
-        callee: whom tokens name to be shown to the worker.
+        callee: selects the token that is shown to the worker.
 
     Raises:
         SluiceError: as the worker said; INVALID_ARGUMENT when what came is not what was announced;

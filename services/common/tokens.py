@@ -31,7 +31,7 @@ Reader = Callable[[str, Sequence[tuple[int, str]]], tuple[T, ...]]
 
 @dataclass(frozen=True)
 class AcceptedToken:
-    """The digest of a token, and who shows it."""
+    """The digest of a token, and the caller that shows it."""
 
     digest: bytes = field(repr=False)
     caller: Caller

@@ -19,7 +19,7 @@ class TlsSettings(BaseSettings):
     tls_trust_domain: str = Field(
         "sluice",
         pattern=r"^[a-z0-9._-]*$",
-        description="with tls-require-client-cert: callers are told apart by a URI spiffe://TRUST-DOMAIN/SERVICE in "
+        description="with tls-require-client-cert: callers are identified by a URI spiffe://TRUST-DOMAIN/SERVICE in "
         "their certificates, and one without it may ask for health only; empty: every certificate may call everything",
     )
     tls_worker_name: str = Field(
@@ -40,7 +40,7 @@ class HttpsSettings(BaseSettings):
 
 
 class AccessSettings(BaseSettings):
-    """Who may call this service; both unset: everyone who reaches it."""
+    """Callers of this service; both unset: every caller that reaches it."""
 
     token: SecretStr = Field(
         SecretStr(""), description="token that is good for every call, for development; otherwise see tokens-file"

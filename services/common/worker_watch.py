@@ -26,9 +26,9 @@ ASK_S = 5.0
 
 @dataclass(frozen=True)
 class Served:
-    """What a worker serves: where it is, and of its model what the other services have to know.
+    """What a worker serves: where it is, and what the other services need of its model.
 
-    `callee` is whom tokens name to be shown to it: ``worker/ID``, or ``worker`` where only its address is known.
+    `callee` selects the token that is shown to it: ``worker/ID``, or ``worker`` where only its address is known.
     """
 
     address: str

@@ -50,8 +50,8 @@ class Attachment:
 
     Args:
         proof: of the worker's identity, for logs.
-        check_here: raises Taken when this replica alone knows that another process holds the worker's id; asked while
-            the store is away.
+        check_here: raises Taken when another process holds the worker's id as far as this replica can tell without the
+            store; called while that is away.
     """
 
     def __init__(

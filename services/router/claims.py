@@ -52,7 +52,7 @@ class Taken(Exception):
 
     @property
     def error(self) -> SluiceError:
-        """What the refused process is sent; it says nothing about the holder."""
+        """The error that the refused process receives; it reveals nothing about the holder."""
         return SluiceError(
             ErrorKind.FAILED_PRECONDITION,
             f"Worker id {self.holder.worker_id} is held by another process whose lease lives; give each worker its own "

@@ -54,7 +54,7 @@ def worker_of(registration: router_pb2.Registration, caller: Caller = ANONYMOUS)
     """Returns a worker from its registration.
 
     Args:
-        caller: who sent it.
+        caller: that sent it.
 
     Raises:
         SluiceError: INVALID_ARGUMENT for a registration that cannot be.

@@ -56,7 +56,7 @@ class Worker:
 
     `total_blocks` bounds what the index takes per rank and tier. `document` is what the transport wants back when it
     describes this worker; the domain does not look into it. `capabilities` is what the card says its engine can do,
-    `adapters` the LoRA adapters it holds now. `caller` and `lease_digest` say which process it is, as in Claim.
+    `adapters` the LoRA adapters it holds now. `caller` and `lease_digest` identify its process, as in Claim.
     """
 
     worker_id: str

@@ -56,7 +56,7 @@ class Registration:
         self._logs = [CacheLog(source.rank) for source in worker.engine.kv_event_sources()]
         for kv_log, source in zip(self._logs, worker.engine.kv_event_sources(), strict=True):
             source.subscribe(kv_log.record)
-        self._lease_key = secrets.token_bytes(LEASE_KEY_BYTES)  # by which routers know this process again
+        self._lease_key = secrets.token_bytes(LEASE_KEY_BYTES)  # identifies this process to routers
         self.trouble = ""
         self._attachment: Attachment | None = None
         self._router: Replica[router_pb2_grpc.RouterAsyncStub] | None = None

@@ -30,7 +30,7 @@ CALLS: Mapping[str, Sequence[str]] = {
     SCHEDULER: ("preprocess", "router", "worker", "postprocess"),
     OPERATOR: ("preprocess", "router", "worker", "postprocess"),
 }
-"""Who calls whom, by caller."""
+"""The services that each caller calls."""
 BYTES = 32
 READABLE = 0o444
 _WORKER_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -46,7 +46,7 @@ class BadTokens(Exception):
 @dataclass(frozen=True)
 class Options:
     """What to make: tokens for these workers alone instead of one for all, for a scheduler, and a step of rotation; and
-    who may read the files."""
+    the mode of the files."""
 
     workers: Sequence[str] = ()
     scheduler: bool = False
@@ -75,11 +75,11 @@ def _make(folder: Path, options: Options) -> list[str]:
     wanted = _arrows(options, known={name for arrow in shown for name in arrow})
     fresh = [arrow for arrow in wanted if arrow not in shown]
     shown |= {arrow: [_new()] for arrow in fresh}
-    said = [f"made {len(fresh)} tokens in {folder}"] if fresh else []
+    done = [f"made {len(fresh)} tokens in {folder}"] if fresh else []
     if options.rotate:
-        said.append(_rotate(shown, accepted, options.rotate))
+        done.append(_rotate(shown, accepted, options.rotate))
     _write(folder, shown, accepted, options.mode)
-    return said or [f"left the {len(shown)} tokens in {folder} as they are; --rotate replaces them"]
+    return done or [f"left the {len(shown)} tokens in {folder} as they are; --rotate replaces them"]
 
 
 def _arrows(options: Options, known: set[str]) -> list[Arrow]:
@@ -181,8 +181,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m sluice.cli.tokens", description=main.__doc__)
     parser.add_argument("folder", type=Path, help="holds a folder for each service")
     try:
-        for said in make(parser.parse_args(argv).folder, Options(mode=READABLE)):
-            print(said)
+        for sentence in make(parser.parse_args(argv).folder, Options(mode=READABLE)):
+            print(sentence)
     except BadTokens as error:
         print(f"tokens: {error}", file=sys.stderr)
         return 1

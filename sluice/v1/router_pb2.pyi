@@ -135,7 +135,7 @@ class RouteQueryRequest(_message.Message):
     """how long the session is remembered after this request; 0: the router's setting"""
     owner: _builtins.str
     """Whose lease holds the reservation: it vanishes when the owner's lease does, see WatchWorkersRequest.owner.
-    Empty: nobody's; it lives until it is freed or expires. Where tokens or certificates tell callers apart, an owner is
+    Empty: nobody's; it lives until it is freed or expires. Where tokens or certificates identify callers, an owner is
     one of the caller that names it, and reservations are only freed, marked and reported on by the caller that made them.
     """
     max_wait_ms: _builtins.int

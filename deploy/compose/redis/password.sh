@@ -1,11 +1,11 @@
-# Makes the password of Redis at the first start. It lies in a volume that is mounted by Redis, and by those who may call it.
+# Makes the password of Redis at the first start. Its volume is mounted by Redis and by the services that may call it.
 set -eu
 folder=${1:-/run/secrets}
 [ -s "$folder/sluice_router_redis_password" ] && exit 0
 umask 022
 rm -f "$folder/password.new"
 head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \n' > "$folder/password.new"
-# Under the names that the router's settings have, and readable by whoever has the volume: its user is not that of Redis.
+# Named as the router's settings, and readable by every user: the router's is not that of Redis.
 chmod 0444 "$folder/password.new"
 cp -pf "$folder/password.new" "$folder/sluice_router_redis_sentinel_password"
 mv "$folder/password.new" "$folder/sluice_router_redis_password"

@@ -150,8 +150,7 @@ class Catalogue:
                 self._down(worker_id)
 
     def _take(self, worker: router_pb2.WorkerInfo) -> bool:
-        """Takes a worker that is there; one of a role that only newer gateways know, or with names that cannot be, gets
-        no requests."""
+        """Takes a registered worker; one of an unknown role, or with names that cannot be, gets no requests."""
         try:
             entry = _entry(worker)
         except (ValueError, SluiceError) as error:

@@ -132,10 +132,10 @@ class RedisStore(Store):
             raise Taken(left_ms, holder)
 
     async def renew_claim(self, worker_id: str, session: str, lease_ms: int) -> Hold:
-        return Hold((await self._client.run("hold", self._root, worker_id, session, lease_ms)).decode())
+        return Hold((await self._client.run("renew_claim", self._root, worker_id, session, lease_ms)).decode())
 
     async def release_claim(self, worker_id: str, session: str) -> None:
-        await self._client.run("release", self._root, worker_id, session)
+        await self._client.run("release_claim", self._root, worker_id, session)
 
     async def register(self, worker: Worker, session: str, lease_ms: int) -> dict[int, int]:
         answer = await self._client.run(

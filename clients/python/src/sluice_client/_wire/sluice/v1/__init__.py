@@ -2334,7 +2334,7 @@ class RouteQueryRequest(betterproto2.Message):
     owner: "str" = betterproto2.field(16, betterproto2.TYPE_STRING)
     """
     Whose lease holds the reservation: it vanishes when the owner's lease does, see WatchWorkersRequest.owner.
-    Empty: nobody's; it lives until it is freed or expires. Where tokens or certificates tell callers apart, an owner is
+    Empty: nobody's; it lives until it is freed or expires. Where tokens or certificates identify callers, an owner is
     one of the caller that names it, and reservations are only freed, marked and reported on by the caller that made them.
     """
 
