@@ -19,6 +19,7 @@ from sluice.v1 import common_pb2
 DETAIL_KEY = "sluice-error-bin"
 
 LONGEST_MESSAGE = 500
+NO_MESSAGE = "the peer sent an error without a message"
 LONGEST_PARAM = 200
 MOST_RETRY_AFTER_MS = 600_000
 _CODE = re.compile(r"[a-z0-9_]{1,64}")
@@ -86,7 +87,7 @@ def from_detail(detail: common_pb2.ErrorDetail) -> SluiceError:
         kind = ErrorKind.INTERNAL
     return SluiceError(
         kind,
-        sentence(detail.message, LONGEST_MESSAGE),
+        sentence(detail.message, LONGEST_MESSAGE) or NO_MESSAGE,
         param=sentence(detail.param, LONGEST_PARAM),
         code=detail.code if _CODE.fullmatch(detail.code) else "",
         retry_after_ms=min(detail.retry_after_ms, MOST_RETRY_AFTER_MS),

@@ -100,6 +100,12 @@ def _is_no_cancellation(record: logging.LogRecord) -> bool:
     return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 
 
+def _drop_trace(record: logging.LogRecord) -> bool:
+    """Drops the trace from grpc's line about a message that it cannot parse: a peer chooses how often it is logged."""
+    record.exc_info = None
+    return True
+
+
 def configure(service: str, level: str, log_format: str) -> None:
     """Sets up logging for the process: everything goes to standard error."""
     handler = logging.StreamHandler(sys.stderr)
@@ -108,5 +114,6 @@ def configure(service: str, level: str, log_format: str) -> None:
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
     logging.getLogger("grpc._cython.cygrpc").addFilter(_is_no_cancellation)
+    logging.getLogger("grpc._common").addFilter(_drop_trace)
     for noisy in ("httpx", "httpcore", "huggingface_hub", "filelock", "asyncio", "uvicorn", "mistral_common"):
         logging.getLogger(noisy).setLevel(max(logging.WARNING, root.level))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any, Literal, Protocol, cast
 
-from services.common.errors import SluiceError
+from services.common.errors import ErrorKind, SluiceError
 from services.gateway.directions import NOWHERE, Directions
 
 
@@ -20,6 +20,20 @@ class FinishReason(IntEnum):
     CANCELLED = 4
     ERROR = 5
     HANDOFF = 6
+
+    @classmethod
+    def of(cls, number: int) -> FinishReason:
+        """Returns the reason of a number that a peer sent.
+
+        Raises:
+            SluiceError: `INTERNAL`, for a number that this version does not define.
+        """
+        try:
+            return cls(number)
+        except ValueError:
+            raise SluiceError(
+                ErrorKind.INTERNAL, f"The stream ended for a reason that this version does not define ({number})."
+            ) from None
 
 
 class Role(IntEnum):
@@ -153,7 +167,8 @@ class GenerationRequest:
     """One prompt and how to continue it, `choices` times.
 
     `logprobs` and `prompt_logprobs` count the alternatives per token: 0 is the token itself only, None is none at all.
-    `needs` are the capabilities that an engine must have for this, each with the client's field that asks for it.
+    `needs` are the capabilities that an engine must have for this, each with the client's field that asks for it; empty
+    where the gateway itself does.
     """
 
     request_id: str

@@ -208,7 +208,7 @@ async def test_only_the_stream_that_makes_it_loop_or_raise_loses_its_parser(both
 
 async def test_mistrals_own_files_are_read_or_give_way(both: Both) -> None:
     """vLLM reads Tekken's file; SGLang does not, and a parser that was only preferred gives way to the built-in one."""
-    library = VocabularyLibrary([ModelSpec("tekken", DEFAULT_SOURCE)], WAIT_S, native=[both.engine])
+    library = VocabularyLibrary([ModelSpec("tekken", DEFAULT_SOURCE)], WAIT_S, native=lambda spec: (both.engine,))
     vocabulary = await library.get("tekken")
     await both.opener.prepare_for(vocabulary)
     assert vocabulary.parsers.tool == {"vllm": "vllm:mistral", "sglang": "mistral"}[both.engine]
@@ -224,6 +224,6 @@ async def test_what_does_not_go_together_is_said(both: Both) -> None:
 
 async def test_an_interpreter_without_the_engine_is_named() -> None:
     opener = Opener(Limits(), OwnParsers(engines={"vllm": sys.executable}))
-    with pytest.raises(SluiceError, match=r"install sluice\[vllm\].*--vllm-python"):
+    with pytest.raises(SluiceError, match=r"install sluice-llm\[vllm\].*--vllm-python"):
         await opener.start()
     await opener.close()
