@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from ipaddress import ip_address
+import ipaddress
+import re
 
 HIGHEST_PORT = 65535
+_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?")
 
 
 def host_port(address: str) -> tuple[str, int] | None:
@@ -18,7 +20,27 @@ def host_port(address: str) -> tuple[str, int] | None:
 def is_loopback(host: str) -> bool:
     """Whether a host is this machine alone: localhost or a loopback address, without brackets."""
     try:
-        return host.lower() == "localhost" or ip_address(host).is_loopback
+        return host.lower() == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def listens_on_loopback(address: str) -> bool:
+    """Whether a server that listens on host:port is reachable from this machine only."""
+    place = host_port(address)
+    return place is not None and is_loopback(place[0])
+
+
+def is_reachable(address: str) -> bool:
+    """Whether an address is a host's name or IP and a port: nothing that gRPC would take for a socket file, or for the
+    name of a resolver."""
+    place = host_port(address)
+    if place is None or not place[1]:
+        return False
+    if not address.startswith("["):
+        return _NAME.fullmatch(place[0]) is not None
+    try:
+        return ipaddress.ip_address(place[0]).version == 6
     except ValueError:
         return False
 

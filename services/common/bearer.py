@@ -14,7 +14,7 @@ class BearerChannel(grpc.aio.Channel):
     """A channel around another one.
 
     Args:
-        token: gives the token; asked for every call, so that tokens can rotate.
+        token: returns the token, empty for none; called for every call, so that tokens can rotate.
     """
 
     def __init__(self, channel: grpc.aio.Channel, token: Callable[[], str]) -> None:
@@ -23,8 +23,9 @@ class BearerChannel(grpc.aio.Channel):
 
     def _showing(self, call: _Call) -> Any:
         def with_token(*args: Any, metadata: Any = None, **more: Any) -> Any:
-            shown = ("authorization", f"Bearer {self._token()}")
-            return call(*args, metadata=(*(metadata or ()), shown), **more)
+            token = self._token()
+            shown = (("authorization", f"Bearer {token}"),) if token else ()
+            return call(*args, metadata=(*(metadata or ()), *shown), **more)
 
         return with_token
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-OPERATOR = "operator"
+from services.common.identity import OPERATOR
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Callable
+from functools import partial
 
 import grpc
 
@@ -19,15 +19,16 @@ def open_channel(
     address: str,
     credentials: grpc.ChannelCredentials | None = None,
     server_name: str = "",
-    token: Callable[[], str] | None = None,
+    callee: str = "",
 ) -> grpc.aio.Channel:
     """Opens a channel to one replica.
 
     Args:
         address: host:port.
-        credentials: None for plain text; PeerCredentials may bring a token, and certificates that rotate.
+        credentials: None for plain text; PeerCredentials may bring tokens, and certificates that rotate.
         server_name: name the certificate must carry when `address` is an IP that a name resolved to.
-        token: gives the bearer token that every call shows, instead of the credentials' own; None shows that, if any.
+        callee: the service behind the address, such as ``router`` or ``worker/w1``: each call shows the token for it.
+            Empty: no token is shown.
     """
     options: list[tuple[str, str | int]] = [
         ("grpc.keepalive_time_ms", KEEPALIVE_MS),
@@ -58,8 +59,9 @@ def open_channel(
         channel = grpc.aio.insecure_channel(address, options=options)
     else:
         channel = connect(credentials)
-    token = token or shown.token
-    return channel if token is None else BearerChannel(channel, token)
+    if shown.tokens is None or not callee:
+        return channel
+    return BearerChannel(channel, partial(shown.tokens, callee))
 
 
 def _is_ip(host: str) -> bool:

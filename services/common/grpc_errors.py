@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Awaitable, Callable
 from typing import NoReturn, TypeVar
 
@@ -12,9 +13,16 @@ from google.protobuf.message import DecodeError
 
 from services.common import telemetry
 from services.common.errors import ErrorKind, SluiceError
+from services.common.printable import sentence
 from sluice.v1 import common_pb2
 
 DETAIL_KEY = "sluice-error-bin"
+
+LONGEST_MESSAGE = 500
+NO_MESSAGE = "the peer sent an error without a message"
+LONGEST_PARAM = 200
+MOST_RETRY_AFTER_MS = 600_000
+_CODE = re.compile(r"[a-z0-9_]{1,64}")
 
 log = logging.getLogger(__name__)
 
@@ -68,19 +76,41 @@ def to_detail(error: SluiceError) -> common_pb2.ErrorDetail:
 
 
 def from_detail(detail: common_pb2.ErrorDetail) -> SluiceError:
-    """The error behind a wire form; a kind this version does not know becomes internal."""
+    """Returns the error behind a wire form, within bounds: it ends up in logs and in answers to clients.
+
+    The message and the param become printable and are cut at LONGEST_MESSAGE and LONGEST_PARAM characters, a code that
+    is not one word of ``a-z0-9_`` is dropped, and a kind that this version does not know becomes INTERNAL.
+    """
     try:
         kind = ErrorKind(detail.kind)
     except ValueError:
         kind = ErrorKind.INTERNAL
     return SluiceError(
         kind,
-        detail.message or "the peer sent an error without a message",
-        param=detail.param,
-        code=detail.code,
-        retry_after_ms=detail.retry_after_ms,
+        sentence(detail.message, LONGEST_MESSAGE) or NO_MESSAGE,
+        param=sentence(detail.param, LONGEST_PARAM),
+        code=detail.code if _CODE.fullmatch(detail.code) else "",
+        retry_after_ms=min(detail.retry_after_ms, MOST_RETRY_AFTER_MS),
         retryable=detail.retryable,
     )
+
+
+def passed_on(error: SluiceError, peer: str) -> SluiceError:
+    """Returns what a peer's error means for the client whose request the peer was working on.
+
+    Clients are authenticated and their cancellations handled before a peer is called: such an error of a peer is about
+    the calling service, or wrong, and another replica may do better.
+
+    Args:
+        peer: what was called, in words for the message, such as ``worker w1``.
+    """
+    if error.kind in (ErrorKind.UNAUTHENTICATED, ErrorKind.PERMISSION_DENIED):
+        reason, code = f"The {peer} does not accept this service's credentials: {error.message}", "peer_refused"
+    elif error.kind is ErrorKind.CANCELLED:
+        reason, code = f"The {peer} gave up a request that was not cancelled.", "peer_cancelled"
+    else:
+        return error
+    return SluiceError(ErrorKind.UNAVAILABLE, sentence(reason, LONGEST_MESSAGE), code=code, retry_after_ms=1000)
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError, peer: str) -> SluiceError:

@@ -13,7 +13,10 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.common.errors import quoted
+from services.common.budgets import BudgetPool
+from services.common.errors import ErrorKind, quoted
+from services.common.grpc_errors import abort
+from services.common.printable import LONGEST_NAME
 from sluice import __version__
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -28,9 +31,14 @@ VERSION_KEY, CLOCK_KEY = "sluice-version", "sluice-unix-ms"
 
 
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # the package has no types
-    """What every service answers about itself; the empty name stands for the whole server."""
+    """What every service answers about itself; the empty name stands for the whole server.
 
-    def __init__(self) -> None:
+    Args:
+        watches: bounds the streams that are open at once; callers beyond them can ask with Check.
+    """
+
+    def __init__(self, watches: BudgetPool) -> None:
+        self._watches = watches
         self._statuses: dict[str, int] = {LIVE: SERVING}
         self._changed = asyncio.Event()
         self._over = False
@@ -54,10 +62,23 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # the packa
         context.set_trailing_metadata(((VERSION_KEY, __version__), (CLOCK_KEY, str(int(time.time() * 1000)))))
         status = self._statuses.get(request.service)
         if status is None:
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"There is no service {quoted(request.service)} here.")
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"Service {quoted(request.service)} is not served here.")
         return health_pb2.HealthCheckResponse(status=status)
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:
+        if len(request.service) > LONGEST_NAME:
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT, f"A service's name has at most {LONGEST_NAME} characters."
+            )
+        if not self._watches.try_take(1):
+            reason = f"{self._watches.limit} health streams are open; ask with Check"
+            await abort(context, self._watches.refuse(reason, kind=ErrorKind.OVERLOADED, retry_after_ms=1000))
+        try:
+            await self._follow(request, context)
+        finally:
+            self._watches.give_back(1)
+
+    async def _follow(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:
         said = None
         while True:
             changed = self._changed  # taken before the status is read: no change can be missed

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection
 from typing import Protocol
 
-from services.common.access import RouterTokenSettings, shown_token
 from services.common.replicas import ReplicaSet
 from services.common.runner import Stop
 from services.common.settings import ServiceSettings
@@ -14,6 +13,7 @@ from services.common.tasks import TaskOwner
 from services.common.tls import channel_credentials
 from services.common.tokenizer_delivery import DeliverySettings, Learned, TokenizerDelivery
 from services.common.tokenizer_store import TokenizerStore
+from services.common.trust import RouterTokenSettings
 from services.common.worker_watch import WorkerWatch
 from sluice.v1 import router_pb2_grpc
 
@@ -54,13 +54,7 @@ class Learning:
         credentials = channel_credentials(settings)
         self._routers: ReplicaSet[router_pb2_grpc.RouterAsyncStub] | None = None
         if settings.routers:
-            self._routers = ReplicaSet(
-                "router",
-                settings.routers,
-                router_pb2_grpc.RouterStub,
-                credentials,
-                token=shown_token(settings),
-            )
+            self._routers = ReplicaSet("router", settings.routers, router_pb2_grpc.RouterStub, credentials)
         watch = WorkerWatch(self._routers, settings.workers, credentials)
         store = TokenizerStore(settings.tokenizer_cache)
         self._delivery = TokenizerDelivery(service, watch, store, configured, on_model, credentials)

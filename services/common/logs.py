@@ -18,7 +18,11 @@ from typing import Any
 from opentelemetry import trace
 from opentelemetry.trace import SpanContext
 
+from services.common.printable import escaped
+
 MOST_TRACED = 4096
+BAR = "| "
+"""Begins every line of an exception in a text log: none of them can be taken for a line of the log."""
 
 request_id: ContextVar[str] = ContextVar("sluice_request_id", default="")
 
@@ -48,14 +52,26 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
     return fields
 
 
+def _value(value: Any) -> str:
+    text = escaped(str(value))
+    return json.dumps(text, ensure_ascii=False) if "  " in text else text
+
+
 class TextFormatter(logging.Formatter):
-    """`12:00:00.123 INFO  services.router  worker is up  worker=w1`."""
+    """Writes a record as `12:00:00.123 INFO  services.router  worker is up  worker=w1`.
+
+    A record cannot imitate another one: what is not printable is escaped, values that could be taken for further fields
+    are quoted, and the lines of an exception begin with a bar.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         clock = datetime.fromtimestamp(record.created).strftime("%H:%M:%S.%f")[:-3]
-        fields = "".join(f"  {key}={value}" for key, value in _fields(record).items())
-        line = f"{clock} {record.levelname:<7} {record.name}  {record.getMessage()}{fields}"
-        return line + "\n" + self.formatException(record.exc_info) if record.exc_info else line
+        fields = "".join(f"  {escaped(key)}={_value(value)}" for key, value in _fields(record).items())
+        line = f"{clock} {record.levelname:<7} {record.name}  {escaped(record.getMessage())}{fields}"
+        if not record.exc_info:
+            return line
+        trace = self.formatException(record.exc_info).split("\n")
+        return "\n".join([line, *(f"{BAR}{escaped(each)}" for each in trace)])
 
 
 class JsonFormatter(logging.Formatter):

@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 
 from services.common.tasks import TaskOwner
+from services.common.tokens import ShownTokens
 from services.common.watched import WatchedFiles
 
 log = logging.getLogger(__name__)
@@ -20,23 +21,23 @@ TRY_AGAIN_S = 5.0
 
 
 class PeerCredentials(grpc.ChannelCredentials):
-    """TLS, a token, or both; `open_channel` understands them.
+    """TLS, tokens, or both; `open_channel` understands them.
 
     Args:
         tls: what TLS takes now; None for plain text.
-        token: gives the token that every call shows; None shows none.
+        tokens: returns the token to show to a service; None shows none.
         ip_name: name in the certificates of peers that are known by IP address only; empty: the address itself.
     """
 
     def __init__(
         self,
         tls: WatchedFiles[grpc.ChannelCredentials] | None,
-        token: Callable[[], str] | None = None,
+        tokens: ShownTokens | None = None,
         ip_name: str = "",
     ) -> None:
         super().__init__(None if tls is None else vars(tls.value)["_credentials"])  # as they are now, for grpc itself
         self.tls = tls
-        self.token = token
+        self.tokens = tokens
         self.ip_name = ip_name
 
 

@@ -27,7 +27,7 @@ from services.common.breaker import Breaker, Budget, UsualTime
 from services.common.call_stream import CallStream
 from services.common.channels import open_channel
 from services.common.errors import ErrorKind, SluiceError, unavailable
-from services.common.grpc_errors import DETAIL_KEY, from_rpc_error, late_answer
+from services.common.grpc_errors import DETAIL_KEY, from_rpc_error, late_answer, passed_on
 from services.common.idlest import idlest
 from services.common.tasks import TaskOwner, asked_to_end, end_all
 
@@ -71,11 +71,10 @@ class ReplicaSet(Generic[S]):
     """The replicas behind a list of targets.
 
     Args:
-        peer: the service's name, for messages, such as ``preprocess``.
+        peer: the service's name, such as ``preprocess``: for messages, and for the token that its replicas are shown.
         targets: host:port each; a name stands for every address it resolves to.
         make_stub: makes the service's stub on a channel.
         on_change: called after a replica came up or went down.
-        token: gives the bearer token that every call shows; None shows none.
         shared: the RPC of a stub whose calls share a stream, if one is a CallStream.
 
     Attributes:
@@ -89,7 +88,6 @@ class ReplicaSet(Generic[S]):
         make_stub: Callable[[grpc.aio.Channel], S],
         credentials: grpc.ChannelCredentials | None = None,
         on_change: Callable[[], None] | None = None,
-        token: Callable[[], str] | None = None,
         shared: Callable[[S], CallStream[Any, Any]] | None = None,
     ) -> None:
         self.on_event: Callable[[str], None] = lambda event: None
@@ -97,7 +95,6 @@ class ReplicaSet(Generic[S]):
         self._targets = targets
         self._make_stub = make_stub
         self._credentials = credentials
-        self._token = token
         self._shared = shared
         self._on_change = on_change or (lambda: None)
         self._replicas: dict[str, Replica[S]] = {}
@@ -229,7 +226,7 @@ class ReplicaSet(Generic[S]):
             if late:
                 return late_answer(self.peer)
             return unavailable(f"The {self.peer} service stopped before it answered.", code="service_unavailable")
-        return from_rpc_error(error, self.peer)
+        return passed_on(from_rpc_error(error, self.peer), f"{self.peer} service")
 
     def _judge(self, replica: Replica[S], error: grpc.aio.AioRpcError, waited_s: float, late: bool) -> None:
         """A typed refusal is an answer; silence and broken connections are not."""
@@ -293,7 +290,7 @@ class ReplicaSet(Generic[S]):
                 await self._remove(address)
 
     def _add(self, address: str, name: str) -> None:
-        channel = open_channel(address, self._credentials, name, self._token)
+        channel = open_channel(address, self._credentials, name, callee=self.peer)
         stub = self._make_stub(channel)
         replica = Replica(address, channel, stub, None if self._shared is None else self._shared(stub))
         self._replicas[address] = replica
@@ -320,13 +317,24 @@ class ReplicaSet(Generic[S]):
     async def _watch(self, replica: Replica[S]) -> None:
         health = health_pb2_grpc.HealthStub(replica.channel)
         while True:
+            serving = False
             try:
                 async for answer in health.Watch(health_pb2.HealthCheckRequest(), wait_for_ready=False):
                     self._mark(replica, answer.status == health_pb2.HealthCheckResponse.SERVING)
             except grpc.aio.AioRpcError as error:
                 log.debug("health watch ended", extra={"peer": self.peer, "status": error.code().name})
-            self._mark(replica, False)
+                if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:  # too many watch it: ask now and then
+                    serving = await _serves(health)
+            self._mark(replica, serving)
             await asyncio.sleep(WATCH_RETRY_S * random.uniform(0.5, 1.5))
+
+
+async def _serves(health: health_pb2_grpc.HealthAsyncStub) -> bool:
+    try:
+        answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S)
+    except grpc.aio.AioRpcError:
+        return False
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
 def _refused(cause: SluiceError) -> bool:

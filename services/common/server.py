@@ -12,7 +12,8 @@ from grpc_reflection.v1alpha import reflection
 
 from services.common import scraping
 from services.common.access import access_interceptors
-from services.common.addresses import host_port, join
+from services.common.addresses import host_port, join, listens_on_loopback
+from services.common.budgets import BudgetPool
 from services.common.channels import KEEPALIVE_TIMEOUT_MS
 from services.common.errors import ErrorKind, SluiceError
 from services.common.health import Health
@@ -51,9 +52,9 @@ class GrpcServer:
         if settings.max_connection_age_s:
             options.append(("grpc.max_connection_age_ms", int(settings.max_connection_age_s * 1000)))
         self.server = grpc.aio.server(interceptors=(*access_interceptors(settings), *interceptors), options=options)
-        self._health = Health()
+        self._health = Health(BudgetPool("health_watches", settings.max_health_watches, "--max-health-watches"))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
-        if settings.reflection:
+        if listens_on_loopback(settings.listen) if settings.reflection is None else settings.reflection:
             names = (
                 *self._services,
                 health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,

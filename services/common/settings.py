@@ -150,7 +150,12 @@ class GrpcServiceSettings(AccessSettings, ServiceSettings):
         description="close connections after this many seconds so that "
         "proxies rebalance; running streams finish; 0: never",
     )
-    reflection: bool = Field(True, description="let tools such as grpcurl list the services")
+    reflection: bool | None = Field(
+        None, description="let tools such as grpcurl list the services; unset: only where it listens on loopback"
+    )
+    max_health_watches: int = Field(
+        1_024, ge=1, description="streams of health at once; callers beyond it are refused, and ask again and again"
+    )
 
 
 def _refuse(cls: type[BaseSettings], message: str) -> NoReturn:

@@ -13,8 +13,8 @@ import grpc
 from services.common.errors import ErrorKind, SluiceError
 from services.common.peers import PeerCredentials
 from services.common.tls_refusal import refusal
-from services.common.tokens import first_token
-from services.common.trust import HttpsSettings, PeerTokenSettings, TlsSettings
+from services.common.tokens import ShownTokens, shown_tokens
+from services.common.trust import HttpsSettings, PeerTokenSettings, RouterTokenSettings, TlsSettings
 from services.common.watched import WatchedFiles
 
 log = logging.getLogger(__name__)
@@ -124,20 +124,25 @@ def server_credentials(settings: TlsSettings) -> grpc.ServerCredentials | None:
 
 def channel_credentials(settings: TlsSettings) -> PeerCredentials | None:
     """What this service shows to those it calls, None for nothing and plain text: with tls-ca the peer must prove
-    itself, with tls-cert and tls-key this service does too, and with a peer-token it shows that.
+    itself, with tls-cert and tls-key this service does too, and each peer is shown the token for it, if there is one.
 
     Raises:
         SluiceError: when files are missing or do not fit together.
     """
     _belong_together(settings.tls_cert, settings.tls_key, _Names())
-    token = None
-    if isinstance(settings, PeerTokenSettings):
-        token = first_token(settings.peer_token, settings.peer_token_file)
+    tokens = _tokens(settings)
     if settings.tls_ca is None:
-        return None if token is None else PeerCredentials(None, token)
+        return None if tokens is None else PeerCredentials(None, tokens)
     identity = Identity(settings.tls_cert, settings.tls_key, settings.tls_ca)
     files = WatchedFiles("The TLS certificate", identity.paths, lambda: identity.material().of_channel())
-    return PeerCredentials(files, token, settings.tls_worker_name)
+    return PeerCredentials(files, tokens, settings.tls_worker_name)
+
+
+def _tokens(settings: TlsSettings) -> ShownTokens | None:
+    if not isinstance(settings, PeerTokenSettings):
+        return None
+    router = settings if isinstance(settings, RouterTokenSettings) else RouterTokenSettings.model_construct()
+    return shown_tokens(settings.peer_token, settings.peer_token_file, router.router_token, router.router_token_file)
 
 
 def https_context(settings: HttpsSettings) -> ssl.SSLContext | None:

@@ -19,6 +19,7 @@ from pydantic_settings import BaseSettings
 from services.common.channels import open_channel
 from services.common.errors import ErrorKind, SluiceError, invalid
 from services.common.grpc_errors import from_rpc_error
+from services.common.identity import WORKER
 from services.common.instruments import Counter
 from services.common.models import ENGINE_PROCESSORS, PROCESSORS, ModelSpec
 from services.common.process_metrics import FETCHES
@@ -194,7 +195,9 @@ class TokenizerDelivery:
     async def _learn_from(self, served: Served) -> None:
         path = await asyncio.to_thread(self._store.find, served.fingerprint)
         if path is None:
-            path = await fetch_tokenizer(served.address, served.fingerprint, self._store, self._credentials)
+            path = await fetch_tokenizer(
+                served.address, served.fingerprint, self._store, self._credentials, served.callee
+            )
         known = served.processor in (*PROCESSORS, *ENGINE_PROCESSORS)  # a class of its own would be code from outside
         spec = ModelSpec(served.model, str(path), served.processor if known else "", *served.declared)
         learned = Learned(spec, served.engine, served.fingerprint)
@@ -205,15 +208,22 @@ class TokenizerDelivery:
 
 
 async def fetch_tokenizer(
-    address: str, fingerprint: str, store: TokenizerStore, credentials: grpc.ChannelCredentials | None = None
+    address: str,
+    fingerprint: str,
+    store: TokenizerStore,
+    credentials: grpc.ChannelCredentials | None = None,
+    callee: str = WORKER,
 ) -> Path:
     """A tokenizer's files, streamed from a worker, checked and stored.
+
+    Args:
+        callee: selects the token that is shown to the worker.
 
     Raises:
         SluiceError: as the worker said; INVALID_ARGUMENT when what came is not what was announced;
             FAILED_PRECONDITION when the disk does not take it.
     """
-    channel = open_channel(address, credentials)
+    channel = open_channel(address, credentials, callee=callee)
     incoming: Incoming | None = None
     try:
         stub: worker_pb2_grpc.WorkerAsyncStub = worker_pb2_grpc.WorkerStub(channel)

@@ -16,6 +16,12 @@ class TlsSettings(BaseSettings):
     tls_key: Path | None = Field(None, description="private key of tls-cert (PEM file)")
     tls_ca: Path | None = Field(None, description="authorities this service trusts (PEM file)")
     tls_require_client_cert: bool = Field(False, description="refuse callers without a certificate of tls-ca (mTLS)")
+    tls_trust_domain: str = Field(
+        "sluice",
+        pattern=r"^[a-z0-9._-]*$",
+        description="with tls-require-client-cert: callers are identified by a URI spiffe://TRUST-DOMAIN/SERVICE in "
+        "their certificates, and one without it may ask for health only; empty: every certificate may call everything",
+    )
     tls_worker_name: str = Field(
         "",
         description="name in the certificates of peers that are known by IP address only, as workers are by their "
@@ -34,30 +40,36 @@ class HttpsSettings(BaseSettings):
 
 
 class AccessSettings(BaseSettings):
-    """Who may call this service; both unset: everybody who reaches it."""
+    """Callers of this service; both unset: every caller that reaches it."""
 
-    token: SecretStr = Field(SecretStr(""), description="token that callers must show; empty: see tokens-file")
+    token: SecretStr = Field(
+        SecretStr(""), description="token that is good for every call, for development; otherwise see tokens-file"
+    )
     tokens_file: Path | None = Field(
         None,
-        description="file with one accepted token a line, after it the one service that may show it, such as gateway; "
-        "read again when it changes, so that tokens can rotate",
+        description="file with a line sha256:HEX CALLER for each accepted token, CALLER the one service, such as "
+        "gateway, or the one worker, worker/ID, that shows it; read again when it changes; made by `sluice tokens`",
     )
-    open_health: bool = Field(True, description="health and reflection need no token")
+    open_health: bool = Field(True, description="health and reflection need no token and no name in a certificate")
 
 
 class PeerTokenSettings(BaseSettings):
     """What this service shows the services that it calls; both unset: nothing."""
 
-    peer_token: SecretStr = Field(SecretStr(""), description="token to show every service that this one calls")
+    peer_token: SecretStr = Field(
+        SecretStr(""), description="TOKEN CALLEE: a token and the one service that it is shown to, such as worker"
+    )
     peer_token_file: Path | None = Field(
-        None, description="file whose first line is that token, read again when it changes"
+        None,
+        description="file with a line TOKEN CALLEE for each service that this one calls (worker/ID for one worker); "
+        "the first line for a service counts; read again when it changes; made by `sluice tokens`",
     )
 
 
 class RouterTokenSettings(BaseSettings):
-    """What callers of a router that wants a token of its own show it; both unset: peer-token."""
+    """The token for the router, where it is kept apart from the others; both unset: peer-token."""
 
-    router_token: SecretStr = Field(SecretStr(""), description="token to show the router, if it is not peer-token")
+    router_token: SecretStr = Field(SecretStr(""), description="token to show to the router only")
     router_token_file: Path | None = Field(
-        None, description="file whose first line is the token to show the router, read again when it changes"
+        None, description="file whose first line is the token to show to the router, read again when it changes"
     )

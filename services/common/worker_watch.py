@@ -9,8 +9,10 @@ from dataclasses import dataclass
 
 import grpc
 
+from services.common.cards import check_worker
 from services.common.channels import open_channel
 from services.common.errors import SluiceError
+from services.common.identity import WORKER
 from services.common.replicas import ReplicaSet
 from services.common.tasks import TaskOwner, asked_to_end
 from sluice.v1 import common_pb2, router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -24,7 +26,10 @@ ASK_S = 5.0
 
 @dataclass(frozen=True)
 class Served:
-    """What a worker serves: where it is, and of its model what the other services have to know."""
+    """What a worker serves: where it is, and what the other services need of its model.
+
+    `callee` selects the token that is shown to it: ``worker/ID``, or ``worker`` where only its address is known.
+    """
 
     address: str
     model: str
@@ -34,6 +39,7 @@ class Served:
     chat_template: str = ""
     tool_parser: str = ""
     reasoning_parser: str = ""
+    callee: str = WORKER
 
     @property
     def declared(self) -> tuple[str, str, str]:
@@ -111,7 +117,7 @@ class WorkerWatch:
             worker = change.worker
             if change.kind == router_pb2.WorkerChange.KIND_UP:
                 said.add(worker.worker_id)
-                self._served[worker.worker_id] = _served(worker.address, worker.card, worker.engine)
+                self._take(worker)
             elif change.kind == router_pb2.WorkerChange.KIND_DOWN:
                 self._served.pop(worker.worker_id, None)
             elif change.kind == router_pb2.WorkerChange.KIND_SYNCED and first:
@@ -121,17 +127,31 @@ class WorkerWatch:
                     del self._served[gone]
             self.on_change()
 
+    def _take(self, worker: router_pb2.WorkerInfo) -> None:
+        try:
+            check_worker(worker.worker_id, worker.address, worker.card)
+        except SluiceError as error:
+            self._served.pop(worker.worker_id, None)  # what it was before
+            log.warning("a worker is left out: %s", error.message)
+            return
+        callee = f"{WORKER}/{worker.worker_id}"
+        self._served[worker.worker_id] = _served(worker.address, worker.card, worker.engine, callee)
+
     async def _keep_asking(self, address: str) -> None:
-        channel = open_channel(address, self._credentials)
+        channel = open_channel(address, self._credentials, callee=WORKER)
         stub: worker_pb2_grpc.WorkerAsyncStub = worker_pb2_grpc.WorkerStub(channel)
         try:
             while True:
                 try:
                     info = await stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=ASK_S)
                     if info.card.model:  # else it is still starting
+                        check_worker(info.worker_id, address, info.card)
                         self._served[address] = _served(address, info.card, info.engine)
                 except grpc.aio.AioRpcError as error:
                     log.debug("a worker does not answer", extra={"worker": address, "status": error.code().name})
+                except SluiceError as error:
+                    self._served.pop(address, None)
+                    log.warning("a worker is left out: %s", error.message, extra={"worker": address})
                 self._asked.add(address)
                 self.on_change()
                 await asyncio.sleep(ASK_EVERY_S if address in self._served else AGAIN_S)
@@ -139,7 +159,7 @@ class WorkerWatch:
             await channel.close()
 
 
-def _served(address: str, card: common_pb2.ModelCard, engine: str) -> Served:
+def _served(address: str, card: common_pb2.ModelCard, engine: str, callee: str = WORKER) -> Served:
     tokenizer = card.tokenizer
     declared = (card.chat_template, card.tool_parser, card.reasoning_parser)
-    return Served(address, card.model, tokenizer.processor, tokenizer.fingerprint, engine, *declared)
+    return Served(address, card.model, tokenizer.processor, tokenizer.fingerprint, engine, *declared, callee)

@@ -8,7 +8,6 @@ import uuid
 from functools import partial
 
 from services.common import scraping, telemetry
-from services.common.access import shown_token
 from services.common.budgets import Budget
 from services.common.runner import Stop, run
 from services.common.tasks import TaskOwner
@@ -69,7 +68,6 @@ async def serve(settings: GatewaySettings, stop: Stop) -> None:
         credentials,
         settings.route_timeout_s,
         owner=f"gateway-{uuid.uuid4().hex}",
-        token=shown_token(settings),
     )
     switchboard = WatchedSwitchboard(
         settings.max_streams, router.prefill_complete, router.free, metrics, settings.postprocess_wait_s

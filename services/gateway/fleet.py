@@ -61,7 +61,7 @@ class Fleet:
             return
         if known is not None:
             known.retired = True
-        channel = open_channel(entry.address, self._credentials)
+        channel = open_channel(entry.address, self._credentials, callee=f"worker/{entry.worker_id}")
         link = WorkerLink(
             entry.worker_id,
             entry.address,

@@ -9,10 +9,9 @@ from typing import Annotated, Self
 from pydantic import AfterValidator, Field, SecretStr, model_validator
 from pydantic_core import PydanticCustomError
 
-from services.common.access import RouterTokenSettings
 from services.common.audit import AuditSettings
 from services.common.settings import AddressList, CommaList, ServiceSettings, settings_config
-from services.common.trust import HttpsSettings
+from services.common.trust import HttpsSettings, RouterTokenSettings
 from services.gateway.body_budgets import BodySettings
 from services.gateway.config import (
     ALIASES,
@@ -34,6 +33,7 @@ def _session_sources(names: list[str]) -> list[str]:
         if name not in SOURCES:
             raise ValueError(f"{name!r} cannot name a session; choose from {', '.join(SOURCES)}")
     return names
+
 
 BODY_MEMORY_MB = 64
 

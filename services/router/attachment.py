@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 from services.common.errors import ErrorKind, SluiceError, invalid
+from services.router.claims import Claim, Hold, Taken
 from services.router.dialogue import Leaving, Replies, Report, Said, SnapshotChunk
 from services.router.events import (
     HASH_BYTES,
@@ -45,10 +46,27 @@ class _Assembly:
 
 
 class Attachment:
-    """A worker's stream to this router. Not reentrant: its owner handles one batch of messages after another."""
+    """A worker's stream to this router. Not reentrant: its owner handles one batch of messages after another.
 
-    def __init__(self, worker: Worker, store: Store, link: Link, view: ModelView, lease_ms: int) -> None:
+    Args:
+        proof: of the worker's identity, for logs.
+        check_here: raises Taken when another process holds the worker's id as far as this replica can tell without the
+            store; called while that is away.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        store: Store,
+        link: Link,
+        view: ModelView,
+        lease_ms: int,
+        proof: str = "",
+        check_here: Callable[[Claim], None] = lambda claim: None,
+    ) -> None:
         self.worker = worker
+        self._claim = replace(worker.claim, proof=proof)
+        self._check_here = check_here
         self.session = uuid.uuid4().hex
         self.left = False
         self._unstored: set[int] = set()  # ranks whose last words the store does not hold
@@ -66,6 +84,7 @@ class Attachment:
         """Registers; returns the last sequence number held, by rank.
 
         Raises:
+            Taken: another process holds the worker's id.
             SluiceError: FAILED_PRECONDITION for an old epoch, or a block size others of the model do not have.
         """
         self._check_fits()
@@ -73,7 +92,8 @@ class Attachment:
             sequences = await self._register()
         except StoreUnavailable as error:
             self._link.lost(error)
-            self._view.apply(WorkerUp(self.worker))
+            self._check_here(self._claim)
+            self._show()
             sequences = self._view.sequences(self.worker)
         self._heard = dict(sequences)  # the worker does not say again what is held
         return sequences
@@ -88,6 +108,9 @@ class Attachment:
             sequences = await self._register()
         except StoreUnavailable:
             raise
+        except Taken as taken:
+            self._refused = taken.error
+            return
         except SluiceError as error:  # a newer start of this worker registered meanwhile
             self._refused = error
             return
@@ -147,9 +170,11 @@ class Attachment:
 
     async def remove(self) -> bool:
         """Removes the worker from the store; False when another attachment has it."""
-        return await self._store.remove(
+        owned = await self._store.remove(
             self.worker.model, self.worker.worker_id, self.session, keep_reservations=self.left
         )
+        await self._store.release_claim(self.worker.worker_id, self.session)
+        return owned
 
     def _check_fits(self) -> None:
         mine = self.worker
@@ -175,12 +200,19 @@ class Attachment:
             self._view.apply(WorkerDraining(self.worker.worker_id, self.worker.epoch))
 
     async def _register(self) -> dict[int, int]:
+        await self._store.claim(self._claim, self.session, self._lease_ms)
         with self._view.asking(self.worker.worker_id) as asking:
             sequences = await self._store.register(self.worker, self.session, self._lease_ms)
         if not asking.overtaken:
-            self._view.apply(WorkerUp(self.worker))
+            self._show()
         self._renewed_at = time.monotonic()
         return sequences
+
+    def _show(self) -> None:
+        known = self._view.find(self.worker.worker_id)
+        if known is not None and known.holder != self.worker.holder:  # its epochs are those of another process
+            self._view.apply(WorkerDown(known.worker_id, known.epoch))
+        self._view.apply(WorkerUp(self.worker))
 
     async def _drain(self) -> None:
         with self._view.asking(self.worker.worker_id) as asking:
@@ -196,16 +228,17 @@ class Attachment:
             return
         document = None if report is None else report.document
         try:
+            hold = await self._store.renew_claim(self.worker.worker_id, self.session, self._lease_ms)
             lease = await self._store.renew(
                 self.worker.model, self.worker.worker_id, self.session, self._lease_ms, document
             )
             self._renewed_at = time.monotonic()
-            if lease is Lease.GONE:
+            if hold is not Hold.REPLACED and (lease is Lease.GONE or hold is Hold.GONE):
                 await self.reopen()
         except StoreUnavailable as error:
             self._link.lost(error)
             return
-        if lease is Lease.REPLACED:
+        if lease is Lease.REPLACED or hold is Hold.REPLACED:
             raise SluiceError(
                 ErrorKind.FAILED_PRECONDITION,
                 f"Worker {self.worker.worker_id} is attached elsewhere; this attachment ends.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from services.common.errors import invalid
+from services.common.printable import check_name
 from services.router.queries import Query
 
 MOST_TOKENS = 1 << 24
@@ -24,7 +25,13 @@ def check(query: Query) -> None:
     for name, milliseconds in times.items():
         if milliseconds > MOST_MS:
             raise invalid(f"{name} is {milliseconds}; the most is a day, {MOST_MS}.", param=name)
-    names = {"request_id": query.request_id, "session_id": query.session_id, "owner": query.owner}
+    names = {"request_id": query.request_id, "session_id": query.session_id}
     for name, text in names.items():
         if len(text) > MOST_NAME:
             raise invalid(f"{name} has {len(text)} characters; the most is {MOST_NAME}.", param=name)
+    check_owner(query.owner)
+
+
+def check_owner(owner: str) -> None:
+    """SluiceError(INVALID_ARGUMENT) for the name of an owner that is too long or not printable."""
+    check_name(owner, "owner", MOST_NAME)

@@ -26,6 +26,7 @@ class Link:
         self._there = asyncio.Event()
         self._away = asyncio.Event()
         self._since = 0.0
+        self._lost_at = 0.0
         self._returns = 0
 
     @property
@@ -38,9 +39,15 @@ class Link:
         """How long it has been there without a break; 0 while it is away."""
         return time.monotonic() - self._since if self.there else 0.0
 
+    @property
+    def away_for_s(self) -> float:
+        """How long it has been away since it was there last; 0 while it is there."""
+        return 0.0 if self.there else time.monotonic() - self._lost_at
+
     def lost(self, error: StoreUnavailable) -> None:
         """The store did not answer."""
         if self.there:
+            self._lost_at = time.monotonic()
             log.warning("the store is away; routing from the view and a local load book: %s", error.message)
         self._there.clear()
         self._away.set()

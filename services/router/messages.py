@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from functools import lru_cache
+from hashlib import sha256
 
 from google.protobuf.message import DecodeError
 
+from services.common.cards import check_worker
 from services.common.errors import invalid, quoted
 from services.common.hashing import HASH_SCHEME
+from services.common.identity import ANONYMOUS, Caller
 from services.common.packing import pack_u64
+from services.common.printable import check_name
 from services.router.cost import Load
 from services.router.dialogue import Leaving, Replies, Report, Said, SnapshotChunk
 from services.router.drift import Reported
@@ -24,6 +29,8 @@ log = logging.getLogger(__name__)
 
 MOST_RANKS = 1_024
 DUMP_AT_ONCE = 65_536  # hashes a message
+EPOCH_AHEAD_US = 24 * 3600 * 1_000_000
+LEASE_KEY_BYTES = (16, 64)
 
 _TIERS = {
     common_pb2.CACHE_TIER_UNSPECIFIED: Tier.DEVICE,
@@ -43,8 +50,15 @@ _KINDS = {
 }
 
 
-def worker_of(registration: router_pb2.Registration) -> Worker:
-    """A worker from its registration; SluiceError(INVALID_ARGUMENT) when that cannot be."""
+def worker_of(registration: router_pb2.Registration, caller: Caller = ANONYMOUS) -> Worker:
+    """Returns a worker from its registration.
+
+    Args:
+        caller: that sent it.
+
+    Raises:
+        SluiceError: INVALID_ARGUMENT for a registration that cannot be.
+    """
     card = registration.card
     for name, value in (
         ("worker_id", registration.worker_id),
@@ -53,6 +67,16 @@ def worker_of(registration: router_pb2.Registration) -> Worker:
     ):
         if not value:
             raise invalid(f"A registration needs {name}.", param=f"registration.{name}")
+    check_worker(registration.worker_id, registration.address, card)
+    check_name(registration.engine, "registration.engine")
+    check_name(registration.engine_version, "registration.engine_version")
+    _check_epoch(registration.epoch)
+    key = registration.lease_key
+    shortest, longest = LEASE_KEY_BYTES
+    if key and not shortest <= len(key) <= longest:
+        raise invalid(
+            f"A lease key of {len(key)} bytes; {shortest} to {longest} are taken.", param="registration.lease_key"
+        )
     ranks = card.data_parallel_size or 1
     if ranks > MOST_RANKS:
         raise invalid(f"{ranks} data-parallel ranks are more than {MOST_RANKS}.", param="card.data_parallel_size")
@@ -89,7 +113,20 @@ def worker_of(registration: router_pb2.Registration) -> Worker:
         document=info.SerializeToString(),
         capabilities=tuple(card.capabilities),
         adapters=tuple(card.adapters),
+        caller=caller.name,
+        lease_digest=sha256(key).hexdigest() if key else "",
     )
+
+
+def _check_epoch(epoch: int) -> None:
+    latest = time.time_ns() // 1_000 + EPOCH_AHEAD_US
+    if not 0 < epoch <= latest:
+        raise invalid(
+            f"Epoch {epoch} is out of range: use the start's Unix microseconds, at most a day ahead of the router's "
+            f"clock (now {latest - EPOCH_AHEAD_US}).",
+            param="registration.epoch",
+            code="epoch_out_of_range",
+        )
 
 
 def worker_info(worker: Worker, report: bytes) -> router_pb2.WorkerInfo:

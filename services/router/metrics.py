@@ -54,6 +54,9 @@ EVENT_BATCHES = METRICS.counter(
     Label("outcome", "what became of the batch", most=10, rare=True),
 )
 CUT_OFF = METRICS.counter("cut_off", "workers cut off", Label("why", "error code, or silent", most=40, rare=True))
+REFUSED = METRICS.counter(
+    "refused_registrations", "registrations of workers refused", Label("code", "of the error", most=40, rare=True)
+)
 RESYNCS = METRICS.counter("resyncs", "snapshots asked for")
 RELOADS = METRICS.counter(
     "reloads",
@@ -88,6 +91,7 @@ class Metrics:
         self.computed_unsaid = Counter(COMPUTED_UNSAID)
         self.event_batches = Counter(EVENT_BATCHES)
         self.cut_off = Counter(CUT_OFF)
+        self.refused = Counter(REFUSED)
         self.resyncs = Counter(RESYNCS)
         self.reloads = Counter(RELOADS)
         self.workers = Level(ATTACHED)

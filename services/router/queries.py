@@ -30,7 +30,10 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """Which worker should run this prompt? `request_id` is set to reserve, `candidates` None for any worker."""
+    """Which worker should run this prompt? `request_id` is set to reserve, `candidates` None for any worker.
+
+    `request_id` and `owner` are names within `scope`, see `reservations.scoped`.
+    """
 
     model: str
     prompt: Prompt
@@ -47,6 +50,7 @@ class Query:
     session_ttl_ms: int = 0
     max_wait_ms: int = 0
     return_token_ids: bool = False
+    scope: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from services.router.decisions import Decision, Outcome
 from services.router.headers import headers_of
 from services.router.index import Overlap
 from services.router.queries import Prompt, Query, Route, RoutedPrompt
+from services.router.reservations import scoped
 from services.router.workers import Slot
 from sluice.v1 import router_pb2
 
@@ -31,8 +32,12 @@ def prompt_of(prompt: router_pb2.PromptRef, lora: str, cache_salt: str) -> Promp
     )
 
 
-def query_of(request: router_pb2.RouteQueryRequest, defaults: CostModel) -> Query:
-    """A query; SluiceError(INVALID_ARGUMENT) when it cannot be."""
+def query_of(request: router_pb2.RouteQueryRequest, defaults: CostModel, scope: str = "") -> Query:
+    """A query; SluiceError(INVALID_ARGUMENT) when it cannot be.
+
+    Args:
+        scope: of the caller's reservations.
+    """
     if request.mode not in _MODES:
         raise invalid(f"Mode {request.mode} is not known.", param="mode")
     reserve = request.mode == router_pb2.RouteQueryRequest.MODE_SELECT_AND_RESERVE
@@ -42,18 +47,19 @@ def query_of(request: router_pb2.RouteQueryRequest, defaults: CostModel) -> Quer
         request.model,
         prompt_of(request.prompt, request.lora, request.cache_salt),
         _cost_model(request.cost, defaults) if request.HasField("cost") else defaults,
-        request.request_id if reserve else "",
+        scoped(scope, request.request_id) if reserve else "",
         request.policy,
         frozenset(request.candidates.worker_ids) if request.HasField("candidates") else None,
         request.expected_output_tokens,
         request.ttl_ms,
         request.explain,
-        request.owner,
+        scoped(scope, request.owner),
         request.priority,
         request.session_id,
         request.session_ttl_ms,
         request.max_wait_ms,
         request.return_token_ids,
+        scope,
     )
 
 

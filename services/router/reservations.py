@@ -6,7 +6,7 @@ another made from it where it is prefilled.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from urllib.parse import quote, unquote
 
 PAIR = "+"  # after the model's name, where quoting leaves no plus sign
@@ -26,6 +26,28 @@ def request_of(reservation: str) -> tuple[str, str]:
 def prefill_id(request_id: str) -> str:
     """The request id under which the prefill half of a pair is booked."""
     return f"{request_id}\0prefill"
+
+
+def scoped(scope: str, name: str) -> str:
+    """Returns the name of a request or an owner as it is booked: two callers that choose the same one mean two.
+
+    Args:
+        scope: the caller's, see Caller.scope; empty: names are booked as they are.
+        name: empty stays empty.
+    """
+    return f"{scope}/{name}" if scope and name else name
+
+
+def unscoped(scope: str, name: str) -> str:
+    """Undoes `scoped`."""
+    return name.removeprefix(f"{scope}/") if scope else name
+
+
+def within(scope: str, reservations: Iterable[str]) -> list[str]:
+    """Returns those of the reservations that were booked by a caller of this scope."""
+    if not scope:
+        return list(reservations)
+    return [each for each in reservations if request_of(each)[1].startswith(f"{scope}/")]
 
 
 def by_model(reservations: Sequence[str]) -> dict[str, list[str]]:

@@ -31,6 +31,7 @@ from services.router.prompts import in_blocks
 from services.router.queries import Prompt, Query, Route
 from services.router.registry import Registry
 from services.router.reports import Reports, UsedBlocks
+from services.router.reservations import unscoped
 from services.router.selection import Ask, Selector, SelectorConfig
 from services.router.sessions import Sessions
 from services.router.store.base import Store
@@ -294,7 +295,7 @@ def _decision(query: Query, route: Route) -> Decision:
     expected = route.overlap.blocks + route.overlap.predicted
     return Decision(
         route.reservation_id,
-        query.request_id,
+        unscoped(query.scope, query.request_id),
         query.model,
         Slot(route.worker.worker_id, route.rank),
         route.worker.address,

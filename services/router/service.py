@@ -11,17 +11,19 @@ from typing import Any, TypeAlias, TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from services.common import logs, telemetry
+from services.common import identity, logs, telemetry
 from services.common.call_session import CallSession, Metadata
 from services.common.errors import ErrorKind, SluiceError, invalid, unavailable
 from services.common.grpc_errors import abort, answer
+from services.common.identity import Caller
 from services.router import messages, query_messages
 from services.router.attachment import HEARTBEATS_PER_LEASE, Attachment
 from services.router.cost import CostModel
 from services.router.dialogue import Said
 from services.router.inbox import Inbox
+from services.router.limits import check_owner
 from services.router.queries import Query
-from services.router.reservations import reservation_id
+from services.router.reservations import reservation_id, scoped, within
 from services.router.router import Router
 from services.router.workers import Slot, Worker
 from sluice.v1 import router_pb2, router_pb2_grpc
@@ -81,7 +83,8 @@ class RouterService(router_pb2_grpc.RouterServicer):
 
     async def _route(self, request: router_pb2.RouteQueryRequest) -> router_pb2.RouteQueryResponse:
         logs.request_id.set(request.request_id)
-        return query_messages.answer_of(await self._router.query(query_messages.query_of(request, self._cost)))
+        query = query_messages.query_of(request, self._cost, identity.current.get().scope)
+        return query_messages.answer_of(await self._router.query(query))
 
     async def AddRequest(
         self, request: router_pb2.AddRequestRequest, context: Context
@@ -92,19 +95,21 @@ class RouterService(router_pb2_grpc.RouterServicer):
         query_messages.check_request_id(request.request_id)
         prompt = query_messages.prompt_of(request.prompt, request.lora, request.cache_salt)
         only = frozenset((request.worker_id,))
+        scope = identity.current.get().scope
         query = Query(
             request.model,
             prompt,
             self._cost,
-            request.request_id,
+            scoped(scope, request.request_id),
             candidates=only,
             expected_output_tokens=request.expected_output_tokens,
             ttl_ms=request.ttl_ms,
-            owner=request.owner,
+            owner=scoped(scope, request.owner),
+            scope=scope,
         )
         choice, overlap = await self._router.add(Slot(request.worker_id, request.data_parallel_rank), query)
         return router_pb2.AddRequestResponse(
-            reservation_id=reservation_id(request.model, request.request_id),
+            reservation_id=reservation_id(request.model, query.request_id),
             expires_unix_ms=choice.expires_unix_ms,
             overlap=query_messages.overlap_of(overlap),
         )
@@ -113,7 +118,9 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self, request: router_pb2.MarkPrefillCompleteRequest, context: Context
     ) -> router_pb2.MarkPrefillCompleteResponse:
         async def handle(request: router_pb2.MarkPrefillCompleteRequest) -> router_pb2.MarkPrefillCompleteResponse:
-            unknown = await self._router.followups.mark_prefill_complete(request.reservation_ids)
+            ids = within(identity.current.get().scope, request.reservation_ids)
+            unknown = await self._router.followups.mark_prefill_complete(ids)
+            unknown += len(request.reservation_ids) - len(ids)
             return router_pb2.MarkPrefillCompleteResponse(unknown=unknown)
 
         return await self._unary("mark", handle, request, context)
@@ -122,9 +129,12 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self, request: router_pb2.FreeRequestRequest, context: Context
     ) -> router_pb2.FreeRequestResponse:
         async def handle(request: router_pb2.FreeRequestRequest) -> router_pb2.FreeRequestResponse:
-            outcomes = [query_messages.outcome_of(each) for each in request.outcomes]
-            unknown = await self._router.followups.free(request.reservation_ids, outcomes)
-            return router_pb2.FreeRequestResponse(unknown=unknown)
+            scope = identity.current.get().scope
+            ids = within(scope, request.reservation_ids)
+            theirs = frozenset(within(scope, (each.reservation_id for each in request.outcomes)))
+            outcomes = [query_messages.outcome_of(each) for each in request.outcomes if each.reservation_id in theirs]
+            unknown = await self._router.followups.free(ids, outcomes)
+            return router_pb2.FreeRequestResponse(unknown=unknown + len(request.reservation_ids) - len(ids))
 
         return await self._unary("free", handle, request, context)
 
@@ -133,7 +143,9 @@ class RouterService(router_pb2_grpc.RouterServicer):
     ) -> router_pb2.ReportProgressResponse:
         async def handle(request: router_pb2.ReportProgressRequest) -> router_pb2.ReportProgressResponse:
             outputs = {each.reservation_id: each.output_tokens for each in request.progress}
-            return router_pb2.ReportProgressResponse(unknown=await self._router.followups.progress(outputs))
+            ids = within(identity.current.get().scope, outputs)
+            unknown = await self._router.followups.progress({each: outputs[each] for each in ids})
+            return router_pb2.ReportProgressResponse(unknown=unknown + len(outputs) - len(ids))
 
         return await self._unary("progress", handle, request, context)
 
@@ -208,11 +220,13 @@ class RouterService(router_pb2_grpc.RouterServicer):
             await abort(context, _stopping())
         try:
             self._router.check_ready()
+            check_owner(request.owner)
         except SluiceError as error:
             await abort(context, error)
+        owner = scoped(identity.current.get().scope, request.owner)
         watch = self._router.registry.watch(request.model)
         try:
-            async with self._router.owners.stream(request.owner):
+            async with self._router.owners.stream(owner):
                 while not watch.ended:
                     for news in await watch.next():
                         yield messages.change_of(news, self._router.report(news.worker) if news.worker else b"")
@@ -226,12 +240,8 @@ class RouterService(router_pb2_grpc.RouterServicer):
         lease_s = self._router.config.lease_ms / 1000
         try:
             first = await asyncio.wait_for(context.read(), lease_s)
-            if first is grpc.aio.EOF or first.WhichOneof("message") != "registration":
-                raise invalid("The first message must be a registration.", param="message")
-            if self._stopped:
-                raise _stopping()
-            self._router.check_ready()
-            await self._attached(messages.worker_of(first.registration), context)
+            attachment, sequences = await self._registered(first, context)
+            await self._attached(attachment, sequences, context)
         except SluiceError as error:
             await abort(context, error)
         except TimeoutError:
@@ -242,8 +252,24 @@ class RouterService(router_pb2_grpc.RouterServicer):
             log.exception("unexpected failure of an attachment")
             await abort(context, SluiceError(ErrorKind.INTERNAL, "Unexpected failure; the router's log has more."))
 
-    async def _attached(self, worker: Worker, context: Context) -> None:
-        attachment, sequences = await self._router.workforce.attach(worker)
+    async def _registered(self, first: Any, context: Context) -> tuple[Attachment, dict[int, int]]:
+        caller = identity.current.get()
+        try:
+            if first is grpc.aio.EOF or first.WhichOneof("message") != "registration":
+                raise invalid("The first message must be a registration.", param="message")
+            if self._stopped:
+                raise _stopping()
+            self._router.check_ready()
+            worker = messages.worker_of(first.registration, caller)
+            if not caller.may_register(worker.worker_id):
+                raise _not_its_own(caller, worker.worker_id)
+            return await self._router.workforce.attach(worker, f"{caller.proof or 'anonymous'} at {_host(context)}")
+        except SluiceError as error:
+            self._router.metrics.refused.add(1, {"code": error.code or error.kind.name.lower()})
+            raise
+
+    async def _attached(self, attachment: Attachment, sequences: dict[int, int], context: Context) -> None:
+        worker = attachment.worker
         conversation = _Conversation(worker, Inbox(INBOX_LIMIT))
         self._take_over(conversation)
         reading = asyncio.create_task(_read(conversation, context))
@@ -271,7 +297,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
     def _take_over(self, conversation: _Conversation) -> None:
         mine = conversation.worker
         for other in self._conversations:
-            if (other.worker.worker_id, other.worker.model) == (mine.worker_id, mine.model):
+            if other.worker.worker_id == mine.worker_id:
                 other.inbox.end(
                     SluiceError(
                         ErrorKind.FAILED_PRECONDITION,
@@ -297,6 +323,21 @@ class RouterService(router_pb2_grpc.RouterServicer):
     async def _unary(self, verb: str, handle: Callable[[Q], Awaitable[A]], request: Q, context: Context) -> A:
         with telemetry.stage(f"router.{verb}", parent=telemetry.carrier_of_metadata(context.invocation_metadata())):
             return await answer(context, handle, request)
+
+
+def _host(context: Context) -> str:
+    """Where a caller is, without its port, which is another one each time."""
+    return str(context.peer()).rpartition(":")[0].partition(":")[2]
+
+
+def _not_its_own(caller: Caller, worker_id: str) -> SluiceError:
+    allowed = f"may register worker {caller.worker_id} only" if caller.worker_id else "may not: it is another worker's"
+    return SluiceError(
+        ErrorKind.PERMISSION_DENIED,
+        f"The caller is {caller.name} and wants to register worker {worker_id}, but {allowed}.",
+        param="registration.worker_id",
+        code="caller_not_allowed",
+    )
 
 
 async def _read(conversation: _Conversation, context: Context) -> None:

@@ -82,6 +82,10 @@ class ModelView:
         """Of this model, draining ones included."""
         return self._registry.workers(self.model)
 
+    def find(self, worker_id: str) -> Worker | None:
+        """A worker of this model, draining or not."""
+        return self._registry.get(self.model, worker_id)
+
     def match(self, hashes: Sequence[int]) -> Mapping[Slot, Overlap]:
         """How much of a prompt each rank holds or is expected to hold; ranks with nothing are left out."""
         return self.predictions.added_to(self.index.match(hashes), hashes)

@@ -10,6 +10,8 @@ from enum import IntEnum
 from functools import lru_cache
 from typing import NamedTuple
 
+from services.router.claims import Claim
+
 KV_EVENTS = "kv_events"  # capability: the engine reports what it caches
 
 
@@ -54,7 +56,7 @@ class Worker:
 
     `total_blocks` bounds what the index takes per rank and tier. `document` is what the transport wants back when it
     describes this worker; the domain does not look into it. `capabilities` is what the card says its engine can do,
-    `adapters` the LoRA adapters it holds now.
+    `adapters` the LoRA adapters it holds now. `caller` and `lease_digest` identify its process, as in Claim.
     """
 
     worker_id: str
@@ -70,6 +72,18 @@ class Worker:
     draining: bool = False
     capabilities: tuple[str, ...] = ()
     adapters: tuple[str, ...] = ()
+    caller: str = ""
+    lease_digest: str = ""
+
+    @property
+    def holder(self) -> str:
+        """The process: registrations with the same one are of the same process."""
+        return f"{self.caller} {self.lease_digest}".strip()
+
+    @property
+    def claim(self) -> Claim:
+        """What the process claims with its registration."""
+        return Claim(self.worker_id, self.epoch, self.caller, self.lease_digest)
 
     @property
     def slots(self) -> tuple[Slot, ...]:

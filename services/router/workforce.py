@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import time
+from functools import lru_cache
 
 from services.common.tasks import TaskOwner
 from services.router.attachment import Attachment
 from services.router.bookkeeper import Bookkeeper
+from services.router.claims import Claim, Taken
 from services.router.keeper import Keeper
 from services.router.link import Link
 from services.router.metrics import Metrics
@@ -14,6 +17,8 @@ from services.router.store.base import Store
 from services.router.workers import Worker
 
 log = logging.getLogger(__name__)
+
+LOG_AGAIN_S = 60.0
 
 
 class Workforce:
@@ -40,20 +45,39 @@ class Workforce:
         self._untold: list[Attachment] = []
         self._stopping = False
 
-    async def attach(self, worker: Worker) -> tuple[Attachment, dict[int, int]]:
+    async def attach(self, worker: Worker, proof: str = "") -> tuple[Attachment, dict[int, int]]:
         """Registers a worker; returns its attachment and the last sequence number held, by rank.
 
+        Args:
+            proof: what proved the worker's identity, for logs.
+
         Raises:
-            SluiceError: as Attachment.open.
+            SluiceError: FAILED_PRECONDITION (`worker_id_taken`) when another process holds the worker's id; otherwise
+                as Attachment.open.
         """
         view = self._keeper.view(worker.model)
-        attachment = Attachment(worker, self._store, self._link, view, self._lease_ms)
-        sequences = await attachment.open()
+        attachment = Attachment(worker, self._store, self._link, view, self._lease_ms, proof, self._check_here)
+        try:
+            sequences = await attachment.open()
+        except Taken as taken:
+            _log_taken(worker.worker_id, proof, taken.holder.proof, int(time.monotonic() // LOG_AGAIN_S))
+            raise taken.error from None
         self._keeper.known.add(worker.model)
         self._attachments[worker.model, worker.worker_id] = attachment
         self._metrics.workers.add(1)
         log.info("worker attached", extra={"worker": worker.worker_id, "model": worker.model, "epoch": worker.epoch})
         return attachment, sequences
+
+    def _check_here(self, claim: Claim) -> None:
+        """While the store is away: raises Taken for the ids of workers attached here, and for those of workers attached
+        elsewhere as long as the leases last that their routers can have renewed."""
+        left_ms = self._lease_ms - int(self._link.away_for_s * 1000)
+        known = [attachment.worker for attachment in self._attachments.values()]
+        if left_ms > 0:
+            known += [worker for view in self._keeper.views if (worker := view.find(claim.worker_id)) is not None]
+        for worker in known:
+            if worker.worker_id == claim.worker_id and not claim.may_replace(worker.claim):
+                raise Taken(left_ms if left_ms > 0 else self._lease_ms, worker.claim)
 
     def detach(self, attachment: Attachment) -> None:
         """A worker's stream ended: it is gone. While this router stops, its workers attach to another replica."""
@@ -90,3 +114,11 @@ class Workforce:
     async def _tell(self, attachment: Attachment) -> None:
         if not await attachment.close():
             self._untold.append(attachment)
+
+
+@lru_cache(maxsize=1_024)  # once a minute for each pair: a refused worker tries again and again
+def _log_taken(worker_id: str, refused: str, holder: str, minute: int) -> None:
+    log.warning(
+        "a registration is refused: another process holds the worker id",
+        extra={"worker": worker_id, "refused": refused or "anonymous", "holder": holder or "anonymous"},
+    )

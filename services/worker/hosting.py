@@ -7,7 +7,6 @@ import gc
 import logging
 
 from services.common import scraping
-from services.common.access import shown_token
 from services.common.budgets import Budget
 from services.common.replicas import ReplicaSet
 from services.common.runner import Stop
@@ -41,7 +40,6 @@ class WorkerHost:
 
     def __init__(self, settings: WorkerSettings, stop: Stop) -> None:
         self._settings = settings
-        self._stop = stop
         self._tasks = TaskOwner(stop.fail)
         self.server = GrpcServer(settings, worker_pb2.DESCRIPTOR)
         self.engine = find_engine(settings.engine).from_args(settings)
@@ -90,7 +88,9 @@ class WorkerHost:
         worker, phases = self.worker, self.worker.phases
         status = "draining" if worker.draining else "ok" if not phases.name else "waiting"
         said: dict[str, object] = {"status": status, "worker_id": worker.worker_id, "phase": phases.name}
-        return said | {"phase_share": phases.share, "phase_seconds": round(phases.seconds, 1)}
+        trouble = "" if self.registration is None else self.registration.trouble
+        said |= {"phase_share": phases.share, "phase_seconds": round(phases.seconds, 1)}
+        return said | {"registration": trouble}
 
     async def _register(self) -> None:
         settings = self._settings
@@ -98,21 +98,11 @@ class WorkerHost:
             advertised_address, settings.listen, self.server.port, settings.routers
         )
         self._routers = ReplicaSet(
-            "router",
-            settings.routers,
-            router_pb2_grpc.RouterStub,
-            channel_credentials(settings),
-            token=shown_token(settings),
+            "router", settings.routers, router_pb2_grpc.RouterStub, channel_credentials(settings)
         )
-        self.registration = Registration(self.worker, address, self._routers, self._superseded)
+        self.registration = Registration(self.worker, address, self._routers)
         await self._routers.start()
         self._tasks.spawn(self.registration.run(), "registration")
-
-    def _superseded(self, worker_id: str) -> None:
-        """Two processes cannot share an id: the one that started later has it."""
-        log.error("another process has registered as worker %s since; give each its own --worker-id", worker_id)
-        self._stop.failed = True
-        self._stop.set()
 
     def _serving_changed(self, why: str) -> None:
         """The worker stops serving for a while, or serves again."""

@@ -42,6 +42,12 @@ EMBEDDING = METRICS.histogram(
     "embedding_duration_seconds", "of one call", buckets=LONG_SECONDS, when="embeddings were asked for"
 )
 ATTACHES = METRICS.counter("attaches", "registrations that a router accepted", when=ROUTED)
+ID_TAKEN = METRICS.gauge(
+    "id_taken",
+    "1 while another process holds this worker's id, so that it is not registered",
+    when=ROUTED,
+    together="max",
+)
 EVENT_GAPS = METRICS.counter("kv_event_gaps", "times that KV events of the engine were missing", when=EVENTS_OF_ENGINES)
 EVENT_LOSSES = METRICS.counter(
     "kv_event_losses", "times that missing KV events could not be had again", when=EVENTS_OF_ENGINES

@@ -25,11 +25,13 @@ class Phases:
     Attributes:
         name: such as "loading weights", "asleep", "unhealthy"; empty: it serves.
         share: how far it is, 0 to 1; None: unknown.
+        aside: what is wrong although it serves, such as "worker id taken"; empty: nothing.
     """
 
     def __init__(self) -> None:
         self.name = "starting"
         self.share: float | None = None
+        self.aside = ""
         self._since_s = time.monotonic()
         self._said_s = 0.0
 

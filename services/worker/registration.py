@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import secrets
 from collections.abc import Callable, Coroutine
 
 import grpc
 
 from services.common.errors import ErrorKind, SluiceError
 from services.common.grpc_errors import from_rpc_error
-from services.common.instruments import Counter
+from services.common.instruments import Counter, Level
 from services.common.replicas import Replica, ReplicaSet
 from services.worker.attach import ATTACH_S, LEAVE_S, Attachment
 from services.worker.cache_log import CacheLog
-from services.worker.metrics import ATTACHES
+from services.worker.metrics import ATTACHES, ID_TAKEN
 from services.worker.wire import write_card, write_role
 from services.worker.worker import Worker
 from sluice.v1 import router_pb2, router_pb2_grpc
@@ -24,17 +25,23 @@ log = logging.getLogger(__name__)
 
 FIRST_RETRY_S = 0.1
 LONGEST_RETRY_S = 3.0
-STALE_EPOCH = "stale_epoch"
+LEASE_KEY_BYTES = 32
+TAKEN = frozenset({"worker_id_taken", "replaced", "stale_epoch"})
+"""Codes of routers' errors that mean: another process holds this worker's id."""
 
 
 class Registration:
     """Tells one router at a time what the worker serves, how it is doing, and what its cache holds.
 
+    While another process holds the worker's id, the worker goes on with what it runs and tries again and again.
+
     Args:
         worker: started; its epoch and card are registered.
         address: host:port where gateways reach it.
         routers: the replicas to choose from; started and closed by the caller.
-        on_superseded: called when another process has taken this worker's id; the registration is over then.
+
+    Attributes:
+        trouble: code of the error because of which another process has this worker's place; empty: there is none.
     """
 
     def __init__(
@@ -42,7 +49,6 @@ class Registration:
         worker: Worker,
         address: str,
         routers: ReplicaSet[router_pb2_grpc.RouterAsyncStub],
-        on_superseded: Callable[[str], None] = lambda worker_id: None,
     ) -> None:
         self._worker = worker
         self._address = address
@@ -50,7 +56,8 @@ class Registration:
         self._logs = [CacheLog(source.rank) for source in worker.engine.kv_event_sources()]
         for kv_log, source in zip(self._logs, worker.engine.kv_event_sources(), strict=True):
             source.subscribe(kv_log.record)
-        self._on_superseded = on_superseded
+        self._lease_key = secrets.token_bytes(LEASE_KEY_BYTES)  # identifies this process to routers
+        self.trouble = ""
         self._attachment: Attachment | None = None
         self._router: Replica[router_pb2_grpc.RouterAsyncStub] | None = None
         self._successor: asyncio.Task[None] | None = None
@@ -61,6 +68,7 @@ class Registration:
         self._done = asyncio.Event()
         self.attached = asyncio.Event()
         self._attaches = Counter(ATTACHES)
+        self._taken = Level(ID_TAKEN)
 
     async def run(self) -> None:
         """Runs until `leave`."""
@@ -174,6 +182,7 @@ class Registration:
     def _accepted(self, router: Replica[router_pb2_grpc.RouterAsyncStub]) -> None:
         self.attached.set()
         self._attaches.add(1)
+        self._set_trouble("")
         log.info("registered with the router", extra={"router": router.address, "worker": self._worker.worker_id})
 
     def _note_lost(
@@ -181,13 +190,31 @@ class Registration:
     ) -> None:
         if attachment is not self._attachment:
             return  # its successor speaks for the worker now
-        if error.code == STALE_EPOCH and not self._left:
-            self._left = True
-            self._on_superseded(self._worker.worker_id)
-            return
         self._lost_at = router.address
-        if not self._left:
+        if self._left:
+            return
+        if error.code in TAKEN:
+            self._set_trouble(error.code)
+        else:
             log.warning("not registered: %s", error.message, extra={"router": router.address})
+
+    def _set_trouble(self, code: str) -> None:
+        if bool(code) == bool(self.trouble):
+            self.trouble = code
+            return
+        self.trouble = code
+        self._taken.add(1 if code else -1)
+        self._worker.phases.aside = "worker id taken" if code else ""
+        worker_id = self._worker.worker_id
+        if code:
+            log.error(
+                "another process holds worker id %s: this worker gets no new requests and goes on trying to register; "
+                "give each its own --worker-id",
+                worker_id,
+                extra={"code": code},
+            )
+        else:
+            log.info("this worker holds its id again", extra={"worker": worker_id})
 
     def _message(self) -> router_pb2.Registration:
         config = self._worker.config
@@ -199,4 +226,5 @@ class Registration:
             role=write_role(config.role),
             engine=config.engine,
             engine_version=config.engine_version,
+            lease_key=self._lease_key,
         )

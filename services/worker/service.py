@@ -176,7 +176,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             worker_id=worker.worker_id,
             epoch=worker.epoch,
             draining=worker.draining,
-            phase=phases.name,
+            phase=phases.name or phases.aside,
             phase_share=phases.share,
         )
         if worker.started:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,13 +20,18 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from sluice.cli.secured import AUTHORITY, SERVICES
+from services.common.identity import CALLERS, OPERATOR, WORKER
+from sluice.cli.private_files import write
+from sluice.cli.secured import AUTHORITY, SERVICES, TRUST_DOMAIN
 
 NAMES = (*SERVICES, "redis", "client")
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
+_IDENTITIES = {**{name: name for name in CALLERS}, "client": OPERATOR}
+_TRUST_DOMAIN = re.compile(r"[a-z0-9._-]+")
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]*")
 _HOST_NAME = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]{0,250}[A-Za-z0-9_.])?")
 CLOCKS_DIFFER = timedelta(minutes=5)
+LONGEST_COMMON_NAME = 64  # of X.509
 
 
 class BadFolder(Exception):
@@ -36,14 +40,28 @@ class BadFolder(Exception):
 
 @dataclass(frozen=True)
 class Options:
-    """What to make: certificates of `names` for these hosts too, valid for so many days; `renew` replaces those that
-    are there, never the authority."""
+    """What to make: certificates of `names`, and one for each of `workers` alone, for these hosts too.
+
+    They are valid for so many days; `renew` replaces those that are there, never the authority. Those of callers name
+    them in `trust_domain`.
+    """
 
     names: Sequence[str] = NAMES
+    workers: Sequence[str] = ()
     hosts: Sequence[str] = ()
     days: int = 90
     authority_days: int = 3650
     renew: bool = False
+    trust_domain: str = TRUST_DOMAIN
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """One certificate: the name of its files, its host names, and the caller that it names, if any."""
+
+    name: str
+    hosts: Sequence[str]
+    identity: str
 
 
 @dataclass(frozen=True)
@@ -66,9 +84,12 @@ def make(folder: Path, options: Options) -> list[str]:
 
 
 def _make(folder: Path, options: Options) -> list[str]:
-    for name in options.names:
-        if not _FILE_NAME.fullmatch(name) or name == AUTHORITY:
-            raise BadFolder(f"{name!r} cannot be the name of a certificate: letters, digits, '-' and '.' can.")
+    wanted = [
+        *(_of_service(name, options) for name in options.names),
+        *(_of_worker(one, options) for one in options.workers),
+    ]
+    if not _TRUST_DOMAIN.fullmatch(options.trust_domain):
+        raise BadFolder(f"--trust-domain {options.trust_domain!r} must be of a-z, 0-9, '.', '-' and '_'.")
     said = []
     there = (folder / f"{AUTHORITY}.pem").exists(), (folder / f"{AUTHORITY}.key").exists()
     if there == (True, False):
@@ -79,14 +100,32 @@ def _make(folder: Path, options: Options) -> list[str]:
         _write_authority(folder, options.authority_days)
         said.append(f"made {folder / AUTHORITY}.pem, the authority; keep {AUTHORITY}.key where no service runs")
     authority = _read_authority(folder)
-    for name in options.names:
-        known = (folder / f"{name}.pem").exists() and (folder / f"{name}.key").exists()
+    for one in wanted:
+        path = folder / f"{one.name}.pem"
+        known = path.exists() and path.with_name(f"{one.name}.key").exists()
         if known and not options.renew:
-            said.append(f"left {folder / name}.pem as it is; --renew replaces it")
+            said.append(f"left {path} as it is; --renew replaces it")
             continue
-        ends = _issue(folder, authority, name, options)
-        said.append(f"{'renewed' if known else 'made'} {folder / name}.pem, valid until {ends:%Y-%m-%d %H:%M} UTC")
+        ends = _issue(folder, authority, one, options)
+        shown = f", for {one.identity}" if one.identity else ""
+        said.append(f"{'renewed' if known else 'made'} {path}{shown}, valid until {ends:%Y-%m-%d %H:%M} UTC")
     return said
+
+
+def _of_service(name: str, options: Options) -> _Wanted:
+    identity = _IDENTITIES.get(name)
+    return _Wanted(_file_name(name), (name,), "" if identity is None else f"spiffe://{options.trust_domain}/{identity}")
+
+
+def _of_worker(worker_id: str, options: Options) -> _Wanted:
+    name = _file_name(f"{WORKER}-{worker_id}")
+    return _Wanted(name, (WORKER, worker_id), f"spiffe://{options.trust_domain}/{WORKER}/{worker_id}")
+
+
+def _file_name(name: str) -> str:
+    if not _FILE_NAME.fullmatch(name) or name == AUTHORITY:
+        raise BadFolder(f"{name!r} cannot be the name of a certificate: letters, digits, '-' and '.' can.")
+    return name
 
 
 def _write_authority(folder: Path, days: int) -> None:
@@ -122,21 +161,23 @@ def _elliptic(key: object) -> ec.EllipticCurvePrivateKey:
     return key
 
 
-def _issue(folder: Path, authority: _Authority, name: str, options: Options) -> datetime:
+def _issue(folder: Path, authority: _Authority, wanted: _Wanted, options: Options) -> datetime:
     key = ec.generate_private_key(ec.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-    hosts = dict.fromkeys((name, *LOCAL_NAMES, *options.hosts))
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, wanted.name[:LONGEST_COMMON_NAME])])
+    names = [_general(host) for host in dict.fromkeys((*wanted.hosts, *LOCAL_NAMES, *options.hosts))]
+    if wanted.identity:
+        names.append(x509.UniformResourceIdentifier(wanted.identity))
     purposes = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
     issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.key.public_key())
     certificate = (
         _builder(subject, authority.certificate.subject, key, options.days)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(x509.SubjectAlternativeName([_general(host) for host in hosts]), critical=False)
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
         .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
         .add_extension(issuer, critical=False)
         .sign(authority.key, SHA256())
     )
-    _write_pair(folder, name, certificate, key)
+    _write_pair(folder, wanted.name, certificate, key)
     return certificate.not_valid_after_utc
 
 
@@ -168,15 +209,5 @@ def _general(host: str) -> x509.GeneralName:
 
 def _write_pair(folder: Path, name: str, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> None:
     # One after the other: a service that looks in between sees that they do not fit, and looks again.
-    _write(folder / f"{name}.pem", certificate.public_bytes(Encoding.PEM))
-    _write(folder / f"{name}.key", key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
-
-
-def _write(path: Path, content: bytes) -> None:
-    """In one step, and readable by the owner alone from the first moment."""
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
-    opened = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(opened, "wb") as file:
-        os.fchmod(file.fileno(), 0o600)
-        file.write(content)
-    os.replace(fresh, path)
+    write(folder / f"{name}.pem", certificate.public_bytes(Encoding.PEM))
+    write(folder / f"{name}.key", key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))

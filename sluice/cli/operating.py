@@ -20,7 +20,7 @@ Router = Annotated[
 ]
 ApiKey = Annotated[str, typer.Option(envvar="SLUICE_API_KEY", help="key to show the gateway, if it wants one")]
 RouterToken = Annotated[
-    str, typer.Option(envvar="SLUICE_ROUTER_TOKEN", help="token to show the services, if they want one")
+    str, typer.Option(envvar="SLUICE_ROUTER_TOKEN", help="token to show to the router, if it wants one")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON for scripts")]
 

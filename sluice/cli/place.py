@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
-import grpc
 import httpx
 
 from services.common.addresses import host_port
@@ -41,15 +40,17 @@ class Place:
         except BadTrust as error:
             raise BadFlag(str(error)) from error
 
-    def credentials(self) -> grpc.ChannelCredentials | None:
-        """For gRPC; None is plain text. Raises BadFlag when the files do not fit together."""
+    def credentials(self) -> PeerCredentials:
+        """For gRPC. Raises BadFlag when the files do not fit together."""
         try:
-            credentials = self.trust.credentials()
+            made = self.trust.credentials()
         except BadTrust as error:
             raise BadFlag(str(error)) from error
-        if credentials is None and self.router_token:
-            return PeerCredentials(None, lambda: self.router_token)
-        return credentials
+        return PeerCredentials(None if made is None else made.tls, self._token)
+
+    def _token(self, callee: str) -> str:
+        """An operator's token is good for every call: no service but the router gets to see it."""
+        return self.router_token if callee == "router" else ""
 
 
 def _is_address(text: str) -> bool:

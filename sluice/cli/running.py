@@ -142,8 +142,7 @@ class Running:
         """The router replicas; NotReached when none is ready."""
         if self._routers is None:
             targets = await self.router_addresses()
-            token = (lambda: self.place.router_token) if self.place.router_token else None
-            routers = ReplicaSet("router", targets, router_pb2_grpc.RouterStub, self.credentials, token=token)
+            routers = ReplicaSet("router", targets, router_pb2_grpc.RouterStub, self.credentials)
             await routers.start()
             self._routers = routers
             if not await routers.wait_ready(REACH_S):

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 SERVICES = ("gateway", "preprocess", "router", "postprocess", "worker")
 AUTHORITY = "ca"
+TRUST_DOMAIN = "sluice"
+"""As TlsSettings.tls_trust_domain is by default."""
 
 
 def problem(folder: Path) -> str:
@@ -27,7 +29,27 @@ def problem(folder: Path) -> str:
             server_credentials(_identity(folder, service))
     except SluiceError as error:
         return f"--tls {folder}: {error.message} `sluice certs {folder}` makes a set."
+    unnamed = [service for service in SERVICES if not _names_a_caller(folder / f"{service}.pem")]
+    if unnamed:
+        return (
+            f"--tls {folder}: {unnamed[0]}.pem does not name the service (spiffe://{TRUST_DOMAIN}/{unnamed[0]}), so "
+            f"others would refuse its calls. `sluice certs {folder} --renew` replaces it."
+        )
     return ""
+
+
+def _names_a_caller(certificate: Path) -> bool:
+    """Whether services let the holder call others; True where the package that reads certificates is missing."""
+    try:
+        from cryptography import x509
+    except ImportError:
+        return True
+    found = x509.load_pem_x509_certificate(certificate.read_bytes())
+    try:
+        names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return False
+    return any(uri.startswith("spiffe://") for uri in names.get_values_for_type(x509.UniformResourceIdentifier))
 
 
 def secured(processes: Sequence[Process], folder: Path) -> list[Process]:

@@ -1,9 +1,9 @@
-"""The commands for certificates and API keys: `certs` and `keys`."""
+"""The commands for certificates, tokens and API keys: `certs`, `tokens` and `keys`."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -18,6 +18,7 @@ KeysFile = Annotated[
 def add_to(app: typer.Typer) -> None:
     """Registers the commands."""
     app.command("certs")(certs)
+    app.command("tokens")(tokens)
     keys_app = typer.Typer(rich_markup_mode=None)
     keys_app.callback(invoke_without_command=True)(keys_help)
     for name, command in (
@@ -38,6 +39,14 @@ def certs(
     host: Annotated[
         list[str] | None, typer.Option(metavar="HOST", help="a name or address they carry too; may be repeated")
     ] = None,
+    worker: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ID", help="also one for this worker alone, worker-ID.pem; may be repeated"),
+    ] = None,
+    trust_domain: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="callers are named spiffe://NAME/SERVICE; the services' --tls-trust-domain"),
+    ] = "sluice",
     days: Annotated[int, typer.Option(min=1, max=3650, help="how long they are valid")] = 90,
     renew: Annotated[bool, typer.Option("--renew", help="replace those that are there, by the same authority")] = False,
 ) -> None:
@@ -46,11 +55,45 @@ def certs(
         from sluice.cli import certs as command
     except ImportError as error:
         raise BadFlag(f"certs needs the package {error.name}: install sluice-llm[cli]") from error
-    options = command.Options(names=tuple(name or command.NAMES), hosts=tuple(host or ()), days=days, renew=renew)
+    options = command.Options(
+        names=tuple(name or command.NAMES),
+        workers=tuple(worker or ()),
+        hosts=tuple(host or ()),
+        days=days,
+        renew=renew,
+        trust_domain=trust_domain,
+    )
     try:
         for said in command.make(folder, options):
             typer.echo(said)
     except command.BadFolder as error:
+        raise BadFlag(str(error)) from error
+
+
+def tokens(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="where they are, or go")],
+    worker: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ID", help="tokens for this worker alone, instead of one for all; may be repeated"),
+    ] = None,
+    scheduler: Annotated[bool, typer.Option("--scheduler", help="also for an external scheduler")] = False,
+    rotate: Annotated[
+        Literal["prepare", "switch", "finish"] | None,
+        typer.Option(
+            help="prepare: new tokens are accepted too; switch: the new ones are shown; finish: only they are accepted"
+        ),
+    ] = None,
+) -> None:
+    """Make the tokens that services show each other.
+
+    For each service a folder with shown-tokens, for --peer-token-file, and accepted-tokens, for --tokens-file.
+    """
+    from sluice.cli import tokens as command
+
+    try:
+        for said in command.make(folder, command.Options(tuple(worker or ()), scheduler, rotate or "")):
+            typer.echo(said)
+    except command.BadTokens as error:
         raise BadFlag(str(error)) from error
 
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import grpc
 import typer
 
 from services.common.errors import SluiceError
+from services.common.peers import PeerCredentials
 from services.common.settings import TlsSettings
 from services.common.tls import channel_credentials
 
@@ -68,7 +68,7 @@ class Trust:
             tls_key=self.folder / CLIENT_KEY if shown else None,
         )
 
-    def credentials(self) -> grpc.ChannelCredentials | None:
+    def credentials(self) -> PeerCredentials | None:
         """For gRPC; None is plain text. Raises BadTrust when the files cannot be used."""
         self.check()
         if not self.encrypted:

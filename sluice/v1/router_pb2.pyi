@@ -136,7 +136,8 @@ class RouteQueryRequest(_message.Message):
     """how long the session is remembered after this request; 0: the router's setting"""
     owner: _builtins.str
     """Whose lease holds the reservation: it vanishes when the owner's lease does, see WatchWorkersRequest.owner.
-    Empty: nobody's; it lives until it is freed or expires.
+    Empty: nobody's; it lives until it is freed or expires. Where tokens or certificates identify callers, an owner is
+    one of the caller that names it, and reservations are only freed, marked and reported on by the caller that made them.
     """
     max_wait_ms: _builtins.int
     """While every candidate is over the busy thresholds: how long to wait in line, by priority, then by arrival, for one
@@ -1428,15 +1429,26 @@ class Registration(_message.Message):
     ROLE_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
     ENGINE_VERSION_FIELD_NUMBER: _builtins.int
+    LEASE_KEY_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
-    """unique; a second worker with the id and a higher epoch replaces the first"""
+    """Unique among the workers of all models. While the lease of one process lives, another one is refused with
+    `worker_id_taken` and how long the lease lasts; only a caller whose identity names this very worker may take the id
+    over, with a higher epoch.
+    """
     address: _builtins.str
     """host:port where gateways reach it"""
     epoch: _builtins.int
-    """raised at every start: what was cached under an older epoch is gone"""
+    """Raised at every start, such as the start's Unix microseconds: what was cached under an older epoch is gone. 0, and
+    one that is more than a day ahead of the router's clock as Unix microseconds, is INVALID_ARGUMENT.
+    """
     role: _common_pb2.WorkerRole.ValueType
     engine: _builtins.str
     engine_version: _builtins.str
+    lease_key: _builtins.bytes
+    """A random secret of this process, 16 to 64 bytes, the same at every registration until it ends: it proves that a
+    registration at another replica is the same process, so that it may go on while its old stream is still open there.
+    Unset: a registration that only the end of its stream, or of its lease, gives the id back.
+    """
     @_builtins.property
     def card(self) -> _common_pb2.ModelCard: ...
     def __init__(
@@ -1449,10 +1461,11 @@ class Registration(_message.Message):
         role: _common_pb2.WorkerRole.ValueType = ...,
         engine: _builtins.str = ...,
         engine_version: _builtins.str = ...,
+        lease_key: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["card", b"card"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "card", b"card", "engine", b"engine", "engine_version", b"engine_version", "epoch", b"epoch", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "card", b"card", "engine", b"engine", "engine_version", b"engine_version", "epoch", b"epoch", "lease_key", b"lease_key", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

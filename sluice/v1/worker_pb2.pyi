@@ -570,7 +570,8 @@ class GetInfoResponse(_message.Message):
     """no new requests"""
     phase: _builtins.str
     """What keeps the worker from serving, in words: a phase of its start such as "loading weights", "asleep",
-    "unhealthy". Empty: it serves. While it starts, card and engine are unset.
+    "unhealthy"; or what is wrong although it serves: "worker id taken" while another process holds its id, so that it is
+    not registered. Empty: it serves. While it starts, card and engine are unset.
     """
     phase_share: _builtins.float
     """how far the phase is, 0 to 1; unset: unknown"""

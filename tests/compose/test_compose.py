@@ -40,6 +40,17 @@ async def test_a_restart_of_router_and_redis_heals_by_itself(plain: Suite) -> No
     assert load.failures == []
 
 
+def test_redis_asks_for_a_password_and_is_reached_by_the_router_only(plain: Suite) -> None:
+    (redis,) = plain.containers("redis")
+    (router, *_), (worker, *_) = plain.containers("router"), plain.containers("worker")
+    assert "NOAUTH" in plain.execute(redis, "redis-cli", "get", "x")
+    assert "PONG" in plain.execute(redis, "sh", "/etc/sluice/cli.sh", "ping")
+    connect = "import socket; socket.create_connection(('redis', 6379), 5)"
+    plain.execute(router, "python", "-c", connect)
+    with pytest.raises(AssertionError):  # not even its name is known there
+        plain.execute(worker, "python", "-c", connect)
+
+
 def test_containers_run_unprivileged_on_a_read_only_root(plain: Suite) -> None:
     for service in SERVICES:
         for container in plain.containers(service):

@@ -14,15 +14,17 @@ from tests.support.compose_suite import Suite
 
 pytestmark = pytest.mark.compose
 
+CLI = ("sh", "/etc/sluice/cli.sh")  # redis-cli with the password
+
 
 def _master(suite: Suite, sentinel: str) -> str:
     """Address of the master, as a sentinel says."""
-    return suite.execute(sentinel, "redis-cli", "-p", "26379", "sentinel", "masters").split("\nip\n")[1].split()[0]
+    return suite.execute(sentinel, *CLI, "-p", "26379", "sentinel", "masters").split("\nip\n")[1].split()[0]
 
 
 def _written(suite: Suite, server: str) -> int:
     """How far the server's stream of writes is, bytes."""
-    return int(suite.execute(server, "redis-cli", "info", "replication").split("master_repl_offset:")[1].split()[0])
+    return int(suite.execute(server, *CLI, "info", "replication").split("master_repl_offset:")[1].split()[0])
 
 
 def _docker(*arguments: str) -> str:
@@ -34,7 +36,7 @@ def _address(container: str) -> str:
 
 
 def _role(suite: Suite, container: str) -> str:
-    return suite.execute(container, "redis-cli", "role").split()[0]
+    return suite.execute(container, *CLI, "role").split()[0]
 
 
 def _until(holds: Callable[[], bool], timeout_s: float = 60) -> None:
@@ -62,7 +64,7 @@ async def test_the_masters_death_fails_no_request(suite: Suite) -> None:
         await load.more(32)
         await asyncio.to_thread(_until, lambda: _written(suite, new) > before)
     assert load.failures == []
-    assert "{sluice}:models" in suite.execute(new, "redis-cli", "keys", "{sluice}:*")
+    assert "{sluice}:models" in suite.execute(new, *CLI, "keys", "{sluice}:*")
 
     await asyncio.to_thread(_docker, "start", old)
     await asyncio.to_thread(_until, lambda: _role(suite, old) == "slave")

@@ -1,6 +1,6 @@
-"""A suite that trusts nobody: mTLS on every hop, a token of each service's own, HTTPS, an audit log, and every log line
-written. Everything works, strangers are refused on every port, certificates and tokens rotate under load, and no log
-holds what it must not.
+"""A suite that trusts nobody: mTLS on every hop, a token for each service that another one calls, HTTPS, an audit log,
+and every log line written. Everything works, strangers are refused on every port, certificates and tokens rotate under
+load, and no log holds what it must not.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import shutil
 import ssl
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,17 @@ import pytest
 from redis import Redis
 
 from services.common.channels import open_channel
-from services.common.errors import ErrorKind, SluiceError
+from services.common.errors import ErrorKind
 from services.common.grpc_errors import from_rpc_error
+from services.common.peers import PeerCredentials
 from services.common.ports import free_port
 from services.common.settings import TlsSettings
 from services.common.tls import channel_credentials
 from services.gateway.admission import keys
+from sluice.cli import tokens as made_tokens
 from sluice.cli.certs import Options, make
 from sluice.v1 import router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
+from tests.support import tokens as token_files
 from tests.support.authority import Authority
 from tests.support.redis_server import RedisServer
 from tests.support.suite import Suite
@@ -55,23 +58,21 @@ class Guarded:
     audit: Path
     redis: RedisServer
     redis_port: int
-    secrets: dict[str, str]
     key: str
     key_id: str
+    secrets: set[str] = field(default_factory=set)
 
-    def write_tokens(self, *generations: dict[str, str]) -> None:
-        """What every service accepts from now on."""
-        lines = [f"{secret} {caller}" for tokens in generations for caller, secret in tokens.items()]
-        fresh = self.tokens / "fresh"
-        fresh.write_text("\n".join(lines))
-        fresh.replace(self.tokens / "accepted")
+    def make_tokens(self, rotate: str = "") -> None:
+        """Makes the tokens of all services, or takes a step of their rotation."""
+        made_tokens.make(self.tokens, made_tokens.Options(rotate=rotate))
+        for path in self.tokens.glob("*/shown-tokens"):
+            self.secrets |= {line.split()[0] for line in path.read_text().splitlines()}
 
-    def show_tokens(self, tokens: dict[str, str]) -> None:
-        """What every service shows from now on."""
-        for caller in CALLERS:
-            fresh = self.tokens / f"{caller}.fresh"
-            fresh.write_text(tokens[caller])
-            fresh.replace(self.tokens / caller)
+    def token(self, caller: str, callee: str) -> str:
+        """What a service shows to another one; for a caller that there is not, a token that nobody made."""
+        path = self.tokens / caller / "shown-tokens"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return next((line.split()[0] for line in lines if line.endswith(f" {callee}")), f"{MARK}-token-of-nobody")
 
     def trust(self, name: str) -> TlsSettings:
         """What a service shows and trusts."""
@@ -89,10 +90,6 @@ class Guarded:
             yield http
 
 
-def new_tokens() -> dict[str, str]:
-    return {caller: f"{MARK}-token-{secrets.token_hex(8)}" for caller in (*CALLERS, "operator")}
-
-
 def redis_behind_tls(folder: Path) -> tuple[RedisServer, int]:
     """A Redis with a password that wants certificates, and its port."""
     port, made = free_port(), folder / "certificates"
@@ -106,9 +103,9 @@ def redis_behind_tls(folder: Path) -> tuple[RedisServer, int]:
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     folder = tmp_path_factory.mktemp("guarded")
     make(folder / "certificates", Options())
-    (folder / "tokens").mkdir()
-    env = {f"SLUICE_{name.upper()}_PEER_TOKEN_FILE": str(folder / "tokens" / name) for name in CALLERS}
-    env |= {f"SLUICE_{name.upper()}_TOKENS_FILE": str(folder / "tokens" / "accepted") for name in GRPC_SERVICES}
+    tokens = folder / "tokens"
+    env = {f"SLUICE_{name.upper()}_PEER_TOKEN_FILE": str(tokens / name / "shown-tokens") for name in CALLERS}
+    env |= {f"SLUICE_{name.upper()}_TOKENS_FILE": str(tokens / name / "accepted-tokens") for name in GRPC_SERVICES}
     env |= {"SLUICE_GATEWAY_AUDIT_LOG": str(folder / "audit.jsonl"), "SLUICE_GATEWAY_REQUEST_TIMEOUT_S": "60"}
     env["SLUICE_GATEWAY_API_KEYS_FILE"] = str(folder / "keys.json")
     env["SLUICE_GATEWAY_HTTPS_CLIENT_CA"] = str(folder / "certificates" / "ca.pem")
@@ -125,16 +122,14 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     held = Guarded(
         Suite.__new__(Suite),
         folder / "certificates",
-        folder / "tokens",
+        tokens,
         folder / "audit.jsonl",
         redis,
         redis_port,
-        new_tokens(),
         shown,
         record.id,
     )
-    held.write_tokens(held.secrets)
-    held.show_tokens(held.secrets)
+    held.make_tokens()
     tls = str(folder / "certificates")
     model = ("--model", str(build_tiny_model(folder / "tiny")), "--model-name", MODEL)
     redis.start()
@@ -249,29 +244,37 @@ async def test_strangers_are_refused_on_every_port(guarded: Guarded, shown: str,
 
 
 async def test_a_service_may_call_what_it_needs_and_nothing_else(guarded: Guarded) -> None:
-    async def outcome(caller: str, service: str) -> SluiceError | None:
-        token = guarded.secrets.get(caller, f"{MARK}-token-of-nobody")
-        credentials = channel_credentials(guarded.trust("client"))
-        async with open_channel(guarded.suite.address(service), credentials, token=lambda: token) as channel:
-            try:
-                if service == "router":
-                    await router_pb2_grpc.RouterStub(channel).GetLoads(router_pb2.GetLoadsRequest(), timeout=20)
-                else:
-                    control = worker_pb2.ControlRequest()
-                    await worker_pb2_grpc.WorkerStub(channel).Control(control, timeout=20)
-            except grpc.aio.AioRpcError as error:
-                return from_rpc_error(error, service)
-        return None
-
     async def kind(caller: str, service: str) -> ErrorKind | None:
-        error = await outcome(caller, service)
-        return error.kind if error else None
+        return await outcome(guarded, guarded.token(caller, service), service)
 
     assert await kind("gateway", "router") is None
     assert await kind("worker", "router") is ErrorKind.PERMISSION_DENIED
     assert await kind("nobody", "router") is ErrorKind.UNAUTHENTICATED
     assert await kind("gateway", "worker") is ErrorKind.PERMISSION_DENIED
     assert await kind("operator", "worker") not in (ErrorKind.PERMISSION_DENIED, ErrorKind.UNAUTHENTICATED)
+
+
+async def test_what_a_worker_is_shown_is_good_for_workers_only(guarded: Guarded) -> None:
+    for caller in ("gateway", "preprocess", "postprocess"):
+        learned = guarded.token(caller, "worker")
+        assert await outcome(guarded, learned, "router") is ErrorKind.UNAUTHENTICATED
+        assert await outcome(guarded, learned, "worker") is ErrorKind.PERMISSION_DENIED
+
+
+async def outcome(guarded: Guarded, token: str, service: str) -> ErrorKind | None:
+    """How an RPC ends that only some may call, to a caller with this token; the certificate allows everything."""
+    trust = channel_credentials(guarded.trust("client"))
+    assert trust is not None
+    credentials = PeerCredentials(trust.tls, token_files.shows(token))
+    async with open_channel(guarded.suite.address(service), credentials, callee=service) as channel:
+        try:
+            if service == "router":
+                await router_pb2_grpc.RouterStub(channel).GetLoads(router_pb2.GetLoadsRequest(), timeout=20)
+            else:
+                await worker_pb2_grpc.WorkerStub(channel).Control(worker_pb2.ControlRequest(), timeout=20)
+        except grpc.aio.AioRpcError as error:
+            return from_rpc_error(error, service).kind
+    return None
 
 
 async def test_certificates_and_tokens_rotate_under_load_and_nothing_is_lost(guarded: Guarded) -> None:
@@ -293,14 +296,10 @@ async def test_certificates_and_tokens_rotate_under_load_and_nothing_is_lost(gua
             await asyncio.sleep(0.5)
             for _ in range(2):
                 before = answered
-                old, guarded.secrets = guarded.secrets, new_tokens()
                 make(guarded.certificates, Options(renew=True))
-                guarded.write_tokens(old, guarded.secrets)
-                await asyncio.sleep(ROTATED_S)  # accepted everywhere, before anybody shows them
-                guarded.show_tokens(guarded.secrets)
-                await asyncio.sleep(ROTATED_S)
-                guarded.write_tokens(guarded.secrets)
-                await asyncio.sleep(ROTATED_S)
+                for step in ("prepare", "switch", "finish"):
+                    guarded.make_tokens(step)
+                    await asyncio.sleep(ROTATED_S)
                 assert answered > before
             for service, address in ports(guarded):
                 shown = await asyncio.to_thread(served, address, guarded.certificates)
@@ -311,12 +310,13 @@ async def test_certificates_and_tokens_rotate_under_load_and_nothing_is_lost(gua
 
 
 async def test_files_that_vanish_or_break_under_load_cost_nothing(guarded: Guarded) -> None:
-    kept = guarded.certificates.parent / "kept"
+    kept, kept_tokens = (guarded.certificates.parent / name for name in ("kept", "kept-tokens"))
     shutil.copytree(guarded.certificates, kept)
     async with guarded.http() as http:
         for path in guarded.certificates.glob("*.key"):
             path.write_text("no key")
-        for path in guarded.tokens.iterdir():
+        shutil.copytree(guarded.tokens, kept_tokens)
+        for path in guarded.tokens.glob("*/*"):
             path.unlink()
         (guarded.certificates / "router.pem").unlink()
         try:
@@ -328,8 +328,7 @@ async def test_files_that_vanish_or_break_under_load_cost_nothing(guarded: Guard
                 assert (await fresh.get("/ready")).status_code == 200
         finally:
             shutil.copytree(kept, guarded.certificates, dirs_exist_ok=True)
-            guarded.write_tokens(guarded.secrets)
-            guarded.show_tokens(guarded.secrets)
+            shutil.copytree(kept_tokens, guarded.tokens, dirs_exist_ok=True)
         await asyncio.sleep(ROTATED_S)
         await chat(http, f"{MARK}-prompt after")
     await said(guarded, "are no certificate with its unencrypted key")
@@ -421,3 +420,5 @@ async def test_no_log_holds_a_prompt_a_key_or_a_token(guarded: Guarded) -> None:
     assert any("DEBUG" in line for line in said)
     assert [line for line in said if guarded.key.partition(f"{guarded.key_id}-")[2] in line] == []
     assert [line for line in said if MARK in line and f"/v1/models/{MARK}" not in line] == []
+    assert len(guarded.secrets) == 3 * 14, "the tokens of three generations"
+    assert [line for line in said if any(secret in line for secret in guarded.secrets)] == []

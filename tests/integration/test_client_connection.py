@@ -525,6 +525,7 @@ async def test_tls_and_mtls(tmp_path: Path) -> None:
     trust = Trust(tmp_path)
     cert, key = trust.server
     settings = {"tls_cert": cert, "tls_key": key, "tls_ca": trust.ca, "tls_require_client_cert": True}
+    settings["tls_trust_domain"] = ""
     async with serving(ScriptedRouter(), **settings) as server:
         proven = Tls(ca=trust.ca, cert=trust.client[0], key=trust.client[1], server_name="localhost")
         async with RouterClient(at(server), tls=proven) as client:

@@ -242,7 +242,11 @@ async def test_mtls_serves_only_callers_with_a_certificate_of_the_authority(
     ours = authority.issue("client")
     theirs = Authority(tmp_path, "other-ca").issue("stranger")
     async with serving(
-        tls_cert=certificate, tls_key=key, tls_ca=authority.certificate, tls_require_client_cert=True
+        tls_cert=certificate,
+        tls_key=key,
+        tls_ca=authority.certificate,
+        tls_require_client_cert=True,
+        tls_trust_domain="",
     ) as (server, _):
         trust = TlsSettings(tls_ca=authority.certificate, tls_cert=ours[0], tls_key=ours[1])
         assert await ask_over_tls(server, trust) == "w"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,16 +15,19 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from pydantic import SecretStr
 
 from services.common import watched
+from services.common.bearer import BearerChannel
 from services.common.channels import open_channel
 from services.common.errors import ErrorKind, SluiceError
 from services.common.grpc_errors import from_rpc_error
 from services.common.packing import pack_u32
+from services.common.peers import PeerCredentials
 from services.gateway.clients.catalogue import Catalogue
 from services.gateway.clients.router import RouterClient
 from services.gateway.generation import Tokenized
 from sluice.v1 import router_pb2, router_pb2_grpc
 from tests.support.router_cluster import MODEL, FakeWorker, RouterProcess, routers, until
 from tests.support.tiny_models import build_tiny_model
+from tests.support.tokens import accept, shows
 from tests.support.workers import hosted
 
 SERVICE = router_pb2.DESCRIPTOR.services_by_name["Router"]
@@ -35,7 +37,9 @@ class Caller:
     """A stub on a channel that shows a token, or none."""
 
     def __init__(self, router: RouterProcess, token: str | None) -> None:
-        self.channel = open_channel(f"127.0.0.1:{router.port}", token=None if token is None else lambda: token)
+        self.channel = open_channel(f"127.0.0.1:{router.port}")
+        if token is not None:
+            self.channel = BearerChannel(self.channel, lambda: token)
         self.stub = router_pb2_grpc.RouterStub(self.channel)
         self.port = router.port
 
@@ -68,7 +72,7 @@ def every_rpc(stub: Any) -> list[tuple[str, Callable[[], Any]]]:
 
 async def test_no_rpc_answers_without_a_valid_token() -> None:
     async with routers(token=SecretStr("right")) as (router,):
-        for token, code in ((None, "token_missing"), ("wrong", "invalid_token"), ("", "invalid_token")):
+        for token, code in ((None, "token_missing"), ("wrong", "invalid_token")):
             caller = Caller(router, token)
             calls = every_rpc(caller.stub)
             assert len(calls) == len(SERVICE.methods) >= 12
@@ -109,8 +113,7 @@ async def test_health_and_reflection_are_open_unless_told_otherwise() -> None:
 
 async def test_tokens_rotate_without_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watched, "LOOK_EVERY_S", 0.0)
-    path = tmp_path / "tokens"
-    path.write_text("old\n")
+    path = accept(tmp_path / "tokens", "old scheduler")
     async with routers(tokens_file=path) as (router,):
         old, new = Caller(router, "old"), Caller(router, "new")
 
@@ -121,10 +124,9 @@ async def test_tokens_rotate_without_a_restart(tmp_path: Path, monkeypatch: pyte
 
         await until(lambda: works(old))
         assert not await works(new)
-        for tokens, old_works, new_works in (("old\nnew\n", True, True), ("new\n", False, True)):
-            fresh = tmp_path / "fresh"
-            fresh.write_text(tokens)
-            os.replace(fresh, path)
+        both = ("old scheduler", "new scheduler")
+        for lines, old_works, new_works in ((both, True, True), (both[1:], False, True)):
+            accept(path, *lines)
             assert (await works(old), await works(new)) == (old_works, new_works)
         await old.channel.close()
         await new.channel.close()
@@ -135,7 +137,8 @@ async def test_gateway_clients_and_workers_show_their_token() -> None:
         caller = Caller(router, "right")
         worker = FakeWorker("a")
         await worker.attach(caller)  # type: ignore[arg-type]  # all it needs is a stub
-        client = RouterClient([f"127.0.0.1:{router.port}"], None, 20, owner="me", token=lambda: "right")
+        credentials = PeerCredentials(None, shows("right", "router"))
+        client = RouterClient([f"127.0.0.1:{router.port}"], credentials, 20, owner="me")
         catalogue = Catalogue(client.replicas, lambda entry: None, lambda worker_id: None, client.owner)
         await client.replicas.start()
         following = asyncio.create_task(catalogue.run())
@@ -159,10 +162,11 @@ async def test_gateway_clients_and_workers_show_their_token() -> None:
 
 
 async def test_a_worker_attaches_with_its_token_file(tmp_path: Path) -> None:
-    tokens = tmp_path / "token"
-    tokens.write_text("right\n")
+    token = tmp_path / "token"
+    token.write_text("mine\n")
     folder = build_tiny_model(tmp_path / "tiny")
-    async with routers(tokens_file=tokens) as (router,):
+    accepted = accept(tmp_path / "accepted", "mine worker", "right scheduler")
+    async with routers(tokens_file=accepted) as (router,):
         caller = Caller(router, "right")
 
         async def attached() -> list[str]:
@@ -170,7 +174,7 @@ async def test_a_worker_attaches_with_its_token_file(tmp_path: Path) -> None:
             return [worker.worker_id for worker in answer.workers]
 
         address = f"127.0.0.1:{router.port}"
-        async with hosted(folder, routers=[address], router_token_file=tokens, worker_id="w") as _:
+        async with hosted(folder, routers=[address], router_token_file=token, worker_id="w") as _:
 
             async def is_there() -> bool:
                 return await attached() == ["w"]

@@ -140,7 +140,7 @@ def expected_keys(content: Content) -> set[str]:
     tag = f"{{sluice:{MODEL}}}"
     keys = {"{sluice}:models", *(f"{tag}:{name}" for name in ("workers", "changes", "changed", "generation"))}
     for slot, (epoch, _, tiers) in content.items():
-        keys.add(f"{tag}:worker:{slot.worker_id}")
+        keys |= {f"{tag}:worker:{slot.worker_id}", f"{{sluice}}:claim:{slot.worker_id}"}
         keys |= {f"{tag}:blocks:{slot.worker_id}:{epoch:020d}:{slot.rank}:{tier}" for tier in Tier if tiers[tier]}
     return keys
 

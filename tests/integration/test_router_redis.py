@@ -197,7 +197,8 @@ async def test_workers_move_to_another_replica_when_theirs_stops(redis: RedisSer
 
 async def test_a_worker_that_moved_stays_known_when_its_old_stream_ends(pair: list[RouterProcess]) -> None:
     first, second = pair
-    old, new = FakeWorker("w1"), FakeWorker("w1")
+    old = FakeWorker("w1")
+    new = FakeWorker("w1", same_as=old)
     await old.attach(first)
     await old.store([1, 2, 3])
     await new.attach(second)

@@ -344,7 +344,8 @@ async def test_bad_registrations_are_refused(router: RouterProcess) -> None:
         (FakeWorker("x", model=""), ErrorKind.INVALID_ARGUMENT),
         (FakeWorker("x", hash_scheme="md5"), ErrorKind.INVALID_ARGUMENT),
         (FakeWorker("x", block_size=32), ErrorKind.FAILED_PRECONDITION),
-        (FakeWorker("a", epoch=0), ErrorKind.FAILED_PRECONDITION),
+        (FakeWorker("a", epoch=0), ErrorKind.INVALID_ARGUMENT),
+        (FakeWorker("a"), ErrorKind.FAILED_PRECONDITION),
     ):
         assert (await refused(worker.attach(router))).kind is kind
 
@@ -352,13 +353,13 @@ async def test_bad_registrations_are_refused(router: RouterProcess) -> None:
 async def test_a_second_attachment_replaces_the_first(router: RouterProcess) -> None:
     (old,) = await attached(router, "a")
     await old.store([1, 2])
-    again = FakeWorker("a", epoch=1)
+    again = FakeWorker("a", epoch=1, same_as=old)
     await again.attach(router)
     assert again.attached is not None
     assert dict(again.attached.sequences) == {0: 2} or dict(again.attached.sequences) == {0: 1}
     await until(lambda: old.ended is not None)
     assert await _alive(router, ["a"])
-    newer = FakeWorker("a", epoch=2)
+    newer = FakeWorker("a", epoch=2, same_as=old)
     await newer.attach(router)
     assert newer.attached is not None
     assert dict(newer.attached.sequences) == {}

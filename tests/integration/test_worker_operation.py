@@ -26,6 +26,7 @@ from services.worker.hosting import WorkerHost
 from services.worker.settings import WorkerSettings
 from sluice.v1 import common_pb2, router_pb2, router_pb2_grpc, worker_pb2
 from tests.support.engines import until
+from tests.support.router_cluster import routers
 from tests.support.tiny_models import build_tiny_model
 from tests.support.workers import Caller, generation, hosted, stub_of
 
@@ -38,24 +39,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Listening(router_pb2_grpc.RouterServicer):
-    """A router that remembers who is registered, and refuses older starts as the real one does."""
+    """A router that remembers who is registered."""
 
     def __init__(self) -> None:
         self.heard: list[str] = []
         self.cards: list[common_pb2.ModelCard] = []
         self.present: set[str] = set()
         self.snapshots = 0
-        self._epochs: dict[str, int] = {}
         self._streams: dict[str, Any] = {}
 
     async def Attach(self, request_iterator: object, context: Any) -> None:
         first = (await context.read()).registration
         name = first.worker_id
-        if first.epoch < self._epochs.get(name, 0):
-            detail = common_pb2.ErrorDetail(kind=6, message="An older start.", code="stale_epoch")
-            metadata = (("sluice-error-bin", detail.SerializeToString()),)
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "An older start.", metadata)
-        self._epochs[name] = first.epoch
         self._streams[name] = context
         self.present.add(name)
         self.cards.append(first.card)
@@ -185,30 +180,23 @@ async def test_a_hang_is_noticed_and_forgiven(folder: Path, listening: tuple[Lis
         await caller.close()
 
 
-async def test_the_older_of_two_workers_with_one_id_ends_with_a_sentence(
-    folder: Path, listening: tuple[Listening, str], caplog: pytest.LogCaptureFixture
+async def test_the_later_of_two_workers_with_one_id_takes_over_when_the_first_ends(
+    folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    router, address = listening
-    stop = Stop()
-    settings = WorkerSettings(
-        listen="127.0.0.1:0", model=f"tiny={folder}", speedup=1e6, routers=[address], worker_id="w", grace_s=0.0
-    )
-    older = WorkerHost(settings, stop)
-    await older.start()
-    try:
-        await until(lambda: router.present)
-        async with hosted(folder, routers=[address], worker_id="w") as newer:
-            await until(lambda: len(router.cards) == 2)
+    async with routers() as (router,):
+        where = [f"127.0.0.1:{router.port}"]
+        async with hosted(folder, routers=where, worker_id="w") as older:
             assert older.registration is not None
-            assert older.registration._attachment is not None
-            older.registration._attachment.drop()
-            await until(stop.is_set)
-            assert stop.failed
-            assert "another process has registered as worker w" in caplog.text
-            assert newer.registration is not None
-            assert newer.registration.attached.is_set()
-    finally:
-        await older.shut_down()
+            await older.registration.attached.wait()
+            async with hosted(folder, routers=where, worker_id="w") as newer:
+                registration = newer.registration
+                assert registration is not None
+                await until(lambda: registration.trouble == "worker_id_taken")
+                assert "another process holds worker id w" in caplog.text
+                assert older.registration.attached.is_set()
+                await older.registration.leave("test")
+                await registration.attached.wait()
+                assert registration.trouble == ""
 
 
 async def test_a_starting_worker_answers_probes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,7 +61,10 @@ class Replica:
 
 @dataclass
 class Engine:
-    """A worker: what it holds, what it has said, and to whom it is attached."""
+    """A worker: what it holds, what it has said, and to whom it is attached.
+
+    Its identity names it, so that a restart need not wait for the old lease; each start has a lease key of its own.
+    """
 
     name: str
     ranks: int
@@ -94,6 +97,8 @@ class Engine:
             CAPACITY,
             self.ranks,
             b"",
+            caller=f"worker/{self.name}",
+            lease_digest=f"start {self.epoch}",
         )
 
     @property

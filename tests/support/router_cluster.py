@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pydantic import SecretStr
 
 from services.common.channels import open_channel
@@ -38,6 +40,16 @@ class RouterProcess:
         self.channel = open_channel(f"127.0.0.1:{self.port}")
         self.stub = router_pb2_grpc.RouterStub(self.channel)
 
+    async def ready(self) -> None:
+        """Waits until it has reached its store."""
+        health = health_pb2_grpc.HealthStub(self.channel)
+
+        async def serves() -> bool:
+            answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=20)
+            return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+        await until(serves)
+
     async def stop(self) -> None:
         """Drains and ends; fails when the router had failed before."""
         self._stop.set()
@@ -59,9 +71,21 @@ async def routers(count: int = 1, **settings: Any) -> AsyncIterator[list[RouterP
 
 
 class FakeWorker:
-    """Speaks Attach the way a worker does; its cache is a list of batches."""
+    """Speaks Attach the way a worker does; its cache is a list of batches.
 
-    def __init__(self, worker_id: str, epoch: int = 1, total_blocks: int = 100_000, **card: Any) -> None:
+    Args:
+        same_as: another attachment of the same process.
+        card: fields of the model card.
+    """
+
+    def __init__(
+        self,
+        worker_id: str,
+        epoch: int = 1,
+        total_blocks: int = 100_000,
+        same_as: FakeWorker | None = None,
+        **card: Any,
+    ) -> None:
         card = {"model": MODEL, "block_size": BLOCK, "hash_scheme": "sluice-xxh3-v1", **card}
         self.registration = router_pb2.Registration(
             worker_id=worker_id,
@@ -69,6 +93,7 @@ class FakeWorker:
             epoch=epoch,
             card=common_pb2.ModelCard(total_blocks=total_blocks, **card),
             engine="fake",
+            lease_key=same_as.registration.lease_key if same_as else secrets.token_bytes(16),
         )
         self.worker_id = worker_id
         self.cache: set[int] = set()

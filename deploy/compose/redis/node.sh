@@ -1,10 +1,21 @@
 # A Redis server. Where sentinels run, they know the master: a server that comes back must follow it, never be a second one.
 # Before there are any, the server named redis leads and the others follow it.
-leader=$(redis-cli -h sentinel -p 26379 sentinel get-master-addr-by-name sluice 2>/dev/null | head -n 1 | grep '\.')
+password=$(cat /run/secrets/sluice_router_redis_password)
+leader=$(REDISCLI_AUTH=$password redis-cli -h sentinel -p 26379 sentinel get-master-addr-by-name sluice 2>/dev/null \
+    | head -n 1 | grep '\.')
 : "${leader:=$(getent hosts redis | awk '{ print $1; exit }')}"
 for own in $(hostname -i); do
     [ "$own" = "$leader" ] && leader=
 done
-# Only the network of this project reaches the server, so it asks for no password.
-exec redis-server --protected-mode no --dir /data --appendonly yes --appendfsync everysec --save "" \
-    ${leader:+--replicaof "$leader" 6379}
+# In a file, because flags can be seen in the list of processes.
+umask 077
+cat > /tmp/redis.conf <<CONF
+requirepass $password
+masterauth $password
+dir /data
+appendonly yes
+appendfsync everysec
+save ""
+${leader:+replicaof $leader 6379}
+CONF
+exec redis-server /tmp/redis.conf

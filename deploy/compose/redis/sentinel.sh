@@ -1,12 +1,17 @@
 # One of the sentinels. A new one asks the others who the master is; the first ones take the server named redis.
-leader=$(redis-cli -h sentinel -p 26379 sentinel get-master-addr-by-name sluice 2>/dev/null | head -n 1 | grep '\.')
+password=$(cat /run/secrets/sluice_router_redis_password)
+leader=$(REDISCLI_AUTH=$password redis-cli -h sentinel -p 26379 sentinel get-master-addr-by-name sluice 2>/dev/null \
+    | head -n 1 | grep '\.')
 : "${leader:=$(getent hosts redis | awk '{ print $1; exit }')}"
 # A sentinel writes what it learns into its configuration.
+umask 077
 cat > /tmp/sentinel.conf <<CONF
 port 26379
 dir /tmp
-protected-mode no
+requirepass $password
+sentinel sentinel-pass $password
 sentinel monitor sluice $leader 6379 2
+sentinel auth-pass sluice $password
 sentinel down-after-milliseconds sluice 2000
 sentinel failover-timeout sluice 10000
 sentinel parallel-syncs sluice 1

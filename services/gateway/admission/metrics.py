@@ -17,7 +17,7 @@ REFUSED = METRICS.counter(
     "requests that admission refused",
     Label(
         "reason",
-        "no valid key, a model or scope that is not the key's, a limit of the key, the line, or the Host or Origin header",
+        "no valid key, a model or scope the key lacks, a limit of the key, the line, or the Host or Origin header",
         REASONS,
     ),
 )

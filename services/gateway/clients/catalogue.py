@@ -10,7 +10,9 @@ from functools import lru_cache
 
 import grpc
 
+from services.common.cards import check_worker
 from services.common.errors import SluiceError, not_found, quoted, unavailable
+from services.common.printable import LONGEST_NAME
 from services.common.replicas import ReplicaSet
 from services.common.tasks import asked_to_end
 from services.gateway.admission import permit as permits
@@ -153,11 +155,11 @@ class Catalogue:
                 self._down(worker_id)
 
     def _take(self, worker: router_pb2.WorkerInfo) -> bool:
-        """Takes a worker that is there; one of a role that only newer gateways know is nobody to send requests to."""
+        """Takes a registered worker; one of an unknown role, or with names that cannot be, gets no requests."""
         try:
             entry = _entry(worker)
-        except ValueError as error:
-            _say_left_out(worker.worker_id, worker.epoch, str(error))
+        except (ValueError, SluiceError) as error:
+            _say_left_out(worker.worker_id[:LONGEST_NAME], worker.epoch, str(error))
             self._down(worker.worker_id)  # what it was before
             return False
         self._up(entry)
@@ -185,6 +187,7 @@ def _say_left_out(worker_id: str, epoch: int, reason: str) -> None:
 
 def _entry(worker: router_pb2.WorkerInfo) -> WorkerEntry:
     card = worker.card
+    check_worker(worker.worker_id, worker.address, card)
     return WorkerEntry(
         worker_id=worker.worker_id,
         address=worker.address,

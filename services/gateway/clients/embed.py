@@ -11,7 +11,7 @@ import grpc
 
 from services.common import telemetry
 from services.common.errors import SluiceError, unavailable
-from services.common.grpc_errors import from_rpc_error
+from services.common.grpc_errors import from_rpc_error, passed_on
 from services.common.tasks import end_all
 from services.gateway import auditing, deadlines
 from services.gateway.capabilities import able, holding
@@ -113,7 +113,7 @@ class EmbedClient:
             except grpc.aio.AioRpcError as error:
                 if deadlines.current().left_s <= 0:
                     raise deadlines.overdue() from error
-                cause = from_rpc_error(error, link.peer)
+                cause = passed_on(from_rpc_error(error, link.peer), link.peer)
                 if (
                     not cause.retryable
                     or len(tried) >= ATTEMPTS

@@ -14,6 +14,7 @@ import grpc
 
 from services.common.breaker import Breaker
 from services.common.errors import ErrorKind, SluiceError
+from services.common.grpc_errors import passed_on
 from services.common.session import ClientSession
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ class Link(ABC, Generic[Out, In]):
         self._connected.set()
         try:
             self._on_connected()
-            error = await self._session.run()
+            error = passed_on(await self._session.run(), self.peer)
             return self._garbled or error
         finally:
             self._connected.clear()

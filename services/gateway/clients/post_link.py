@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import grpc
 
 from services.common.errors import ErrorKind, SluiceError
-from services.common.grpc_errors import from_detail
+from services.common.grpc_errors import from_detail, passed_on
 from services.common.packing import pack_u32, unpack_u32
 from services.common.replicas import Replica
 from services.gateway.clients.link import Link
@@ -316,7 +316,7 @@ def tell_event(events: TextEvents, stream: LiveStream, event: postprocess_pb2.St
     if event.degraded:
         events.on_degraded(stream, event.degraded)
     if event.finish_reason == common_pb2.FINISH_REASON_ERROR:
-        events.on_text_failed(stream, from_detail(event.error))
+        events.on_text_failed(stream, passed_on(from_detail(event.error), "postprocess service"))
     elif event.finish_reason:
         events.on_finished(
             stream,

@@ -37,7 +37,6 @@ class RouterClient:
 
     Args:
         owner: whose lease holds the reservations; whoever follows the router's worker list under this name renews it.
-        token: gives the token the router wants to see; None shows none.
     """
 
     def __init__(
@@ -46,10 +45,9 @@ class RouterClient:
         credentials: grpc.ChannelCredentials | None,
         route_timeout_s: float,
         owner: str = "",
-        token: Callable[[], str] | None = None,
     ) -> None:
         self.replicas: ReplicaSet[router_pb2_grpc.RouterAsyncStub] = ReplicaSet(
-            "router", targets, _stub, credentials, token=token, shared=lambda stub: cast(Any, stub.RouteQuery)
+            "router", targets, _stub, credentials, shared=lambda stub: cast(Any, stub.RouteQuery)
         )
         self.owner = owner
         self._turnstile = Turnstile("router")

@@ -13,7 +13,7 @@ import orjson
 
 from services.common.budgets import Budget
 from services.common.errors import ErrorKind, SluiceError, invalid
-from services.common.grpc_errors import from_detail
+from services.common.grpc_errors import from_detail, passed_on
 from services.common.packing import pack_u32
 from services.gateway.clients.link import Link
 from services.gateway.clients.post_link import TextEvents, stream_options, tell_event, tell_token_texts
@@ -252,7 +252,7 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
         if extra.events:
             self._on_text_events(stream, extra)
         if extra.finish_reason == common_pb2.FINISH_REASON_ERROR:
-            events.on_failed(stream, from_detail(extra.error))
+            events.on_failed(stream, passed_on(from_detail(extra.error), self.peer))
         elif extra.finish_reason == common_pb2.FINISH_REASON_HANDOFF:
             events.on_handoff(stream, extra.handoff)
         elif extra.finish_reason:

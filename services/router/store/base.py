@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from services.common.errors import ErrorKind, SluiceError
 from services.router.book import Choice, Reservation, Terms
+from services.router.claims import Claim, Hold
 from services.router.cost import Load, Offer
 from services.router.events import Change, EventBatch, Snapshot
 from services.router.holding import Outcome
@@ -107,16 +108,33 @@ class Store(ABC):
         """Models that a worker registered for within KNOWN_FOR_S."""
 
     @abstractmethod
+    async def claim(self, claim: Claim, session: str, lease_ms: int) -> None:
+        """Takes a worker id for the attachment `session`, among the workers of all models; before `register`.
+
+        Raises:
+            Taken: another process holds it, and its lease lives.
+        """
+
+    @abstractmethod
+    async def renew_claim(self, worker_id: str, session: str, lease_ms: int) -> Hold:
+        """Prolongs the lease of a worker id."""
+
+    @abstractmethod
+    async def release_claim(self, worker_id: str, session: str) -> None:
+        """Gives a worker id back, if the attachment `session` holds it."""
+
+    @abstractmethod
     async def register(self, worker: Worker, session: str, lease_ms: int) -> dict[int, int]:
         """Enters a worker, or renews its entry; the attachment `session` owns it from now on.
 
-        A higher epoch than the one known starts with empty caches and without reservations; the same keeps both.
+        Another process than the one known, and a higher epoch of the same, start with empty caches and without
+        reservations; the same epoch of the same process keeps both.
 
         Returns:
             The last sequence number applied, by rank, for ranks that have one.
 
         Raises:
-            SluiceError: FAILED_PRECONDITION when a higher epoch is registered.
+            SluiceError: FAILED_PRECONDITION when a higher epoch of the same process is registered.
         """
 
     @abstractmethod

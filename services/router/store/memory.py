@@ -9,6 +9,7 @@ from random import Random
 
 from services.common.errors import ErrorKind, SluiceError
 from services.router.book import Book, Choice, Reservation, Terms
+from services.router.claims import Claim, Claims, Hold
 from services.router.cost import Offer
 from services.router.events import (
     BlocksChanged,
@@ -98,6 +99,7 @@ class MemoryStore(Store):
         self._random = random or Random()
         self._feed_limit = feed_limit
         self._models: dict[str, _Model] = {}
+        self._claims = Claims(now_ms)
 
     def _model(self, model: str) -> _Model:
         found = self._models.get(model)
@@ -118,9 +120,22 @@ class MemoryStore(Store):
         since = self._now_ms() - KNOWN_FOR_S * 1000
         return [name for name, model in self._models.items() if model.registered_ms > since]
 
+    async def claim(self, claim: Claim, session: str, lease_ms: int) -> None:
+        self._claims.claim(claim, session, lease_ms)
+
+    async def renew_claim(self, worker_id: str, session: str, lease_ms: int) -> Hold:
+        return self._claims.hold(worker_id, session, lease_ms)
+
+    async def release_claim(self, worker_id: str, session: str) -> None:
+        self._claims.release(worker_id, session)
+
     async def register(self, worker: Worker, session: str, lease_ms: int) -> dict[int, int]:
         model = self._model(worker.model)
         known = model.records.get(worker.worker_id)
+        if known is not None and known.worker.holder != worker.holder:
+            model.drop(worker.worker_id, keep_reservations=False)
+            model.feed.append(WorkerDown(worker.worker_id, known.worker.epoch))
+            known = None
         if known is not None and known.worker.epoch > worker.epoch:
             raise older_epoch(worker)
         if known is not None and known.worker.epoch < worker.epoch:

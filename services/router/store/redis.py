@@ -16,6 +16,7 @@ from random import Random
 
 from services.common.redis.target import Credentials, parse
 from services.router.book import AllBusy, Choice, Owner, Reservation, Terms
+from services.router.claims import Claim, Hold, Taken
 from services.router.cost import MILLI, Limits, Load, Offer
 from services.router.events import (
     HASH_BYTES,
@@ -113,6 +114,29 @@ class RedisStore(Store):
     async def models(self) -> list[str]:
         return [name.decode() for name in await self._client.run("models", self._root, KNOWN_FOR_S)]
 
+    async def claim(self, claim: Claim, session: str, lease_ms: int) -> None:
+        answer = await self._client.run(
+            "claim",
+            self._root,
+            claim.worker_id,
+            claim.caller,
+            claim.lease_digest,
+            _epoch(claim.epoch),
+            claim.proof,
+            session,
+            lease_ms,
+        )
+        if answer:
+            left_ms, caller, proof = answer
+            holder = Claim(claim.worker_id, 0, caller.decode(), proof=proof.decode(errors="replace"))
+            raise Taken(left_ms, holder)
+
+    async def renew_claim(self, worker_id: str, session: str, lease_ms: int) -> Hold:
+        return Hold((await self._client.run("renew_claim", self._root, worker_id, session, lease_ms)).decode())
+
+    async def release_claim(self, worker_id: str, session: str) -> None:
+        await self._client.run("release_claim", self._root, worker_id, session)
+
     async def register(self, worker: Worker, session: str, lease_ms: int) -> dict[int, int]:
         answer = await self._client.run(
             "register",
@@ -124,6 +148,7 @@ class RedisStore(Store):
             worker.to_json(),
             lease_ms,
             self._feed_limit,
+            worker.holder,
         )
         if not answer[0]:
             raise older_epoch(worker)

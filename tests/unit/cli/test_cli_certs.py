@@ -19,6 +19,9 @@ from sluice.cli.certs import NAMES, BadFolder, Options, make
 from sluice.cli.main import main
 from sluice.cli.plan import BadFlag, plan
 from sluice.cli.plan import Options as UpOptions
+from tests.support.authority import Authority
+
+IDENTITIES = {name: f"spiffe://sluice/{name}" for name in secured.SERVICES} | {"client": "spiffe://sluice/operator"}
 
 
 def certificate(folder: Path, name: str) -> x509.Certificate:
@@ -40,7 +43,8 @@ def test_every_service_gets_a_certificate_that_only_its_owner_can_read(tmp_path:
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     for name in NAMES:
         found = certificate(folder, name)
-        assert {name, "localhost", "127.0.0.1", "::1", "gateway.example", "192.0.2.7"} == names_in(found)
+        hosts = {name, "localhost", "127.0.0.1", "::1", "gateway.example", "192.0.2.7"}
+        assert names_in(found) == hosts | ({IDENTITIES[name]} if name in IDENTITIES else set())
         assert timedelta(days=6) < found.not_valid_after_utc - datetime.now(UTC) <= timedelta(days=7)
         found.verify_directly_issued_by(certificate(folder, "ca"))
         settings = TlsSettings(
@@ -48,6 +52,26 @@ def test_every_service_gets_a_certificate_that_only_its_owner_can_read(tmp_path:
         )
         assert server_credentials(settings) is not None
         assert channel_credentials(settings) is not None
+
+
+def test_a_worker_can_have_a_certificate_that_names_it_alone(tmp_path: Path) -> None:
+    said = make(tmp_path, Options(names=(), workers=("gpu-0",), trust_domain="example.org"))
+    assert any("for spiffe://example.org/worker/gpu-0" in sentence for sentence in said)
+    assert {"worker", "gpu-0", "spiffe://example.org/worker/gpu-0"} <= names_in(certificate(tmp_path, "worker-gpu-0"))
+    for options in (Options(workers=("a/b",)), Options(workers=("",)), Options(trust_domain="Example Org")):
+        with pytest.raises(BadFolder):
+            make(tmp_path, options)
+
+
+def test_a_suite_does_not_start_with_certificates_that_name_no_caller(tmp_path: Path) -> None:
+    make(tmp_path, Options())
+    assert secured.problem(tmp_path) == ""
+    unnamed = Authority(tmp_path / "unnamed").issue("router", named=False)
+    for path, name in ((unnamed.tls_cert, "router.pem"), (unnamed.tls_key, "router.key")):
+        assert path is not None
+        (tmp_path / name).write_bytes(path.read_bytes())
+    assert "router.pem does not name the service (spiffe://sluice/router)" in secured.problem(tmp_path)
+    assert "--renew" in secured.problem(tmp_path)
 
 
 def test_openssl_accepts_the_chain_for_servers_and_clients(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import grpc
 import pytest
 from grpc.aio import AioRpcError, Metadata
@@ -10,10 +12,22 @@ from hypothesis import strategies as st
 
 from services.common import errors
 from services.common.errors import ErrorKind, SluiceError
-from services.common.grpc_errors import DETAIL_KEY, abort, answer, from_detail, from_rpc_error, to_detail
+from services.common.grpc_errors import (
+    DETAIL_KEY,
+    LONGEST_MESSAGE,
+    LONGEST_PARAM,
+    MOST_RETRY_AFTER_MS,
+    abort,
+    answer,
+    from_detail,
+    from_rpc_error,
+    passed_on,
+    to_detail,
+)
 from sluice.v1 import common_pb2
 
 KINDS = st.sampled_from([kind for kind in ErrorKind if kind is not ErrorKind.INTERNAL_UNKNOWN])
+PRINTABLE = st.text().filter(str.isprintable)
 
 
 class Aborted(Exception):
@@ -44,12 +58,47 @@ def same(left: SluiceError, right: SluiceError) -> bool:
     return all(getattr(left, name) == getattr(right, name) for name in names)
 
 
-@given(KINDS, st.text(), st.text(), st.text(), st.integers(0, 2**32 - 1), st.booleans())
+@given(
+    KINDS,
+    PRINTABLE,
+    PRINTABLE,
+    st.from_regex(r"[a-z0-9_]{0,64}", fullmatch=True),
+    st.integers(0, MOST_RETRY_AFTER_MS),
+    st.booleans(),
+)
 def test_error_survives_the_wire(
     kind: ErrorKind, message: str, param: str, code: str, retry_after_ms: int, retryable: bool
 ) -> None:
     error = SluiceError(kind, message, param=param, code=code, retry_after_ms=retry_after_ms, retryable=retryable)
     assert same(from_detail(common_pb2.ErrorDetail.FromString(to_detail(error).SerializeToString())), error)
+
+
+@given(st.text(), st.text(), st.text(), st.integers(0, 2**32 - 1))
+def test_error_from_the_wire_is_within_bounds(message: str, param: str, code: str, retry_after_ms: int) -> None:
+    sent = SluiceError(ErrorKind.INTERNAL, 300 * message, param=99 * param, code=code, retry_after_ms=retry_after_ms)
+    error = from_detail(to_detail(sent))
+    assert error.message.isprintable()
+    assert error.param.isprintable()
+    assert len(error.message) <= LONGEST_MESSAGE
+    assert len(error.param) <= LONGEST_PARAM
+    assert error.code == (code if re.fullmatch("[a-z0-9_]{1,64}", code) else "")
+    assert error.retry_after_ms <= MOST_RETRY_AFTER_MS
+
+
+@pytest.mark.parametrize(
+    ("kind", "becomes"),
+    [
+        (ErrorKind.UNAUTHENTICATED, ErrorKind.UNAVAILABLE),
+        (ErrorKind.PERMISSION_DENIED, ErrorKind.UNAVAILABLE),
+        (ErrorKind.CANCELLED, ErrorKind.UNAVAILABLE),
+        *((kind, kind) for kind in (ErrorKind.INVALID_ARGUMENT, ErrorKind.OVERLOADED, ErrorKind.ENGINE_SHUTDOWN)),
+    ],
+)
+def test_error_about_the_calling_service_is_not_passed_on_to_its_client(kind: ErrorKind, becomes: ErrorKind) -> None:
+    said = passed_on(SluiceError(kind, "Sentence."), "worker w1")
+    assert said.kind is becomes
+    assert said.http_status not in (401, 403, 499)
+    assert said.retryable is (becomes in (ErrorKind.UNAVAILABLE, ErrorKind.ENGINE_SHUTDOWN))
 
 
 @pytest.mark.parametrize("kind", [kind for kind in ErrorKind if kind is not ErrorKind.INTERNAL_UNKNOWN])

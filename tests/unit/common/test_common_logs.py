@@ -77,7 +77,7 @@ def test_exceptions_are_one_field_in_json_and_readable_in_text(capsys: pytest.Ca
             logging.getLogger("a").exception("failed")
     first, *rest = capsys.readouterr().err.splitlines()
     assert "ValueError: odd" in json.loads(first)["exception"]
-    assert rest[-1] == "ValueError: odd"
+    assert rest[-1] == f"{logs.BAR}ValueError: odd"
 
 
 def test_configuring_twice_does_not_double_lines(capsys: pytest.CaptureFixture[str]) -> None:

@@ -52,7 +52,8 @@ def test_lists_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_switches() -> None:
-    assert ToySettings.load([]).reflection is True
+    assert ToySettings.load([]).reflection is None
+    assert ToySettings.load(["--reflection"]).reflection is True
     assert ToySettings.load(["--no-reflection"]).reflection is False
     assert ToySettings.load(["--tls-require-client-cert"]).tls_require_client_cert is True
 

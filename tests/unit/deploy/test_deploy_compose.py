@@ -13,12 +13,13 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 
-from services.common.settings import ServiceSettings
+from services.common.settings import SECRETS_DIR, ServiceSettings
 from services.gateway.settings import GatewaySettings
 from services.postprocess.settings import PostprocessSettings
 from services.preprocess.settings import PreprocessSettings
 from services.router.settings import RouterSettings
 from services.worker.settings import WorkerSettings
+from sluice.cli import tokens as made_tokens
 from tests.support.promql import run_promtool
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -34,7 +35,10 @@ SETTINGS: dict[str, type[ServiceSettings]] = {
     "worker-vllm": WorkerSettings,
     "worker-sglang": WorkerSettings,
 }
+ONCE = {"redis-password", "tokens"}
+"""Containers that make something at the first start, and end."""
 PROFILES = {"balancer", "redis-ha", "observability", "gpu", "gpu-sglang", "transformers"}
+COMPLETED = "service_completed_successfully"
 PROCESSING = {"vllm": "vllm", "sglang": "sglang", "native-framework": ""}
 REPLICAS = {
     "gateway": "SLUICE_GATEWAYS",
@@ -49,6 +53,17 @@ VARIABLE = re.compile(r"\$\{(\w+)(?:(:?[-+])([^}]*))?\}")
 def suite() -> dict[str, Any]:
     found: dict[str, Any] = yaml.safe_load((COMPOSE / "compose.yaml").read_text())
     return found
+
+
+def tokens() -> dict[str, Any]:
+    """What tokens.yaml puts on top."""
+    found: dict[str, Any] = yaml.safe_load((COMPOSE / "tokens.yaml").read_text())
+    return found
+
+
+def mounted(service: dict[str, Any]) -> dict[str, str]:
+    """Source of each volume, by where it is mounted."""
+    return {parts[1]: parts[0] for volume in service.get("volumes", ()) if len(parts := volume.split(":")) > 1}
 
 
 def defaulted(text: str, variables: Mapping[str, str] = MappingProxyType({})) -> str:
@@ -162,12 +177,55 @@ def test_the_failover_profile_sends_routers_to_the_sentinels(monkeypatch: pytest
     assert services["router"]["depends_on"]["sentinel"] == {"condition": "service_healthy", "required": False}
 
 
+def test_redis_is_reached_by_routers_only_and_asks_for_a_password() -> None:
+    services = suite()["services"]
+    assert suite()["networks"]["store"] == {"internal": True}
+    joined = {name for name, service in services.items() if "store" in service.get("networks", ())}
+    servers = {"redis", "redis-replica", "sentinel"}
+    assert joined == {"router", *servers}
+    assert all(services[name]["networks"] == ["store"] for name in servers)
+    holders = {name for name, service in services.items() if "redis-password" in mounted(service).values()}
+    assert holders == {"router", "redis-password", *servers}
+    assert mounted(services["router"])[str(SECRETS_DIR)] == "redis-password"
+    assert all(services[name]["depends_on"]["redis-password"]["condition"] == COMPLETED for name in servers)
+    assert not any("ports" in services[name] for name in servers)
+    assert {"redis_password", "redis_sentinel_password"} <= RouterSettings.model_fields.keys()
+
+
+def test_tokens_of_a_service_are_in_a_volume_that_it_alone_mounts(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = tokens()
+    maker = made["services"].pop("tokens")
+    assert set(made["services"]) == set(SETTINGS)
+    for name, service in made["services"].items():
+        kind = name.partition("-")[0]
+        assert mounted(service) == {"/run/tokens": f"tokens-{kind}"}
+        assert service["volumes"][0].endswith(":ro")
+        assert service["depends_on"] == {"tokens": {"condition": COMPLETED}}
+        settings = {
+            key.removeprefix(f"SLUICE_{kind.upper()}_").lower(): value for key, value in service["environment"].items()
+        }
+        files = {"peer_token_file": f"/run/tokens/{made_tokens.SHOWN}"}
+        if kind != "gateway":
+            files["tokens_file"] = f"/run/tokens/{made_tokens.ACCEPTED}"
+        assert settings == files
+        assert files.keys() <= SETTINGS[name].model_fields.keys()
+    callers = {name for name in made_tokens.CALLS if name != made_tokens.SCHEDULER}
+    assert {source: target for target, source in mounted(maker).items()} == {
+        f"tokens-{name}": f"/tokens/{name}" for name in callers
+    }
+    assert set(made["volumes"]) == {f"tokens-{name}" for name in callers}
+
+
 def test_containers_have_no_rights_they_do_not_need() -> None:
-    for name, service in suite()["services"].items():
+    for name, service in {**suite()["services"], "tokens": tokens()["services"]["tokens"]}.items():
         assert service["read_only"] is True, name
         assert service["cap_drop"] == ["ALL"], name
         assert service["security_opt"] == ["no-new-privileges:true"], name
-        assert name in SETTINGS or not service["user"].startswith("0"), name
+        if name in ONCE:  # root, which owns new volumes, but with nobody to talk to
+            assert service["network_mode"] == "none", name
+            assert service["restart"] == "no", name
+        else:
+            assert name in SETTINGS or not service["user"].startswith("0"), name
         for port in service.get("ports", ()):
             assert defaulted(port).startswith("127.0.0.1:"), name
 

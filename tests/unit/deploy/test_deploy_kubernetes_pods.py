@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from services.common.health import LIVE
-from services.common.settings import SECRETS_DIR
+from services.common.settings import SECRETS_DIR, GrpcServiceSettings, TlsSettings
+from sluice.cli import tokens as made_tokens
 from tests.support.kustomized import (
     KUBERNETES,
     OVERLAYS,
@@ -165,9 +166,75 @@ def test_tokens_are_files_of_every_service(tmp_path: Path) -> None:
         kubernetes_validate.validate(workload, kubernetes_validate.latest_version(), strict=True)
         given = {one["name"]: one.get("value", "") for one in container_of(workload)["env"]}
         settings = {key.removeprefix(f"SLUICE_{name.upper()}_").lower(): value for key, value in given.items()}
-        assert settings["peer_token_file"] == str(SECRETS_DIR / "token")
-        assert settings.get("tokens_file") == (None if name == "gateway" else str(SECRETS_DIR / "tokens"))
+        assert settings["peer_token_file"] == str(SECRETS_DIR / made_tokens.SHOWN)
+        accepted = None if name == "gateway" else str(SECRETS_DIR / made_tokens.ACCEPTED)
+        assert settings.get("tokens_file") == accepted
         assert {"peer_token_file", "tokens_file"} & settings.keys() <= SETTINGS[name].model_fields.keys()
+
+
+def secrets_of(workload: Object) -> set[str]:
+    """Names of the Secrets that a pod mounts, or takes variables from."""
+    names = set()
+    for volume in workload["spec"]["template"]["spec"].get("volumes", ()):
+        names |= {volume["secret"]["secretName"]} if "secret" in volume else set()
+        names |= {source["secret"]["name"] for source in volume.get("projected", {}).get("sources", ())}
+    container = container_of(workload)
+    assert all("secretRef" not in source for source in container.get("envFrom", ()))
+    assert all("secretKeyRef" not in variable.get("valueFrom", {}) for variable in container.get("env", ()))
+    return names
+
+
+def test_no_pod_mounts_another_services_tokens(tmp_path: Path) -> None:
+    with_tokens = [one for one in with_components(tmp_path / "kustomized", "tokens") if one["kind"] == "Deployment"]
+    for workload in [*with_tokens, *(one for overlay in OVERLAYS for one in of_kind(overlay, "Deployment"))]:
+        name = name_of(workload)
+        others = {f"sluice-{other}" for other in SETTINGS if other != name}
+        assert f"sluice-{name}" in secrets_of(workload)
+        assert not secrets_of(workload) & {*others, *(f"{other}-tls" for other in others)}
+
+
+def test_folder_of_a_service_holds_the_tokens_that_it_shows_and_digests(tmp_path: Path) -> None:
+    """What becomes the Secret of each service, as docs/kubernetes.md says."""
+    made_tokens.make(tmp_path, made_tokens.Options())
+    assert {path.name for path in tmp_path.iterdir()} == {*SETTINGS, "operator"}
+    shown = {
+        path.parent.name: {line.split()[0] for line in path.read_text().splitlines()}
+        for path in tmp_path.glob(f"*/{made_tokens.SHOWN}")
+    }
+    for name, folder in ((path.name, path) for path in tmp_path.iterdir()):
+        words = {word for file in folder.iterdir() for word in file.read_text().split()}
+        assert all(not tokens & words for other, tokens in shown.items() if other != name)
+        assert shown[name] <= words
+    documented = (ROOT / "docs" / "kubernetes.md").read_text()
+    assert "sluice tokens tokens" in documented
+    assert "--from-file=tokens/$service" in documented
+
+
+def test_certificates_name_the_service_that_shows_them() -> None:
+    for certificate in of_kind("guarded", "Certificate"):
+        name = certificate["metadata"]["name"].removeprefix("sluice-")
+        given = certificate["spec"].get("uris", [])
+        assert given == ([f"spiffe://{TlsSettings().tls_trust_domain}/{name}"] if name in SETTINGS else [])
+
+
+def test_redis_asks_for_a_password() -> None:
+    for overlay in ("mock", "guarded"):
+        (redis,) = [one for one in workloads(overlay) if name_of(one) == "redis"]
+        script = container_of(redis)["args"][0]
+        assert "printf 'requirepass '; cat /run/secrets/sluice_router_redis_password" in script
+        assert "protected-mode" not in script
+        assert "sluice-redis" in secrets_of(redis)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_reflection_is_left_to_its_default_which_is_off_in_pods(overlay: str) -> None:
+    for workload in workloads(overlay):
+        assert not any(name.endswith("_REFLECTION") for name in environment(overlay, workload))
+    assert all(
+        settings.model_fields["reflection"].default is None
+        for settings in SETTINGS.values()
+        if issubclass(settings, GrpcServiceSettings)
+    )
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)

@@ -17,7 +17,8 @@ NEWER = cast(common_pb2.WorkerRole, 99)
 
 def up(worker_id: str, role: common_pb2.WorkerRole = common_pb2.WORKER_ROLE_AGGREGATED) -> router_pb2.WorkerChange:
     card = common_pb2.ModelCard(model="m")
-    return router_pb2.WorkerChange(kind=UP, worker=router_pb2.WorkerInfo(worker_id=worker_id, role=role, card=card))
+    worker = router_pb2.WorkerInfo(worker_id=worker_id, address=f"{worker_id}:50061", role=role, card=card)
+    return router_pb2.WorkerChange(kind=UP, worker=worker)
 
 
 class Router:

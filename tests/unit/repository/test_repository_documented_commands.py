@@ -28,7 +28,7 @@ SETTINGS: dict[str, type[ServiceSettings]] = {
     "worker": WorkerSettings,
 }
 OTHERS = {
-    "docker": "build build-arg env-file profile scale target wait",
+    "docker": "build build-arg entrypoint env-file profile rm scale target wait",
     "kubectl": "from-file from-literal",
     "curl": "cacert",
     "git": "no-local",
@@ -42,7 +42,7 @@ def flags_of_service(service: str) -> set[str]:
     flags = {"--help"}
     for name, field in SETTINGS[service].model_fields.items():
         flag = name.replace("_", "-")
-        flags |= {f"--{flag}", f"--no-{flag}"} if field.annotation is bool else {f"--{flag}"}
+        flags |= {f"--{flag}", f"--no-{flag}"} if field.annotation in (bool, bool | None) else {f"--{flag}"}
     return flags
 
 

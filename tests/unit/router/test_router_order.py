@@ -59,7 +59,9 @@ class SharedStore(MemoryStore):
 
 
 def worker(epoch: int = 1) -> Worker:
-    return Worker("w", "w:1", epoch, MODEL, Role.AGGREGATED, 16, "sluice-xxh3-v1", 100, 1, b"")
+    return Worker(
+        "w", "w:1", epoch, MODEL, Role.AGGREGATED, 16, "sluice-xxh3-v1", 100, 1, b"", lease_digest="one process"
+    )
 
 
 @asynccontextmanager

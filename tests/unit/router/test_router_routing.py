@@ -61,7 +61,7 @@ async def test_nothing_stays_booked_on_workers_that_go_while_they_are_chosen() -
 
 
 async def test_adapters_salts_and_models_never_mix(cluster: Cluster) -> None:
-    await cluster.add(worker("a"), worker("a", model="other"))
+    await cluster.add(worker("a"), worker("b", model="other"))
     hashes = block_hashes(tokens("ABC"), BLOCK, "lora", "salt")
     await cluster.cache("m", Slot("a", 0), pack_u64(hashes))
     assert (await cluster.ask(prompt("ABC", "lora", "salt"))).overlap == Overlap(3)

@@ -82,7 +82,7 @@ async def test_a_session_follows_only_candidates_that_are_alive(cluster: Cluster
 
 
 async def test_sessions_of_models_are_apart(cluster: Cluster) -> None:
-    await cluster.add(worker("a", model="other"))
+    await cluster.add(worker("of-other", model="other"))
     await cluster.ask(prompt("A"), session_id="s")
     assert not (await cluster.ask(prompt("A"), model="other", session_id="s")).session_hit
 

@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -14,6 +15,7 @@ import pytest
 from services.common.errors import ErrorKind, SluiceError
 from services.common.packing import pack_u64, unpack_u64
 from services.router.book import AllBusy, Reservation, Terms
+from services.router.claims import Claim, Hold, Taken
 from services.router.cost import Limits, Load, Offer
 from services.router.events import (
     BlockOp,
@@ -122,6 +124,83 @@ async def test_registered_workers_are_loaded(store: Store) -> None:
     state = await store.load(M)
     assert sorted(state.workers, key=lambda each: each.worker_id) == [worker("a"), worker("b")]
     assert await store.models() == [M]
+
+
+ONE = Claim("a", 10, "worker", "one", "token 1 at h1")
+
+
+@pytest.mark.parametrize(
+    ("claim", "taken"),
+    [
+        (ONE, False),
+        (replace(ONE, epoch=5), False),
+        (replace(ONE, lease_digest="two", epoch=99), True),
+        (replace(ONE, caller="", epoch=99), True),
+        (replace(ONE, caller="operator", epoch=99), True),
+        (replace(ONE, lease_digest="", epoch=99), True),
+        (replace(ONE, caller="worker/b", lease_digest="two", epoch=99), True),
+        (replace(ONE, caller="worker/a", lease_digest="two", epoch=1), False),
+    ],
+)
+async def test_an_id_is_kept_for_the_process_that_claimed_it(store: Store, claim: Claim, taken: bool) -> None:
+    await store.claim(ONE, "s1", 60_000)
+    if not taken:
+        await store.claim(claim, "s2", 60_000)
+        assert await store.renew_claim("a", "s1", 60_000) is Hold.REPLACED
+        assert await store.renew_claim("a", "s2", 60_000) is Hold.HELD
+        return
+    with pytest.raises(Taken) as refused:
+        await store.claim(claim, "s2", 60_000)
+    assert 0 < refused.value.left_ms <= 60_000
+    assert (refused.value.holder.caller, refused.value.holder.proof) == (ONE.caller, ONE.proof)
+    assert "token 1" not in refused.value.error.message
+    assert await store.renew_claim("a", "s1", 60_000) is Hold.HELD
+
+
+async def test_of_two_processes_with_one_identity_the_later_has_the_id(store: Store) -> None:
+    await store.claim(Claim("a", 10, "worker/a", "one"), "s1", 60_000)
+    for epoch in (9, 10):
+        with pytest.raises(Taken):
+            await store.claim(Claim("a", epoch, "worker/a", "two"), "s2", 60_000)
+    await store.claim(Claim("a", 2**63, "worker/a", "two"), "s2", 60_000)
+    with pytest.raises(Taken):
+        await store.claim(Claim("a", 10, "worker/a", "one"), "s1", 60_000)
+
+
+async def test_an_attachment_without_a_lease_key_may_claim_again_and_no_other(store: Store) -> None:
+    bare = Claim("a", 10)
+    await store.claim(bare, "s1", 60_000)
+    await store.claim(bare, "s1", 60_000)
+    with pytest.raises(Taken):
+        await store.claim(bare, "s2", 60_000)
+
+
+async def test_an_id_is_free_when_it_is_given_back_and_when_its_lease_ends(store: Store) -> None:
+    await store.claim(ONE, "s1", 60_000)
+    await store.release_claim("a", "another")
+    assert await store.renew_claim("a", "s1", 60_000) is Hold.HELD
+    await store.release_claim("a", "s1")
+    assert await store.renew_claim("a", "s1", 60_000) is Hold.GONE
+    await store.claim(replace(ONE, lease_digest="two"), "s2", 1)
+    while await store.renew_claim("a", "s1", 60_000) is not Hold.GONE:  # noqa: ASYNC110  # a lease of a millisecond
+        await asyncio.sleep(0.001)
+    await store.claim(replace(ONE, lease_digest="three"), "s3", 60_000)
+    assert await store.renew_claim("a", "s2", 60_000) is Hold.REPLACED
+
+
+async def test_another_process_starts_anew_whatever_its_epoch(store: Store) -> None:
+    old = replace(worker(epoch=7), caller="worker", lease_digest="one")
+    await store.register(old, "s1", 5000)
+    await apply(store, batch(1, 1, 2), epoch=7)
+    await store.select(M, [offer(A)], Terms("r", 60_000))
+    position = (await store.load(M)).position
+    new = replace(worker(epoch=3), caller="worker", lease_digest="two")
+    assert await store.register(new, "s2", 5000) == {}
+    assert await changes_after(store, position, 2) == [WorkerDown("a", 7), WorkerUp(new)]
+    assert await held(store, A) == [[], [], []]
+    assert (await store.pulse(M)).loads == {}
+    assert (await apply(store, batch(1, 1), epoch=7))[0][0] is Outcome.STALE
+    assert (await apply(store, batch(1, 1), epoch=3))[0][0] is Outcome.APPLIED
 
 
 async def test_models_do_not_mix(store: Store) -> None:

@@ -19,6 +19,9 @@ class Script:
 NAMES = (
     "know",
     "models",
+    "claim",
+    "renew_claim",
+    "release_claim",
     "register",
     "renew",
     "leave",

@@ -17,6 +17,7 @@ local function now_ms()
   return time[1] * 1000 + math.floor(time[2] / 1000)
 end
 
+local function claim_key(id) return base .. ':claim:' .. id end
 local function worker_key(id) return base .. ':worker:' .. id end
 local function booked_key(id) return base .. ':booked:' .. id end
 local function owned_key(owner) return base .. ':owned:' .. owner end

@@ -1,11 +1,17 @@
--- ARGV: worker id, epoch (20 digits), session, ranks, card, lease ms, feed limit
--- Returns {0} when a higher epoch is registered, else {1, rank, sequence, ...}.
+-- ARGV: worker id, epoch (20 digits), session, ranks, card, lease ms, feed limit, holder
+-- Returns {0} when a higher epoch of the same holder is registered, else {1, rank, sequence, ...}.
 local id, epoch, session, ranks, card = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 local key = worker_key(id)
-local known = redis.call('HGET', key, 'epoch')
+local known, holder = unpack(redis.call('HMGET', key, 'epoch', 'holder'))
+if known and (holder or '') ~= ARGV[8] then
+  drop_worker(id, false)
+  feed(ARGV[7], 'down', id, known)
+  known = false
+end
 if known and known > epoch then return {0} end
 if known and known < epoch then drop_worker(id, false) end
-redis.call('HSET', key, 'epoch', epoch, 'session', session, 'ranks', ranks, 'card', card, 'draining', '0')
+redis.call('HSET', key, 'epoch', epoch, 'session', session, 'ranks', ranks, 'card', card, 'draining', '0',
+  'holder', ARGV[8])
 redis.call('ZADD', WORKERS, now_ms() + ARGV[6], id)
 feed(ARGV[7], 'up', id, epoch, 'card', card)
 local answer = {1}

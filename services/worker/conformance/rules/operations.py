@@ -8,6 +8,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from services.common.addresses import listens_on_loopback
 from services.common.errors import ErrorKind
 from services.worker.conformance.heard import REASONS, Heard
 from services.worker.conformance.rule import Broken, NotChecked, expect, rule
@@ -34,7 +35,12 @@ async def health(subject: Subject) -> str:
     return f"The server and {SERVICE} are SERVING."
 
 
-@rule("reflection", "Reflection lists the Worker service.", "every gRPC server offers reflection", generates=False)
+@rule(
+    "reflection",
+    "Reflection lists the Worker service.",
+    "a gRPC server that listens on loopback offers reflection",
+    generates=False,
+)
 async def reflection(subject: Subject) -> str:
     stub = reflection_pb2_grpc.ServerReflectionStub(subject.channel)
     call = stub.ServerReflectionInfo(timeout=subject.patience.answer_s)
@@ -42,6 +48,8 @@ async def reflection(subject: Subject) -> str:
         await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
         answer = await call.read()
     except grpc.aio.AioRpcError as error:
+        if error.code() is grpc.StatusCode.UNIMPLEMENTED and not listens_on_loopback(subject.target.address):
+            raise NotChecked("Reflection is off, as it is by default beyond loopback.") from error
         raise Broken(f"Reflection is off ({error.code().name}).") from error
     finally:
         call.cancel()

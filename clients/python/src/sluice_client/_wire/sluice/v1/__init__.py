@@ -1434,7 +1434,8 @@ class GetInfoResponse(betterproto2.Message):
     phase: "str" = betterproto2.field(9, betterproto2.TYPE_STRING)
     """
     What keeps the worker from serving, in words: a phase of its start such as "loading weights", "asleep",
-    "unhealthy". Empty: it serves. While it starts, card and engine are unset.
+    "unhealthy"; or what is wrong although it serves: "worker id taken" while another process holds its id, so that it is
+    not registered. Empty: it serves. While it starts, card and engine are unset.
     """
 
     phase_share: "float | None" = betterproto2.field(
@@ -2056,7 +2057,9 @@ default_message_pool.register_message("sluice.v1", "PromptRef", PromptRef)
 class Registration(betterproto2.Message):
     worker_id: "str" = betterproto2.field(1, betterproto2.TYPE_STRING)
     """
-    unique; a second worker with the id and a higher epoch replaces the first
+    Unique among the workers of all models. While the lease of one process lives, another one is refused with
+    `worker_id_taken` and how long the lease lasts; only a caller whose identity names this very worker may take the id
+    over, with a higher epoch.
     """
 
     address: "str" = betterproto2.field(2, betterproto2.TYPE_STRING)
@@ -2066,7 +2069,8 @@ class Registration(betterproto2.Message):
 
     epoch: "int" = betterproto2.field(3, betterproto2.TYPE_UINT64)
     """
-    raised at every start: what was cached under an older epoch is gone
+    Raised at every start, such as the start's Unix microseconds: what was cached under an older epoch is gone. 0, and
+    one that is more than a day ahead of the router's clock as Unix microseconds, is INVALID_ARGUMENT.
     """
 
     card: "ModelCard | None" = betterproto2.field(
@@ -2080,6 +2084,13 @@ class Registration(betterproto2.Message):
     engine: "str" = betterproto2.field(6, betterproto2.TYPE_STRING)
 
     engine_version: "str" = betterproto2.field(7, betterproto2.TYPE_STRING)
+
+    lease_key: "bytes" = betterproto2.field(8, betterproto2.TYPE_BYTES)
+    """
+    A random secret of this process, 16 to 64 bytes, the same at every registration until it ends: it proves that a
+    registration at another replica is the same process, so that it may go on while its old stream is still open there.
+    Unset: a registration that only the end of its stream, or of its lease, gives the id back.
+    """
 
 
 default_message_pool.register_message("sluice.v1", "Registration", Registration)
@@ -2330,7 +2341,8 @@ class RouteQueryRequest(betterproto2.Message):
     owner: "str" = betterproto2.field(16, betterproto2.TYPE_STRING)
     """
     Whose lease holds the reservation: it vanishes when the owner's lease does, see WatchWorkersRequest.owner.
-    Empty: nobody's; it lives until it is freed or expires.
+    Empty: nobody's; it lives until it is freed or expires. Where tokens or certificates identify callers, an owner is
+    one of the caller that names it, and reservations are only freed, marked and reported on by the caller that made them.
     """
 
     max_wait_ms: "int" = betterproto2.field(17, betterproto2.TYPE_UINT32)

@@ -1,0 +1,193 @@
+"""`sluice tokens`: a token for each service and each service that it calls, and the digests that these accept.
+
+A folder for each service holds what is mounted there and nothing else: `shown-tokens`, one for each service that it
+calls, and `accepted-tokens`, the digests of those that it is shown. What is accepted follows from what is shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import secrets
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.common.errors import SluiceError
+from services.common.identity import OPERATOR, WORKER
+from services.common.tokens import digest_of, read_shown
+from sluice.cli.private_files import MODE, write
+
+SHOWN, ACCEPTED = "shown-tokens", "accepted-tokens"
+SCHEDULER = "scheduler"
+CALLS: Mapping[str, Sequence[str]] = {
+    "gateway": ("preprocess", "router", "worker", "postprocess"),
+    "preprocess": ("router", "worker"),
+    "postprocess": ("router", "worker"),
+    "router": ("preprocess",),
+    "worker": ("router",),
+    SCHEDULER: ("preprocess", "router", "worker", "postprocess"),
+    OPERATOR: ("preprocess", "router", "worker", "postprocess"),
+}
+"""The services that each caller calls."""
+BYTES = 32
+READABLE = 0o444
+_WORKER_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+Arrow = tuple[str, str]
+"""Caller and callee, each a service or ``worker/ID``."""
+
+
+class BadTokens(Exception):
+    """The tokens cannot be made; the text is one sentence."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to make: tokens for these workers alone instead of one for all, for a scheduler, and a step of rotation; and
+    the mode of the files."""
+
+    workers: Sequence[str] = ()
+    scheduler: bool = False
+    rotate: str = ""
+    mode: int = MODE
+
+
+def make(folder: Path, options: Options) -> list[str]:
+    """Makes what is missing, then takes a step of rotation if one is asked for; returns a sentence about each.
+
+    Raises:
+        BadTokens: a file cannot be read or written, or the step does not come after the last one.
+    """
+    for worker_id in options.workers:
+        if not _WORKER_ID.fullmatch(worker_id):
+            raise BadTokens(f"--worker {worker_id!r} cannot name a folder: letters, digits, '.', '-' and '_' can.")
+    try:
+        return _make(folder, options)
+    except OSError as error:
+        raise BadTokens(f"{error.filename or folder}: {error.strerror}.") from error
+
+
+def _make(folder: Path, options: Options) -> list[str]:
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    shown, accepted = _read(folder)
+    wanted = _arrows(options, known={name for arrow in shown for name in arrow})
+    fresh = [arrow for arrow in wanted if arrow not in shown]
+    shown |= {arrow: [_new()] for arrow in fresh}
+    done = [f"made {len(fresh)} tokens in {folder}"] if fresh else []
+    if options.rotate:
+        done.append(_rotate(shown, accepted, options.rotate))
+    _write(folder, shown, accepted, options.mode)
+    return done or [f"left the {len(shown)} tokens in {folder} as they are; --rotate replaces them"]
+
+
+def _arrows(options: Options, known: set[str]) -> list[Arrow]:
+    workers = {f"{WORKER}/{worker_id}" for worker_id in options.workers}
+    workers |= {name for name in known if name.startswith(WORKER)} or (set() if workers else {WORKER})
+    callers = [name for name in CALLS if name not in (WORKER, SCHEDULER)]
+    callers += [SCHEDULER] if options.scheduler or SCHEDULER in known else []
+    found = [(worker, callee) for worker in sorted(workers) for callee in CALLS[WORKER]]
+    for caller in callers:
+        for callee in CALLS[caller]:
+            found += [(caller, worker) for worker in sorted(workers)] if callee == WORKER else [(caller, callee)]
+    return found
+
+
+def _rotate(shown: dict[Arrow, list[str]], accepted: dict[Arrow, set[str]], step: str) -> str:
+    prepared = all(len(tokens) > 1 for tokens in shown.values())
+    if step == "prepare":
+        if prepared:
+            raise BadTokens("New tokens are prepared already: give every service its accepted-tokens, then switch.")
+        for tokens in shown.values():
+            tokens[1:] = [_new()]
+        return "prepared: give every service its accepted-tokens, then switch"
+    if step == "switch":
+        if not prepared:
+            raise BadTokens("There are no new tokens to switch to: prepare first.")
+        for arrow, tokens in shown.items():
+            accepted.setdefault(arrow, set()).update(map(digest_of, tokens))
+            del tokens[0]
+        return "switched: give every service its shown-tokens, then finish"
+    if prepared:
+        raise BadTokens("The new tokens are not shown yet: switch first.")
+    accepted.clear()
+    return "finished: give every service its accepted-tokens; the old tokens are worth nothing then"
+
+
+def _new() -> str:
+    return secrets.token_hex(BYTES)
+
+
+def _folder(name: str) -> str:
+    return name.replace("/", "-")
+
+
+def _read(folder: Path) -> tuple[dict[Arrow, list[str]], dict[Arrow, set[str]]]:
+    """Tokens that are shown, in order, and digests that are accepted, by caller and callee."""
+    shown: dict[Arrow, list[str]] = {}
+    accepted: dict[Arrow, set[str]] = {}
+    for path in sorted(folder.glob(f"*/{SHOWN}")):
+        caller = _name(path)
+        try:
+            found = read_shown(str(path), list(enumerate(_lines(path), 1)))
+        except SluiceError as error:
+            raise BadTokens(error.message) from error
+        for token in found:
+            shown.setdefault((caller, token.callee), []).append(token.secret)
+    for path in sorted(folder.glob(f"*/{ACCEPTED}")):
+        for line in _lines(path):
+            digest, _, caller = line.partition(" ")
+            accepted.setdefault((caller, _name(path)), set()).add(digest)
+    return shown, accepted
+
+
+def _name(path: Path) -> str:
+    name = path.parent.name
+    return f"{WORKER}/{name.removeprefix(f'{WORKER}-')}" if name.startswith(f"{WORKER}-") else name
+
+
+def _lines(path: Path) -> list[str]:
+    return [line for line in path.read_text("utf-8").splitlines() if line.strip()]
+
+
+def _write(folder: Path, shown: Mapping[Arrow, Sequence[str]], accepted: Mapping[Arrow, set[str]], mode: int) -> None:
+    callers = dict.fromkeys(caller for caller, _ in shown)
+    callees = dict.fromkeys(callee for _, callee in shown)
+    for name in {**callers, **callees}:
+        (folder / _folder(name)).mkdir(mode=0o700, exist_ok=True)
+    for callee in callees:  # before anything is shown that is new
+        lines = [
+            f"{digest} {caller}"
+            for (caller, called), tokens in shown.items()
+            if called == callee
+            for digest in sorted({*map(digest_of, tokens), *accepted.get((caller, callee), ())})
+        ]
+        _write_lines(folder / _folder(callee) / ACCEPTED, lines, mode)
+    for caller in callers:
+        lines = [
+            f"{token} {callee}" for (calling, callee), tokens in shown.items() if calling == caller for token in tokens
+        ]
+        _write_lines(folder / _folder(caller) / SHOWN, lines, mode)
+
+
+def _write_lines(path: Path, lines: Iterable[str], mode: int) -> None:
+    write(path, "".join(f"{line}\n" for line in lines).encode(), mode)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Makes tokens where each service's folder is a volume that it alone mounts, under a user of its own: the files can
+    be read by every user. Returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m sluice.cli.tokens", description=main.__doc__)
+    parser.add_argument("folder", type=Path, help="holds a folder for each service")
+    try:
+        for sentence in make(parser.parse_args(argv).folder, Options(mode=READABLE)):
+            print(sentence)
+    except BadTokens as error:
+        print(f"tokens: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
