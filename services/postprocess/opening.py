@@ -114,6 +114,11 @@ class Opener:
             vocabulary.parsers = vocabulary.built_in
             log.warning("the built-in parsers are used: %s", error.message, extra={"source": vocabulary.source})
 
+    def release(self, source: str) -> None:
+        """Ends what the engines' parsers keep for the model with these files, once its streams have ended."""
+        for host in self._engines.values():
+            host.release(source)
+
     def _engine(self, names: ParserNames) -> EngineHost | None:
         return self._engines.get(engine_of(names.tool) or engine_of(names.reasoning))
 

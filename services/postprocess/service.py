@@ -247,7 +247,11 @@ def _learning(settings: PostprocessSettings, library: VocabularyLibrary, opener:
         await library.add(model.spec)
         await opener.prepare_for(await library.get(model.spec.name))
 
-    return Learning("postprocess", settings, {spec.name for spec in settings.specs}, library, learned, stop)
+    async def gone(model: Learned) -> None:
+        if source := library.remove(model.spec.name):
+            opener.release(source)
+
+    return Learning("postprocess", settings, {spec.name for spec in settings.specs}, library, learned, gone, stop)
 
 
 async def _loaded(library: VocabularyLibrary, opener: Opener) -> None:
