@@ -40,12 +40,16 @@ _ANSWER_TOKEN = 1 << 31  # above every prompt's
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One request of the trace; `ids` name its blocks of 512 tokens, equal ids equal prefixes."""
+    """One request of the trace; `ids` name its blocks of 512 tokens, equal ids equal prefixes.
+
+    `salt` keeps it apart from requests of other salts in the prefix cache; empty for none.
+    """
 
     at_s: float
     prompt_tokens: int
     output_tokens: int
     ids: tuple[int, ...]
+    salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +226,7 @@ class Simulation:
     async def _arrive(self, number: int, arrival: Arrival) -> None:
         name, tokens = str(number), tokens_of(arrival)
         self.outcome.offered += 1
-        hashes = block_hashes(tokens, self._shape.block_size)
+        hashes = block_hashes(tokens, self._shape.block_size, cache_salt=arrival.salt)
         route = await self._router.query(
             Query(
                 MODEL,
@@ -232,7 +236,8 @@ class Simulation:
             )
         )
         worker, _ = self._workers[route.worker.worker_id]
-        request = GenerateRequest(name, MODEL, tokens, stop=Stop(max_tokens=arrival.output_tokens))
+        stop = Stop(max_tokens=arrival.output_tokens)
+        request = GenerateRequest(name, MODEL, tokens, stop=stop, cache_salt=arrival.salt)
         try:
             worker.scheduler.submit(Running(request, arrival.output_tokens, number))
         except SluiceError:  # its queue is full

@@ -29,6 +29,10 @@ for service in gateway preprocess router postprocess worker; do
     [ "$service" = preprocess ] && fast="--extra fast" || fast=
     pin "$service.txt" --extra "$service" $fast $same
 done
+# The image of the transformers engine, with the torch that the tests of engines run with.
+rm -f requirements/engines/worker-transformers.txt
+sed -n 's/^torch=/torch==/p' scripts/engines.sh |
+    pin engines/worker-transformers.txt - --extra worker --extra transformers $same
 echo requirements/build.txt
 "$uv" pip compile --group pyproject.toml:build --quiet --no-config --universal --python-version 3.11 --generate-hashes \
     --no-header --no-annotate --no-emit-index-url --output-file requirements/build.txt $same

@@ -14,7 +14,7 @@ fail() {
     exit 1
 }
 
-state_of() { echo "$PWD $(cat "requirements/$1.txt" pyproject.toml | cksum)"; }
+state_of() { echo "$PWD $(cat "requirements/$1.txt" pyproject.toml scripts/setup.sh | cksum)"; }
 
 # Whether .venv holds the interpreter that was asked for, if one was.
 is_chosen() { [ -z "${PYTHON:-}" ] || [ "$(.venv/bin/python --version 2>&1)" = "$("$PYTHON" --version 2>&1)" ]; }
@@ -99,7 +99,12 @@ install() {
     say "installing requirements/$wanted.txt"
     .venv/bin/python -m pip install --require-hashes -r "requirements/$wanted.txt" 2>&1 | tee "$log" | show_progress "$total" ||
         { tail -n 8 "$log" >&2 && fail "pip could not install requirements/$wanted.txt; all of its output is in $log."; }
-    .venv/bin/python -m pip install --quiet --no-deps --no-build-isolation -e . >"$log" 2>&1 ||
+    # Before it was called sluice-llm the project was installed under a name that belongs to another project on the index.
+    .venv/bin/python -m pip uninstall --quiet --yes sluice >"$log" 2>&1 || true
+    # With a path entry, not an import hook: the hook comes after the working directory, where a clone called `sluice`
+    # would be found first.
+    .venv/bin/python -m pip install --quiet --no-deps --no-build-isolation --config-settings editable_mode=compat \
+        -e . >"$log" 2>&1 ||
         { tail -n 8 "$log" >&2 && fail "pip could not install the project itself; all of its output is in $log."; }
 }
 

@@ -24,7 +24,7 @@ MODULES = {
     "process": ("services.common.process_metrics",),
 }
 ABOUT = {
-    "gateway": "On the gateway's own `/metrics`, and on `--metrics-listen` if that is set.",
+    "gateway": "On the gateway's own `/metrics` (scope `operate`), and on `--metrics-listen` if that is set.",
     "process": "On the endpoint of every process; the label `service` says which service it is.",
 }
 
@@ -33,9 +33,9 @@ HEAD = """# Metrics
 <!-- made by `python -m sluice.metrics --write`; do not edit -->
 
 Every service serves its metrics for Prometheus on `--metrics-listen HOST:PORT` (`SLUICE_<SERVICE>_METRICS_LISTEN`),
-the gateway also on `/metrics` of its HTTP port. Port 0 takes a free one; the log says which. When the port is taken
-the log says so, requests are served all the same, and it is tried again every five seconds. The worker's endpoint
-also has the engine's own metrics.
+the gateway also on `/metrics` of its HTTP port, which needs the scope `operate` (`docs/admission.md`). Port 0 takes a
+free one; the log says which. When the port is taken the log says so, requests are served all the same, and it is tried
+again every five seconds. The worker's endpoint also has the engine's own metrics.
 
 - Counters end in `_total` and start at 0 where all their labels are known in advance. Histograms have `_bucket`,
   `_count` and `_sum`.

@@ -9,6 +9,7 @@ from functools import partial
 
 from services.common import scraping, telemetry
 from services.common.access import shown_token
+from services.common.budgets import Budget
 from services.common.runner import Stop, run
 from services.common.tasks import TaskOwner
 from services.common.tls import channel_credentials, https_context
@@ -25,6 +26,7 @@ from services.gateway.direction_headers import RequestDirections
 from services.gateway.fleet import Fleet
 from services.gateway.http.admitting import Admission
 from services.gateway.http.pacing import Pacer
+from services.gateway.http.scoped import without_effect
 from services.gateway.http.server import build_server
 from services.gateway.http.silence import Watch
 from services.gateway.http.timeouts import RequestDeadlines
@@ -36,7 +38,7 @@ from services.gateway.openai.responses.endpoints import ResponsesEndpoints
 from services.gateway.openai.responses.routes import add_responses
 from services.gateway.openai.tokens import TokenEndpoints
 from services.gateway.parity import Parity
-from services.gateway.pipeline import build_pipeline
+from services.gateway.pipelines import Pipelines
 from services.gateway.readiness import Readiness
 from services.gateway.settings import GatewaySettings
 from services.gateway.silent_workers import SilentWorkers
@@ -78,6 +80,7 @@ async def serve(settings: GatewaySettings, stop: Stop) -> None:
         switchboard,
         tasks,
         settings.worker_message_mb << 20,
+        Budget("batch_tokens", settings.max_batch_tokens, "--max-batch-tokens"),
     )
     catalogue = Catalogue(router.replicas, fleet.worker_up, fleet.worker_down, router.owner)
     components = Components(
@@ -92,19 +95,21 @@ async def serve(settings: GatewaySettings, stop: Stop) -> None:
         route_timeout_s=settings.route_timeout_s,
         post_wait_s=settings.postprocess_wait_s,
     )
-    pipeline = build_pipeline(settings.pipeline, components)
+    pieces = TokenPieces(fleet.postprocess)
+    pipelines = Pipelines(
+        settings.pipeline, components, settings.model_grace_s, (pieces.forget,), settings.tokenize_timeout_s
+    )
 
     parity = Parity(preprocess.tokenizers, catalogue.of_model, lambda: list(catalogue.models))
     pacer = Pacer(Watch(settings.comment_every_s, settings.write_timeout_s))
-    pieces = TokenPieces(fleet.postprocess)
-    openai = OpenAIEndpoints(pipeline, settings, pacer, parity, pieces)
-    conductor = Conductor(pipeline, settings, pacer, pieces)
+    openai = OpenAIEndpoints(pipelines, settings, pacer, parity, pieces)
+    conductor = Conductor(pipelines, settings, pacer, pieces)
     kept = build_store(settings, tasks)
     readiness = Readiness(preprocess, router, catalogue, fleet, settings.pipeline.services)
     app = create_app(
         openai,
-        TokenEndpoints(pipeline, settings),
-        EmbeddingEndpoints(pipeline, EmbedClient(catalogue, fleet, settings.embed_timeout_s), settings),
+        TokenEndpoints(pipelines, settings),
+        EmbeddingEndpoints(pipelines, EmbedClient(catalogue, fleet, settings.embed_timeout_s), settings),
         readiness,
         metrics,
         [
@@ -113,7 +118,7 @@ async def serve(settings: GatewaySettings, stop: Stop) -> None:
         ],
     )
     gate = build_gate(settings, settings.listen, tasks)
-    app.add_middleware(Admission, gate=gate)
+    app.add_middleware(Admission, gate=gate, ignored=without_effect(settings.pipeline))
     app.add_middleware(RequestDirections)
     app.add_middleware(RequestDeadlines, longest_s=settings.request_timeout_s)
     app.add_middleware(AnthropicDialect)  # outermost, because errors of all the others get its form
@@ -127,6 +132,7 @@ async def serve(settings: GatewaySettings, stop: Stop) -> None:
         replicas.on_event = partial(metrics.trouble, replicas.peer)
         await replicas.start()
     tasks.spawn(catalogue.run(), "catalogue")
+    tasks.spawn(pipelines.run(), "models")
     tasks.spawn(parity.run(), "parity")
     tasks.spawn(router.run_reports(), "reports")
     tasks.spawn(fleet.run_sweeps(), "sweeps")

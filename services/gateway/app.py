@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.common.errors import SluiceError, internal
+from services.gateway.admission import permit as permits
 from services.gateway.anthropic import models as anthropic_models
 from services.gateway.anthropic.answer_schemas import EitherModel, EitherModelList
 from services.gateway.anthropic.dialect import speaks_anthropic
@@ -167,16 +168,42 @@ def _add_openai(
     return bodies
 
 
+ROOT: Mapping[str, str] = {
+    "service": "sluice-gateway",
+    "version": __version__,
+    "api": "/v1",
+    "docs": "/docs",
+    "openapi": "/openapi.json",
+    "live_view": "/ui",
+    "ready": "/ready",
+}
+"""What `GET /` answers to anyone: where to look, and nothing about models."""
+
+
 def _add_operations(app: FastAPI, readiness: Readiness) -> None:
+    @app.get("/", include_in_schema=False)
+    async def root() -> dict[str, str]:
+        return dict(ROOT)
+
     @app.get("/health", tags=["Operations"])
     async def health() -> dict[str, str]:
         """The process lives."""
         return {"status": "ok"}
 
-    @app.get("/ready", tags=["Operations"], responses={503: {"description": "Not ready; says what is missing."}})
-    async def ready() -> Response:
-        """The services behind the gateway answer; 503 with what is missing otherwise."""
-        state = readiness.state()
+    @app.get(
+        "/ready",
+        tags=["Operations"],
+        response_model=None,
+        responses={
+            404: {"description": "Not a model of this key."},
+            503: {"description": "Not ready; what is missing."},
+        },
+        openapi_extra={"parameters": [{"name": "model", "in": "query", "schema": {"type": "string"}}]},
+    )
+    async def ready(request: Request) -> Response:
+        """The services behind the gateway answer, also before any worker is there; with `model`, its workers do."""
+        permit, model = permits.current(), request.query_params.get("model")
+        state = readiness.report(permit) if model is None else readiness.report_model(model, permit)
         return Response(orjson.dumps(state), 200 if state["ready"] else 503, media_type="application/json")
 
     text: dict[int | str, Any] = {

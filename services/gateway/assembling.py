@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 from services.gateway.clients.catalogue import WorkerEntry
-from services.gateway.clients.post_link import PostLink
 from services.gateway.clients.preprocess import PreprocessClient
 from services.gateway.config import PipelineConfig
 from services.gateway.disaggregation import DisaggOrchestrator, DisaggRules
@@ -15,7 +14,7 @@ from services.gateway.hooks import Hooks
 from services.gateway.hooks_text import OwnTextLink
 from services.gateway.migration import Migrator
 from services.gateway.placement import Placement
-from services.gateway.stages import Components, PlaceStage, PostprocessStage, TokenizeStage
+from services.gateway.stages import Components, PlaceStage, TokenizeStage
 from services.gateway.stages_direct import DirectPlacement
 from services.gateway.stages_engine import EngineTokenizing
 
@@ -26,13 +25,19 @@ class Stages(NamedTuple):
     Attributes:
         placement: finds workers for what runs.
         router_asking: says who would be chosen.
-        own_text: text is made by a stage of the user's.
+        migrator: moves generations whose worker is lost.
+        pairs: conducts generations that two workers share.
+        text: the link to a stage of the operator's that makes the text; None: it is made elsewhere.
+        own: the operator's stages.
     """
 
     tokenizing: TokenizeStage
     placement: PlaceStage
     router_asking: Placement
-    own_text: bool
+    migrator: Migrator
+    pairs: DisaggOrchestrator
+    text: OwnTextLink | None
+    own: tuple[object, ...]
 
 
 class FrontendTokenizing:
@@ -49,10 +54,10 @@ class FrontendTokenizing:
 
 
 def assembled(config: PipelineConfig, components: Components) -> Stages:
-    """The stages, and in the switchboard what becomes of generations whose workers are lost.
+    """Returns the stages of a configuration.
 
     Raises:
-        ValueError: a stage of the user's cannot be what it is to replace.
+        ValueError: a stage of the operator's cannot take the place it is to have.
     """
     hooks = Hooks(config, components)
     rules = DisaggRules(config.disaggregation, config.disagg_min_tokens)
@@ -66,27 +71,17 @@ def assembled(config: PipelineConfig, components: Components) -> Stages:
         placement = hooks.place
     elif config.routing == "direct":
         placement = DirectPlacement(components.catalogue, components.fleet, rules.mode != "off")
-    _survive(config, components, placement, rules)
-    _make_text(config, components, hooks.postprocess)
     tokenizing: TokenizeStage = FrontendTokenizing(components.preprocess)
     if config.preprocessing == "engine":
         tokenizing = EngineTokenizing()
-    return Stages(hooks.tokenize or tokenizing, placement, asking, hooks.postprocess is not None)
-
-
-def _survive(config: PipelineConfig, parts: Components, placement: PlaceStage, rules: DisaggRules) -> None:
-    """Says what becomes of generations whose worker is lost, and of pairs that break."""
-    board = parts.switchboard
+    board, parts = components.switchboard, components
     policy = replace(parts.migration, enabled=config.migration)
-    migrator = Migrator(policy, placement, parts.catalogue, parts.fleet, board, parts.metrics, parts.tasks)
-    pairs = DisaggOrchestrator(rules, parts.catalogue, parts.fleet, board, parts.metrics, config.migration)
-    board.migrate, board.rescue, board.hand_over = migrator.take_over, pairs.rescue, pairs.hand_over
-
-
-def _make_text(config: PipelineConfig, parts: Components, own: PostprocessStage | None) -> None:
-    """Says where text is made, when it is not in the postprocess services."""
-    board = parts.switchboard
-    board.path.text_here = config.postprocessing == "frontend"
-    parts.fleet.makes_text = board.path.text_here and own is None
-    if own is not None:
-        board.texts.links["own stage"] = cast(PostLink, OwnTextLink(own, board))
+    return Stages(
+        hooks.tokenize or tokenizing,
+        placement,
+        asking,
+        Migrator(policy, placement, parts.catalogue, parts.fleet, board, parts.metrics, parts.tasks),
+        DisaggOrchestrator(rules, parts.catalogue, parts.fleet, board, parts.metrics, config.migration),
+        None if hooks.postprocess is None else OwnTextLink(hooks.postprocess, board),
+        hooks.all,
+    )

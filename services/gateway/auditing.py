@@ -31,7 +31,7 @@ class Auditing:
         self._entries = entries
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"].startswith(OPERATIONS):
+        if scope["type"] != "http" or scope["path"] == "/" or scope["path"].startswith(OPERATIONS):
             await self._app(scope, receive, send)
             return
         entry = AuditEntry(scope["path"], self._entries.with_content)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.common.errors import invalid, not_found
+from services.common.errors import invalid, not_found, unavailable
 from services.gateway.clients.catalogue import WorkerEntry
 
 
@@ -13,14 +13,19 @@ def able(workers: Sequence[WorkerEntry], needs: Sequence[tuple[str, str]]) -> li
 
     Args:
         workers: of one model, at least one.
-        needs: capabilities, each with the field of the client's request that asks for it.
+        needs: capabilities, each with the field of the client's request that asks for it; empty where the gateway
+            itself does.
 
     Raises:
-        SluiceError: INVALID_ARGUMENT naming the first field that no worker can honour.
+        SluiceError: INVALID_ARGUMENT naming the first field that no worker can honour, UNAVAILABLE for what the gateway
+            itself needs.
     """
     left = list(workers)
     for capability, field in needs:
         left = [worker for worker in left if capability in worker.capabilities]
+        if not left and not field:
+            said = f"No worker with the capability {capability!r} is left; try again soon."
+            raise unavailable(said, code="no_workers")
         if not left:
             raise invalid(
                 f"{field} is not supported: no engine that serves this model has the capability {capability!r}.",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, get_args
@@ -18,11 +18,14 @@ StageName = Literal["tokenize", "route", "place", "postprocess"]
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "full_discovery": {},
-    "direct_execution": {"routing": "direct", "migration": False},
+    "direct_execution": {"routing": "direct"},
     "query_only": {"routing": "query-only", "migration": False},
 }
 DEFAULT_PRESET = "full_discovery"
+ALIASES = ("direct_route", "migration_enabled")
+"""Names of knobs that users of other gateways bring along: `routing: direct`, and `migration`."""
 _NO_STAGES: Mapping[str, str] = MappingProxyType({})
+_NO_MODELS: Mapping[str, PipelineConfig] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,7 @@ class PipelineConfig:
         disagg_min_tokens: as there.
         stages: `package.module:Class` by stage, in place of the project's own.
         handler: `package.module:Class` in place of the whole pipeline; empty: the project's own.
+        models: by served name, configurations that differ from this one.
     """
 
     preprocessing: Place = "frontend"
@@ -49,23 +53,44 @@ class PipelineConfig:
     disagg_min_tokens: int = 0
     stages: Mapping[str, str] = field(default_factory=lambda: _NO_STAGES)
     handler: str = ""
+    models: Mapping[str, PipelineConfig] = field(default_factory=lambda: _NO_MODELS)
 
     def check(self) -> PipelineConfig:
         """Itself; ValueError with a sentence that says what to change when the knobs exclude each other."""
         for refusal, applies in _refusals(self).items():
             if applies:
                 raise ValueError(refusal)
+        for name, config in self.models.items():
+            try:
+                config.check()
+            except ValueError as error:
+                raise ValueError(f"models: {name}: {error}") from error
         return self
+
+    def of(self, model: str) -> PipelineConfig:
+        """The configuration of a model, by its served name."""
+        return self.models.get(model, self)
+
+    @property
+    def all(self) -> list[PipelineConfig]:
+        """This one and those of single models."""
+        return [self, *self.models.values()]
 
     @property
     def services(self) -> frozenset[str]:
-        """The services without which nothing can be served."""
+        """The services without which one of the configurations cannot be served."""
         needed = {"router"}
-        if self.preprocessing == "frontend" and "tokenize" not in self.stages:
-            needed.add("preprocess")
-        if self.postprocessing == "frontend" and "postprocess" not in self.stages and self.routing != "query-only":
-            needed.add("postprocess")
+        for config in self.all:
+            if config.preprocessing == "frontend" and "tokenize" not in config.stages:
+                needed.add("preprocess")
+            if config.replicas_make_text and config.routing != "query-only":
+                needed.add("postprocess")
         return frozenset(needed)
+
+    @property
+    def replicas_make_text(self) -> bool:
+        """Whether postprocess services make the text under this configuration; those of models may differ."""
+        return self.postprocessing == "frontend" and "postprocess" not in self.stages
 
 
 def resolve(flags: Mapping[str, Any], file: Path | None = None) -> PipelineConfig:
@@ -78,32 +103,68 @@ def resolve(flags: Mapping[str, Any], file: Path | None = None) -> PipelineConfi
     Raises:
         ValueError: a sentence that says what to change.
     """
-    filed = read(file) if file is not None else {}
-    given = {name: value for name, value in flags.items() if value is not None}
+    filed = _unaliased(read(file)) if file is not None else {}
+    given = _unaliased({name: value for name, value in flags.items() if value is not None})
     preset = given.pop("preset", None) or filed.pop("preset", None) or DEFAULT_PRESET
     filed.pop("preset", None)
     if preset not in PRESETS:
         raise ValueError(f"preset must be one of {', '.join(PRESETS)}, not {preset!r}.")
+    models = filed.pop("models", {})
     stages = {**filed.pop("stages", {}), **given.pop("stages", {})}
-    return PipelineConfig(**{**PRESETS[preset], **filed, **given}, stages=MappingProxyType(stages)).check()
+    config = PipelineConfig(**{**PRESETS[preset], **filed, **given}, stages=MappingProxyType(stages))
+    by_model = {name: _of_model(config, values) for name, values in models.items()}
+    return replace(config, models=MappingProxyType(by_model)).check()
+
+
+def _of_model(config: PipelineConfig, values: Mapping[str, Any]) -> PipelineConfig:
+    """What a file has for one model: on top of the preset it names, or else of what all models have."""
+    changes = _unaliased(values)
+    if "preset" in changes:
+        config = PipelineConfig(**PRESETS[changes.pop("preset")])
+    if "stages" in changes:
+        changes["stages"] = MappingProxyType({**config.stages, **changes["stages"]})
+    return replace(config, **changes)
 
 
 def read(file: Path) -> dict[str, Any]:
-    """What a file says, checked field by field; ValueError with a sentence that names the file."""
+    """Returns the fields of a file, checked one by one; ValueError with a sentence that names the file."""
     try:
         found = _parsed(file)
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error.strerror}.") from error
     except ValueError as error:
         raise ValueError(f"{file} cannot be read: {error}.") from error
+    values = _checked(str(file), found, _ALLOWED)
+    if (models := values.get("models")) is not None:
+        if not isinstance(models, dict):
+            raise ValueError(f"{file}: models must hold fields such as routing for each model.")
+        values["models"] = {
+            str(name): _checked(f"{file}: models: {name}", of_model, _ALLOWED_OF_MODEL)
+            for name, of_model in models.items()
+        }
+    return values
+
+
+def _checked(place: str, found: Any, allowed: Sequence[str]) -> dict[str, Any]:
     if not isinstance(found, dict):
-        raise ValueError(f"{file} must hold fields such as routing, not {type(found).__name__}.")
+        raise ValueError(f"{place} must hold fields such as routing, not {type(found).__name__}.")
     values = {str(name).replace("-", "_"): value for name, value in found.items()}
     for name, value in values.items():
-        if name not in _ALLOWED:
-            raise ValueError(f"{file}: {name} is unknown; there are {', '.join(_ALLOWED)}.")
-        _check_value(file, name, value)
+        if name not in allowed:
+            raise ValueError(f"{place}: {name} is unknown; there are {', '.join(allowed)}.")
+        _check_value(place, name, value)
     return values
+
+
+def _unaliased(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The same knobs under their own names; ValueError when an alias contradicts one of them."""
+    named = dict(values)
+    direct, enabled = (named.pop(alias, None) for alias in ALIASES)
+    if direct and named.setdefault("routing", "direct") != "direct":
+        raise ValueError(f"direct-route contradicts routing {named['routing']}: leave one of them out.")
+    if enabled is not None and named.setdefault("migration", enabled) is not enabled:
+        raise ValueError("migration-enabled contradicts migration: leave one of them out.")
+    return named
 
 
 def parse_stages(texts: list[str]) -> dict[str, str]:
@@ -143,14 +204,15 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "routing": get_args(Routing),
     "disaggregation": get_args(Disaggregation),
 }
-_ALLOWED = ("preset", *(one.name for one in fields(PipelineConfig)))
+_ALLOWED = ("preset", *(one.name for one in fields(PipelineConfig)), *ALIASES)
+_ALLOWED_OF_MODEL = tuple(name for name in _ALLOWED if name != "models")
 
 
-def _check_value(file: Path, name: str, value: Any) -> None:
+def _check_value(file: str, name: str, value: Any) -> None:
     if name in _CHOICES and value not in _CHOICES[name]:
         raise ValueError(f"{file}: {name} must be one of {', '.join(_CHOICES[name])}, not {value!r}.")
-    if name == "migration" and not isinstance(value, bool):
-        raise ValueError(f"{file}: migration must be true or false, not {value!r}.")
+    if name in ("migration", *ALIASES) and not isinstance(value, bool):
+        raise ValueError(f"{file}: {name} must be true or false, not {value!r}.")
     if name == "disagg_min_tokens" and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
         raise ValueError(f"{file}: disagg_min_tokens must be a whole number of at least 0, not {value!r}.")
     if name == "handler" and not isinstance(value, str):

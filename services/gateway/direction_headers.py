@@ -23,7 +23,8 @@ PREFILL = (
 RANK = ("x-sluice-dp-rank", "x-dynamo-dp-rank", "x-dp-rank", "x-data-parallel-rank")
 PREFILL_RANK = ("x-sluice-prefill-dp-rank", "x-dynamo-prefill-dp-rank", "x-prefill-dp-rank")
 SUBSET = "x-gateway-destination-endpoint-subset"
-_HEADERS = {name.encode(): name for name in (*WORKER, ENDPOINT, *PREFILL, *RANK, *PREFILL_RANK, SUBSET)}
+HEADERS = {name.encode(): name for name in (*WORKER, ENDPOINT, *PREFILL, *RANK, *PREFILL_RANK, SUBSET)}
+"""Names of all of them, as ASGI has them and as text."""
 
 
 def of_headers(headers: Mapping[str, str]) -> Directions:
@@ -52,7 +53,7 @@ class RequestDirections:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            found = {_HEADERS[name]: value for name, value in scope["headers"] if name in _HEADERS}
+            found = {HEADERS[name]: value for name, value in scope["headers"] if name in HEADERS}
             said = NOWHERE
             if found:
                 try:

@@ -175,10 +175,10 @@ class DisaggOrchestrator:
 
     def _alone(self, stream: LiveStream, worker: WorkerLink, rank: int | None, name: str, reason: str) -> None:
         board = self._switchboard
-        board.on_degraded(stream.slot, reason)
+        board.on_degraded(stream, reason)
         entry = self._catalogue.workers[worker.worker_id]
         if stream.tokens and is_history_dependent(stream.request.sampling) and RESUME not in entry.capabilities:
-            board.on_degraded(stream.slot, INEXACT)
+            board.on_degraded(stream, INEXACT)
         stream.pair = None
         board.go_on(stream, worker, rank, name, len(stream.tokens), None)
 

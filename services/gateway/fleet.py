@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import grpc
 
+from services.common.budgets import Budget
 from services.common.channels import open_channel
 from services.common.errors import ErrorKind, SluiceError, unavailable
 from services.common.idlest import idlest
@@ -15,7 +16,7 @@ from services.common.replicas import ReplicaSet
 from services.common.tasks import TaskOwner
 from services.gateway.clients.catalogue import WorkerEntry
 from services.gateway.clients.post_link import PostLink
-from services.gateway.clients.worker_link import MOST_START_BYTES, WorkerLink
+from services.gateway.clients.worker_link import BATCH_TOKENS, MOST_START_BYTES, WorkerLink
 from services.gateway.switchboard import Switchboard
 from sluice.v1 import postprocess_pb2_grpc
 
@@ -36,12 +37,14 @@ class Fleet:
         switchboard: Switchboard,
         tasks: TaskOwner,
         worker_message_bytes: int = MOST_START_BYTES,
+        batch_tokens: Budget = BATCH_TOKENS,
     ) -> None:
         self._credentials = credentials
         self._connect_timeout_s = connect_timeout_s
         self._switchboard = switchboard
         self._tasks = tasks
         self._worker_message_bytes = worker_message_bytes
+        self._batch_tokens = batch_tokens
         self.makes_text = True  # streams are opened on the postprocess replicas
         self._workers: dict[str, WorkerLink] = {}
         self._running: dict[WorkerLink | PostLink, asyncio.Task[None]] = {}
@@ -67,6 +70,7 @@ class Fleet:
             self._switchboard,
             self._switchboard.on_worker_lost,
             self._worker_message_bytes,
+            self._batch_tokens,
         )
         self._workers[entry.worker_id] = link
         self._channels[link] = channel
@@ -123,6 +127,7 @@ class Fleet:
         while True:
             await asyncio.sleep(SWEEP_S)
             self._switchboard.texts.sweep()
+            self._switchboard.sweep_overrun()
             for link in [link for link in self._running if _is_done(link)]:
                 if not _is_done(link):  # it came back while another one was closed
                     continue

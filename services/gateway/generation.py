@@ -153,7 +153,8 @@ class GenerationRequest:
     """One prompt and how to continue it, `choices` times.
 
     `logprobs` and `prompt_logprobs` count the alternatives per token: 0 is the token itself only, None is none at all.
-    `needs` are the capabilities that an engine must have for this, each with the client's field that asks for it.
+    `needs` are the capabilities that an engine must have for this, each with the client's field that asks for it; empty
+    where the gateway itself does.
     """
 
     request_id: str

@@ -34,6 +34,8 @@ class Hooks:
         self.route: RouteStage | None = self._made("route")
         self.place: PlaceStage | None = self._made("place")
         self.postprocess: PostprocessStage | None = self._made("postprocess")
+        made = (self.tokenize, self.route, self.place, self.postprocess)
+        self.all = tuple(stage for stage in made if stage is not None)
 
     def _made(self, stage: str) -> Any:
         path = self._config.stages.get(stage)

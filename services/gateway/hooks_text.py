@@ -11,6 +11,7 @@ from services.common.errors import SluiceError, internal
 from services.common.packing import unpack_u32
 from services.gateway.clients.post_link import Sent, TextEvents
 from services.gateway.generation import Finish, FinishReason, GenerationRequest, Tokenized
+from services.gateway.live_stream import LiveStream
 from services.gateway.stages import OwnStream, PostprocessStage, Said
 
 log = logging.getLogger(__name__)
@@ -36,10 +37,23 @@ class OwnTextLink:
     address = "own stage"
 
     def __init__(self, stage: PostprocessStage, events: TextEvents) -> None:
-        self.live = 0
+        self.streams: dict[int, LiveStream] = {}
         self._stage = stage
         self._events = events
-        self._streams: dict[int, _Open] = {}
+        self._open: dict[int, _Open] = {}
+
+    @property
+    def live(self) -> int:
+        """Streams whose text the stage makes."""
+        return len(self.streams)
+
+    def adopt(self, stream: LiveStream) -> None:
+        """From now on the stage makes this stream's text."""
+        self.streams[stream.slot] = stream
+
+    def release(self, stream: LiveStream) -> None:
+        """The stream's text is made elsewhere, or the stream is over."""
+        self.streams.pop(stream.slot, None)
 
     def open(
         self,
@@ -48,14 +62,15 @@ class OwnTextLink:
         request: GenerationRequest,
         prompt: Tokenized,
         trace: Any,
+        max_tokens: int,
         tokens: array[int] | None = None,
         sent: Sent | None = None,
     ) -> None:
-        """Opens a stream; tokens that are there already are said at once."""
+        """Opens a stream and feeds it the tokens that are there already."""
         opened = self._guarded(slot, request_id, lambda: self._stage.open(request, prompt))
         if opened is None:
             return
-        self._streams[slot] = _Open(opened, request_id)
+        self._open[slot] = _Open(opened, request_id)
         if tokens:
             self._feed(slot, tokens)
 
@@ -68,7 +83,7 @@ class OwnTextLink:
 
     def end(self, slot: int, reason: FinishReason, stop_token_id: int | None) -> None:
         """The engine is done."""
-        opened = self._streams.get(slot)
+        opened = self._open.get(slot)
         if opened is None:
             return
         said = self._guarded(slot, opened.request_id, lambda: opened.stream.end(reason, stop_token_id))
@@ -78,14 +93,14 @@ class OwnTextLink:
 
     def close_stream(self, slot: int) -> None:
         """Forgets a stream without an answer."""
-        self._streams.pop(slot, None)
+        self._open.pop(slot, None)
 
     def abandon(self) -> None:
         """Forgets every stream."""
-        self._streams.clear()
+        self._open.clear()
 
     def _feed(self, slot: int, token_ids: array[int]) -> None:
-        opened = self._streams.get(slot)
+        opened = self._open.get(slot)
         if opened is None:
             return
         opened.seen += len(token_ids)
@@ -97,14 +112,21 @@ class OwnTextLink:
             self._finish(slot, Finish(FinishReason.STOP, completion_tokens=opened.seen))
 
     def _say(self, slot: int, said: Said) -> None:
-        if said.reasoning:
-            self._events.on_reasoning(slot, said.reasoning)
-        if said.text:
-            self._events.on_text(slot, said.text)
+        stream = self.streams.get(slot)
+        if stream is None:
+            return
+        try:
+            if said.reasoning:
+                self._events.on_reasoning(stream, said.reasoning)
+            if said.text:
+                self._events.on_text(stream, said.text)
+        except Exception as error:
+            self._events.on_broken(stream, error)
 
     def _finish(self, slot: int, finish: Finish) -> None:
-        self._streams.pop(slot, None)
-        self._events.on_finished(slot, finish)
+        self._open.pop(slot, None)
+        if (stream := self.streams.get(slot)) is not None:
+            self._events.on_finished(stream, finish)
 
     def _guarded(self, slot: int, request_id: str, call: Callable[[], Any]) -> Any:
         """What the stage answers; None, and the stream has failed, when it raises."""
@@ -118,5 +140,6 @@ class OwnTextLink:
         return None
 
     def _fail(self, slot: int, error: SluiceError) -> None:
-        self._streams.pop(slot, None)
-        self._events.on_text_failed(slot, error)
+        self._open.pop(slot, None)
+        if (stream := self.streams.get(slot)) is not None:
+            self._events.on_text_failed(stream, error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
+from collections.abc import Sequence
 from dataclasses import replace
 from time import perf_counter
 from typing import NamedTuple
@@ -11,13 +12,21 @@ from typing import NamedTuple
 from opentelemetry.trace import Span
 
 from services.common import telemetry
-from services.common.errors import SluiceError
+from services.common.errors import SluiceError, internal
 from services.common.packing import unpack_u32
 from services.gateway import auditing
 from services.gateway.clients.post_link import PostLink, Sent
 from services.gateway.clients.worker_link import WorkerLink
 from services.gateway.deadlines import Deadline
-from services.gateway.generation import NOBODY, FinishReason, GenerationRequest, Route, Sink, Tokenized
+from services.gateway.generation import (
+    NOBODY,
+    FinishReason,
+    GenerationRequest,
+    PositionLogprobs,
+    Route,
+    Sink,
+    Tokenized,
+)
 
 TAIL_TOKENS = 16
 """Ids of a prompt's end, which its text goes on from; as preprocess says them."""
@@ -62,6 +71,8 @@ class LiveStream:
         tokens: everything generated so far, by all its workers.
         resumed: how many of them came from earlier workers.
         booked_from: how many there were when its worker, or its pair of workers, was booked.
+        logprob_positions: how many tokens of the answer have come with log-probabilities.
+        prompt_positions: the same of the prompt.
         prompt_ids: of a prompt that the worker makes, once they are known; None: they are in `prompt`.
         pair: set while a pair works on it.
         handed_over: the second worker of the pair does.
@@ -90,6 +101,7 @@ class LiveStream:
         "first_text_at",
         "handed_over",
         "index",
+        "logprob_positions",
         "losses",
         "max_tokens",
         "migrations",
@@ -98,6 +110,7 @@ class LiveStream:
         "post",
         "prompt",
         "prompt_ids",
+        "prompt_positions",
         "reasoning_tokens",
         "replays",
         "request",
@@ -142,6 +155,8 @@ class LiveStream:
         self.tokens = array("I")
         self.resumed = 0
         self.booked_from = 0
+        self.logprob_positions = 0
+        self.prompt_positions = 0
         self.prompt_ids = None if prompt.raw is None else array("I")
         self.pair: Pair | None = None
         self.handed_over = False
@@ -221,15 +236,15 @@ class LiveStream:
         self.resumed = self.booked_from = len(self.tokens)
         self.pair = None
         self.handed_over = False
-        worker.live += 1
+        worker.adopt(self)
 
     def shift(self, worker: WorkerLink) -> None:
         """Another worker of the same booking goes on."""
         if self.worker is not None:
-            self.worker.live -= 1
+            self.worker.release(self)
         self.worker = worker
         self.resumed = len(self.tokens)
-        worker.live += 1
+        worker.adopt(self)
 
     def learn_prompt(self, token_ids: bytes) -> None:
         """The worker has made the prompt's ids, packed u32."""
@@ -239,6 +254,20 @@ class LiveStream:
             self.prompt_ids.extend(unpack_u32(token_ids))
         if prompt.context_length:
             self.max_tokens = min(self.max_tokens, prompt.context_length - self.prompt.length)
+
+    def take_logprobs(self, positions: Sequence[PositionLogprobs]) -> None:
+        """Counts log-probabilities of generated tokens; SluiceError when they are not what was requested."""
+        self.logprob_positions += len(positions)
+        if self.request.logprobs is None or self.logprob_positions > self.max_tokens:
+            raise internal("The worker sent log-probabilities that were not requested.")
+        _check_alternatives(positions, self.request.logprobs)
+
+    def take_prompt_logprobs(self, positions: Sequence[PositionLogprobs]) -> None:
+        """Counts log-probabilities of the prompt; SluiceError when they are not what was requested."""
+        self.prompt_positions += len(positions)
+        if self.request.prompt_logprobs is None or self.prompt_positions > self.prompt_tokens:
+            raise internal("The worker sent log-probabilities of the prompt that were not requested.")
+        _check_alternatives(positions, self.request.prompt_logprobs)
 
     def asked_to_end_at(self, token_id: int) -> bool:
         """Whether it is the client that wanted this id to end it, not the model."""
@@ -258,3 +287,9 @@ class LiveStream:
         if count > stop.min_tokens and self.tokens[-1] in stop_ids:
             return EngineEnd(FinishReason.STOP, self.tokens[-1])
         return EngineEnd(FinishReason.LENGTH) if count >= self.max_tokens else None
+
+
+def _check_alternatives(positions: Sequence[PositionLogprobs], most: int) -> None:
+    """Raises SluiceError when a position has more alternatives than requested; engines may add the chosen token."""
+    if any(len(position.top) > most + 1 for position in positions):
+        raise internal("The worker sent more alternatives of a token than were requested.")

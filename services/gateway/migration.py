@@ -173,7 +173,7 @@ class Migrator:
         worker = placed.worker
         self._metrics.migration("moved")
         if stream.tokens and is_history_dependent(stream.request.sampling) and not self._resumes(worker):
-            self._switchboard.on_degraded(stream.slot, INEXACT)
+            self._switchboard.on_degraded(stream, INEXACT)
         if stream.span is not None:
             _trace(stream, lost, worker)
         self._switchboard.resume(stream, placed.route, worker, placed.prefill)

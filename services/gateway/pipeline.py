@@ -12,17 +12,19 @@ is up in `deadlines`.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 from services.common import telemetry
 from services.common.errors import ErrorKind, SluiceError, invalid
 from services.common.packing import unpack_u32
-from services.gateway import deadlines, directions, hooks
+from services.gateway import deadlines, directions, hooks, tenant_cache
 from services.gateway.admission import permit as permits
+from services.gateway.admission.scopes import Scope
+from services.gateway.admission.tenants import SHARED
 from services.gateway.assembling import assembled
 from services.gateway.capabilities import able, holding
-from services.gateway.clients.catalogue import WorkerEntry
+from services.gateway.clients.catalogue import Catalogue, WorkerEntry
 from services.gateway.config import PipelineConfig
 from services.gateway.generation import (
     ChatPrompt,
@@ -55,6 +57,25 @@ def build_pipeline(config: PipelineConfig, components: Components) -> Pipeline:
         return hooks.own_handler(config, components, Pipeline) if config.handler else Pipeline(config, components)
     except ValueError as error:
         raise SluiceError(ErrorKind.FAILED_PRECONDITION, str(error)) from error
+
+
+def named(request: GenerationRequest, catalogue: Catalogue) -> GenerationRequest:
+    """Returns the request by the model that runs it: a LoRA adapter's name stands for its model with that adapter.
+
+    Raises:
+        SluiceError: as `Catalogue.model`, INVALID_ARGUMENT when it names two adapters.
+    """
+    entry = catalogue.model(request.model)
+    if entry.model == request.model:
+        return request
+    if request.lora not in ("", request.model):
+        raise invalid(
+            f"{request.model!r} is a LoRA adapter itself, so lora_path cannot name {request.lora!r}.",
+            param="lora_path",
+            code="invalid_value",
+        )
+    needs = (*request.needs, ("lora", "model"))
+    return replace(request, model=entry.model, lora=request.model, needs=needs)
 
 
 class Generation:
@@ -118,11 +139,14 @@ class Generation:
 
 
 class Pipeline:
-    """Conducts preprocess, router, workers and postprocess.
+    """Conducts preprocess, router, workers and postprocess, for the models of one configuration.
 
     Args:
         config: what is done where.
         components: the parts of this process.
+
+    Attributes:
+        model_ready: returns when the stages are set up for a model; raises SluiceError when they cannot be.
     """
 
     def __init__(self, config: PipelineConfig, components: Components) -> None:
@@ -134,11 +158,13 @@ class Pipeline:
         self.switchboard = components.switchboard
         self._post_wait_s = components.post_wait_s
         stages = assembled(config, components)
+        self.stages = stages
         self.tokenizing = stages.tokenizing
         self.placement = stages.placement
+        self.model_ready: Callable[[str], Awaitable[None]] = _at_once
         self._router_asking = stages.router_asking
         self._engine_text = config.postprocessing == "engine"
-        self._text_replicas = not self._engine_text and not stages.own_text
+        self._text_replicas = config.replicas_make_text
 
     async def start(self, request: GenerationRequest, sinks: Sequence[Sink]) -> Generation:
         """Starts every choice of a request; `sinks[i]` hears choice i.
@@ -169,19 +195,20 @@ class Pipeline:
                 await self.fleet.text_ready(deadline.share(TEXT_SHARE, self._post_wait_s))
             for index, sink in enumerate(sinks):
                 placed = await self.placement.place(self._wanted(request, index, prompt, entry, max_tokens))
-                generation.streams.append(
-                    self.switchboard.connect(
-                        request,
-                        index,
-                        prompt,
-                        placed.route,
-                        placed.worker,
-                        max_tokens,
-                        sink,
-                        deadline,
-                        placed.prefill,
-                    )
+                stream = self.switchboard.connect(
+                    request,
+                    index,
+                    prompt,
+                    placed.route,
+                    placed.worker,
+                    max_tokens,
+                    sink,
+                    deadline,
+                    placed.prefill,
                 )
+                generation.streams.append(stream)
+                if tenant_cache.is_shared(request, permit):
+                    self.switchboard.on_degraded(stream, SHARED)
         except BaseException:
             generation.cancel()
             raise
@@ -195,8 +222,10 @@ class Pipeline:
         """What `start` would run, and where; runs and books nothing.
 
         Raises:
-            SluiceError: as `start`, FAILED_PRECONDITION where only a worker could make the prompt's ids.
+            SluiceError: as `start`, PERMISSION_DENIED without the scope pin-worker, for the answer names workers,
+                FAILED_PRECONDITION where only a worker could make the prompt's ids.
         """
+        permits.current().require(Scope.PIN_WORKER, subject="A request for the worker that would run it")
         if self.config.preprocessing == "engine":
             raise SluiceError(
                 ErrorKind.FAILED_PRECONDITION,
@@ -207,30 +236,14 @@ class Pipeline:
         wanted = self._wanted(request, 0, prompt, entry, _fit(request, prompt, entry))
         return prompt, await self._router_asking.ask(wanted)
 
-    def named(self, request: GenerationRequest) -> GenerationRequest:
-        """The request by the model that runs it: a LoRA adapter's name stands for its model with that adapter.
-
-        Raises:
-            SluiceError: as `Catalogue.model`, INVALID_ARGUMENT when it names two adapters.
-        """
-        entry = self.catalogue.model(request.model)
-        if entry.model == request.model:
-            return request
-        if request.lora not in ("", request.model):
-            raise invalid(
-                f"{request.model!r} is a LoRA adapter itself, so lora_path cannot name {request.lora!r}.",
-                param="lora_path",
-                code="invalid_value",
-            )
-        needs = (*request.needs, ("lora", "model"))
-        return replace(request, model=entry.model, lora=request.model, needs=needs)
-
     async def _prepared(self, request: GenerationRequest) -> tuple[GenerationRequest, WorkerEntry, Tokenized]:
         """The request as it runs, one of the workers that can run it, and the prompt's ids."""
         said = directions.current()
-        request = self.named(request)
-        workers = holding(able(self.catalogue.of_model(request.model), request.needs), request.lora)
+        request = named(request, self.catalogue)
+        able_workers = holding(able(self.catalogue.of_model(request.model), request.needs), request.lora)
+        request, workers = tenant_cache.separated(request, able_workers, permits.current())
         entry = workers[0]
+        await self.model_ready(entry.model)
         request = replace(request, directions=said, engine_text=self._engine_text)
         if said.token_ids is not None:
             request = replace(request, prompt=TokenPrompt(said.token_ids))
@@ -257,6 +270,10 @@ class Pipeline:
             return request.prompt.text
         assert isinstance(request.prompt, TokenPrompt)
         return await self.preprocess.detokenize(request.model, request.prompt.token_ids)
+
+
+async def _at_once(model: str) -> None:
+    return None
 
 
 _PROMPT_FIELDS = {ChatPrompt: "messages", EmbedsPrompt: "prompt_embeds"}

@@ -8,12 +8,18 @@ from collections.abc import Collection
 from contextlib import suppress
 from typing import Any
 
+from services.common.errors import not_found
+from services.gateway.admission.permit import Permit
 from services.gateway.clients.catalogue import Catalogue
 from services.gateway.clients.preprocess import PreprocessClient
 from services.gateway.clients.router import RouterClient
 from services.gateway.fleet import Fleet
+from services.gateway.generation import Role
 
 ALL = ("preprocess", "router", "postprocess")
+
+PUBLIC = ("ready", "workers", "pid")
+"""Parts of the state that requests without a key get: numbers, no names."""
 
 LOOK_AGAIN_S = 0.05
 
@@ -51,6 +57,33 @@ class Readiness:
     @property
     def _complete(self) -> bool:
         return bool(self.state()["ready"]) and self._fleet.connected_workers >= len(self._catalogue.workers)
+
+    def report(self, permit: Permit) -> dict[str, Any]:
+        """The state as far as a request may know it: its own models, and without a key no names at all."""
+        state = self.state()
+        if not permit.is_known:
+            return {name: state[name] for name in PUBLIC}
+        return {**state, "models": [name for name in state["models"] if permit.may_use(name)]}
+
+    def report_model(self, model: str, permit: Permit) -> dict[str, Any]:
+        """Whether this gateway can run requests for a model now, and how many connected workers it has.
+
+        Args:
+            model: served name, or that of a LoRA adapter.
+
+        Raises:
+            SluiceError: NOT_FOUND for a model that the request's key may not use, whether there is such a model or not.
+        """
+        if not permit.may_use(model):
+            raise not_found("The model does not exist.", param="model", code="model_not_found")
+        entries = [entry for entry in self._catalogue.of_model(model) if self._is_connected(entry.worker_id)]
+        roles = {entry.role for entry in entries}
+        complete = any(entry.runs_alone for entry in entries) or roles >= {Role.PREFILL, Role.DECODE}
+        return {"ready": self.state()["ready"] and complete, "workers": len(entries)}
+
+    def _is_connected(self, worker_id: str) -> bool:
+        link = self._fleet.find(worker_id)
+        return link is not None and link.connected
 
     def state(self) -> dict[str, Any]:
         """`ready`, then replicas that serve by service, workers that are connected, this process, and models."""

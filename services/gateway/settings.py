@@ -13,12 +13,22 @@ from services.common.access import RouterTokenSettings
 from services.common.audit import AuditSettings
 from services.common.settings import AddressList, CommaList, ServiceSettings, settings_config
 from services.common.trust import HttpsSettings
-from services.gateway.config import Disaggregation, PipelineConfig, Place, PresetName, Routing, parse_stages, resolve
+from services.gateway.body_budgets import BodySettings
+from services.gateway.config import (
+    ALIASES,
+    Disaggregation,
+    PipelineConfig,
+    Place,
+    PresetName,
+    Routing,
+    parse_stages,
+    resolve,
+)
 from services.gateway.http.settings import HttpSettings
 from services.gateway.moving import MigrationPolicy
 
 
-class GatewaySettings(HttpSettings, AuditSettings, HttpsSettings, RouterTokenSettings, ServiceSettings):
+class GatewaySettings(HttpSettings, BodySettings, AuditSettings, HttpsSettings, RouterTokenSettings, ServiceSettings):
     """Settings of the gateway. Every flag is also an environment variable: --log-level is SLUICE_GATEWAY_LOG_LEVEL."""
 
     model_config = settings_config("gateway")
@@ -39,6 +49,13 @@ class GatewaySettings(HttpSettings, AuditSettings, HttpsSettings, RouterTokenSet
         le=64,
         description="largest message that the workers take, their --max-message-mb, MiB; a request that would be "
         "larger is refused with 413",
+    )
+    max_batch_tokens: int = Field(
+        1 << 18,
+        ge=1024,
+        le=1 << 20,
+        description="tokens that a worker may send in one message; one that sends more loses its session, and its "
+        "generations fail",
     )
     max_choices: int = Field(16, ge=1, le=128, description="largest n, and most prompts of one completions request")
     max_streams: int = Field(4096, ge=1, description="generations under way at once; more are refused with 429")
@@ -96,8 +113,16 @@ class GatewaySettings(HttpSettings, AuditSettings, HttpsSettings, RouterTokenSet
     stage: CommaList = Field(
         [], description="NAME=package.module:Class, a stage of your own; tokenize, route, place or postprocess"
     )
+    model_grace_s: float = Field(
+        300,
+        ge=0,
+        description="seconds after a model's last worker has left until stages of your own are called with "
+        "on_model_removed, and what is kept of the model is dropped",
+    )
     handler: str = Field("", description="package.module:Class, a pipeline of your own")
     migration: bool | None = Field(None, description="generations whose worker is lost go on elsewhere (default)")
+    migration_enabled: bool | None = Field(None, description="another name of migration")
+    direct_route: bool = Field(False, description="another name of routing direct; no: as the other knobs say")
     migration_limit: int = Field(3, ge=1, le=100, description="how often one generation may move")
     migration_max_tokens: int = Field(
         131_072, ge=0, description="longest generation that may move, tokens of prompt and answer together; 0: any"
@@ -107,12 +132,18 @@ class GatewaySettings(HttpSettings, AuditSettings, HttpsSettings, RouterTokenSet
     responses_kept: int = Field(
         4096, ge=0, description="responses of /v1/responses kept to be read again and gone on from; 0: none"
     )
-    responses_kept_mb: int = Field(64, ge=1, description="of all of them together, MiB")
+    responses_kept_mb: int = Field(64, ge=1, description="bytes of all kept responses together, MiB")
+    responses_kept_per_tenant: int = Field(
+        1024, ge=0, description="responses that the API keys of one tenant keep at most; 0: none"
+    )
+    responses_kept_per_tenant_mb: int = Field(
+        16, ge=1, description="bytes of the responses that the API keys of one tenant keep at most, MiB"
+    )
     responses_kept_s: float = Field(86_400, gt=0, description="how long a response is kept")
     responses_redis_url: SecretStr = Field(
         SecretStr(""),
-        description="where gateways share the responses they keep, in the forms of the router's redis-url; the bounds "
-        "then are those of each API key; empty: each gateway keeps its own",
+        description="where gateways share the responses they keep, in the forms of the router's redis-url; only the "
+        "bounds per tenant hold there; empty: each gateway keeps its own",
     )
 
     @property
@@ -125,7 +156,7 @@ class GatewaySettings(HttpSettings, AuditSettings, HttpsSettings, RouterTokenSet
     @cached_property
     def pipeline(self) -> PipelineConfig:
         """The pipeline's knobs, of preset, file and flags; ValueError as `config.resolve`."""
-        names = ("preset", "preprocessing", "postprocessing", "routing", "migration", "disaggregation")
+        names = ("preset", "preprocessing", "postprocessing", "routing", "migration", "disaggregation", *ALIASES)
         flags = {name: getattr(self, name) for name in (*names, "disagg_min_tokens")}
         flags |= {"stages": parse_stages(self.stage), "handler": self.handler or None}
         return resolve(flags, self.pipeline_config)

@@ -75,8 +75,8 @@ class Switchboard:
         self._slots = count(1)
         self._expected = 0
         self._streams: dict[int, LiveStream] = {}
-        self.texts = TextReplicas(self._streams, self.give_up, self.on_degraded, metrics, post_wait_s)
-        self.path = TokenPath(self._streams, self.texts)
+        self.texts = TextReplicas(self.give_up, self.on_degraded, self._guarded, metrics, post_wait_s)
+        self.path = TokenPath(self.texts)
         self.migrate: Callable[[LiveStream, WorkerLink, SluiceError], bool] = lambda stream, worker, error: False
         self.hand_over: Callable[[LiveStream, bytes], None] = lambda stream, handoff: None
         self.rescue: Callable[[LiveStream, WorkerLink, SluiceError], SluiceError | None] = (
@@ -90,7 +90,7 @@ class Switchboard:
 
     def computing(self, worker: WorkerLink) -> bool:
         """Whether a worker has a generation that it is not done with."""
-        return any(stream.worker is worker and stream.end is None for stream in self._streams.values())
+        return bool(worker.streams)
 
     def admit(self, choices: int) -> None:
         """SluiceError(OVERLOADED) when `choices` more streams would be over the bound."""
@@ -134,11 +134,14 @@ class Switchboard:
             "gateway.generate", request_id=stream.request_id, worker=worker.worker_id, choice=index
         )
         self._streams[slot] = stream
-        self.path.enter(stream)
         if deadline.at != inf:
             stream.expiry = asyncio.get_running_loop().call_at(deadline.at, self.give_up, stream, deadlines.overdue())
         self._book(stream, route, worker, prefill, stream.request_id)
-        if not request.engine_text and slot in self._streams:  # either may end it, and must find the other's part
+        if slot not in self._streams:  # it could not be started
+            return stream
+        if request.engine_text:
+            self.texts.keep_apart(stream)
+        else:
             (self.texts.open if prompt.raw is None else self.texts.hold)(stream)
         return stream
 
@@ -152,7 +155,7 @@ class Switchboard:
     ) -> None:
         for mark in (route.degraded, route.split_skipped):
             if mark:
-                self.on_degraded(stream.slot, mark)
+                self.on_degraded(stream, mark)
         stream.attach(prefill or worker, route)
         if prefill is None:
             self._start(stream, worker, route.rank, name, stream.resumed, None)
@@ -177,95 +180,89 @@ class Switchboard:
         request = stream.request
         if stream.computed and request.prompt_logprobs is not None:  # the sink has them
             request = replace(request, prompt_logprobs=None)
-        worker.start(
-            stream.slot,
-            name,
-            request,
-            stream.prompt,
-            stream.seed,
-            stream.max_tokens,
-            rank,
-            telemetry.trace_context(stream.current_span),
-            stream.tokens[:resumed],
-            part,
-        )
+        try:
+            worker.start(
+                stream.slot,
+                name,
+                request,
+                stream.prompt,
+                stream.seed,
+                stream.max_tokens,
+                rank,
+                telemetry.trace_context(stream.current_span),
+                stream.tokens[:resumed],
+                part,
+            )
+        except SluiceError as error:
+            self.interrupted(stream, error)
 
     def cancel(self, stream: LiveStream) -> None:
         """The client is gone: engine and postprocess forget the stream, the sink hears nothing more."""
         worker, post = stream.worker, stream.post
         if self._forget(stream):
             stream.part()
-            _stop(stream, worker, post)
+            self._stop(stream, worker, post)
             self._metrics.cancelled(stream.model)
             stream.end_spans(gone=True)
 
     # --- from workers ---
 
-    def on_tokens(self, slots: bytes, counts: bytes, token_ids: bytes) -> None:
-        """Keeps tokens and passes their columns on to the postprocess sessions of their streams.
+    def on_tokens(self, link: WorkerLink, slots: bytes, counts: bytes, token_ids: bytes) -> None:
+        """Keeps the tokens of a link's own streams and passes their columns on to their postprocess sessions.
 
         Raises:
             ValueError: the columns do not fit together.
         """
-        self.path.pass_on(slots, counts, token_ids)
+        self.path.pass_on(link, slots, counts, token_ids)
 
-    def on_prompt(self, slot: int, token_ids: bytes) -> None:
-        """A worker made a prompt's ids; now it is known what the text of the answer follows on."""
-        stream = self._streams.get(slot)
-        if stream is None or stream.prompt.raw is None:
+    def on_prompt(self, stream: LiveStream, token_ids: bytes) -> None:
+        """A worker made a prompt's ids, so the tokens that the text of the answer follows on are known."""
+        if stream.prompt.raw is None:
             return
         stream.learn_prompt(token_ids)
         if not stream.request.engine_text:
             self.texts.open(stream)
 
-    def on_logprobs(self, slot: int, positions: list[PositionLogprobs]) -> None:
-        """Log-probabilities of the next tokens of a stream; comes before what they stand for."""
-        stream = self._streams.get(slot)
-        if stream is not None:
-            stream.sink.logprobs(positions)
+    def on_logprobs(self, stream: LiveStream, positions: list[PositionLogprobs]) -> None:
+        """Log-probabilities of the next tokens of a stream, before the tokens' text."""
+        stream.take_logprobs(positions)
+        stream.sink.logprobs(positions)
 
-    def on_prompt_logprobs(self, slot: int, positions: list[PositionLogprobs]) -> None:
+    def on_prompt_logprobs(self, stream: LiveStream, positions: list[PositionLogprobs]) -> None:
         """Log-probabilities of a stream's prompt."""
-        stream = self._streams.get(slot)
-        if stream is not None:
-            stream.sink.prompt_logprobs(positions)
+        stream.take_prompt_logprobs(positions)
+        stream.sink.prompt_logprobs(positions)
 
-    def on_started(self, slot: int, cached_tokens: int) -> None:
-        """The prompt of a stream is computed."""
-        stream = self._streams.get(slot)
-        if stream is None:
-            return
+    def on_started(self, stream: LiveStream, cached_tokens: int) -> None:
+        """The prompt of a stream is computed; counts once per worker that computes it."""
         if stream.worker is not None:
             stream.worker.breaker.succeeded()
         if stream.prompt.raw is not None:
-            self.give_up(stream, internal("The worker made a prompt and did not say its token ids."))
+            self.give_up(stream, internal("The worker made a prompt and did not send its token ids."))
             return
-        if stream.handed_over and stream.attempt_cached is not None:
-            return  # the prefill worker has said it
+        if stream.attempt_cached is not None:
+            return  # already reported, by the prefill worker if a pair works on the stream
+        cached_tokens = min(cached_tokens, stream.prompt_tokens + stream.resumed)
         if not stream.computed:
-            stream.cached_tokens = min(cached_tokens, stream.prompt_tokens) if stream.resumed else cached_tokens
+            stream.cached_tokens = min(cached_tokens, stream.prompt_tokens)
         stream.computed = True
         stream.attempt_cached = cached_tokens
         if stream.reservation_id:
             self._prefill_complete(stream.reservation_id)
 
-    def on_ended(self, slot: int, reason: FinishReason, stop_token_id: int | None, completion_tokens: int) -> None:
-        """The engine is done; postprocess still has to say the rest."""
-        stream = self._streams.get(slot)
-        if stream is None:
-            return
+    def on_ended(
+        self, stream: LiveStream, reason: FinishReason, stop_token_id: int | None, completion_tokens: int
+    ) -> None:
+        """The engine is done; the rest of the text still comes from postprocess."""
         if reason is FinishReason.CANCELLED:
             self._leave_worker(stream)
             self.give_up(stream, SluiceError(ErrorKind.CANCELLED, "The generation was cancelled on its worker."))
             return
-        stream.completion_tokens = stream.resumed + completion_tokens
+        stream.completion_tokens = min(stream.resumed + completion_tokens, stream.max_tokens)
         self._engine_done(stream, EngineEnd(reason, stop_token_id))
 
-    def on_handoff(self, slot: int, handoff: bytes) -> None:
+    def on_handoff(self, stream: LiveStream, handoff: bytes) -> None:
         """A prefill worker has done its part of a stream."""
-        stream = self._streams.get(slot)
-        if stream is None:
-            return
         if stream.pair is None or stream.handed_over:
             self.interrupted(stream, internal("The worker handed a request over that it was to finish."))
         else:
@@ -273,22 +270,29 @@ class Switchboard:
 
     def _engine_done(self, stream: LiveStream, end: EngineEnd) -> None:
         stream.end = end
+        if stream.worker is not None:
+            stream.worker.release(stream)  # nothing may follow the end
         if stream.post is not None:
             stream.post.end(stream.slot, *end)
-        elif stream.request.engine_text:  # its last words came with the end
-            self.on_finished(stream.slot, Finish(end.reason, "", end.stop_token_id, stream.completion_tokens))
+        elif stream.request.engine_text:  # the end carried the last text
+            self.on_finished(stream, Finish(end.reason, "", end.stop_token_id, stream.completion_tokens))
 
-    def on_failed(self, slot: int, error: SluiceError) -> None:
+    def on_failed(self, stream: LiveStream, error: SluiceError) -> None:
         """A worker could not finish a stream."""
-        stream = self._streams.get(slot)
-        if stream is not None:
-            self.interrupted(stream, error)
+        self.interrupted(stream, error)
+
+    def on_broken(self, stream: LiveStream, error: Exception) -> None:
+        """Handling what a peer sent for a stream raised: this stream ends, and no other one does."""
+        if isinstance(error, SluiceError):
+            self.give_up(stream, error)
+            return
+        log.error("a stream failed in the gateway", extra={"request": stream.request_id}, exc_info=error)
+        self.give_up(stream, _broken())
 
     def on_worker_lost(self, link: WorkerLink, error: SluiceError) -> None:
         """A worker's session is gone, and with it every generation on it that was not done."""
-        for stream in [stream for stream in self._streams.values() if stream.worker is link]:
-            if stream.end is None:
-                self._guarded(stream, lambda lost: self.interrupted(lost, error))
+        for stream in list(link.streams.values()):
+            self._guarded(stream, lambda lost: self.interrupted(lost, error))
 
     def interrupted(self, stream: LiveStream, error: SluiceError) -> None:
         """The worker of a stream cannot go on with it."""
@@ -312,76 +316,64 @@ class Switchboard:
 
     # --- from postprocess ---
 
-    def on_token_texts(self, slot: int, pieces: list[bytes], offsets: Sequence[int]) -> None:
-        """What the next tokens of a stream stand for; comes before their text."""
-        stream = self._streams.get(slot)
-        if stream is not None:
-            stream.sent.tokens += len(pieces)
-            stream.sink.tokens(pieces, offsets)
+    def on_token_texts(self, stream: LiveStream, pieces: list[bytes], offsets: Sequence[int]) -> None:
+        """The bytes of a stream's next tokens, before their text."""
+        stream.sent.tokens += len(pieces)
+        stream.sink.tokens(pieces, offsets)
 
-    def on_text(self, slot: int, piece: str) -> None:
+    def on_text(self, stream: LiveStream, piece: str) -> None:
         """The next text of a stream."""
-        stream = self._streams.get(slot)
-        if stream is not None:
-            stream.active = True
-            stream.text_sent += len(piece)
-            if not stream.first_text_at:
-                stream.first_text_at = perf_counter()
-            stream.sink.text(piece)
+        stream.active = True
+        stream.text_sent += len(piece)
+        if not stream.first_text_at:
+            stream.first_text_at = perf_counter()
+        stream.sink.text(piece)
 
-    def on_reasoning(self, slot: int, piece: str) -> None:
+    def on_reasoning(self, stream: LiveStream, piece: str) -> None:
         """The next reasoning of a stream."""
-        stream = self._spoken(slot)
-        if stream is not None:
-            stream.sent.reasoning += len(piece)
-            stream.sink.reasoning(piece)
+        _active(stream)
+        stream.sent.reasoning += len(piece)
+        stream.sink.reasoning(piece)
 
-    def on_tool_call(self, slot: int, call: int, call_id: str, name: str, arguments: str) -> None:
+    def on_tool_call(self, stream: LiveStream, call: int, call_id: str, name: str, arguments: str) -> None:
         """The next piece of a tool call of a stream."""
-        stream = self._spoken(slot)
-        if stream is not None:
-            calls = stream.sent.calls
-            calls[call] = calls.get(call, 0) + len(arguments)
-            stream.sink.tool_call(call, call_id, name, arguments)
+        _active(stream)
+        calls = stream.sent.calls
+        calls[call] = calls.get(call, 0) + len(arguments)
+        stream.sink.tool_call(call, call_id, name, arguments)
 
-    def on_degraded(self, slot: int, reason: str) -> None:
+    def on_degraded(self, stream: LiveStream, reason: str) -> None:
         """A stream goes on with a fallback."""
-        stream = self._streams.get(slot)
-        if stream is not None and reason not in stream.degraded:
+        if reason not in stream.degraded and stream.slot in self._streams:
             stream.degraded += (reason,)
             self._metrics.degraded(reason)
             if stream.span is not None:
                 stream.span.add_event("degraded", {"reason": reason})
 
-    def _spoken(self, slot: int) -> LiveStream | None:
-        stream = self._streams.get(slot)
-        if stream is not None:
-            stream.active = True
-            stream.first_text_at = stream.first_text_at or perf_counter()
-        return stream
-
-    def on_finished(self, slot: int, finish: Finish) -> None:
-        """Postprocess has said everything; when it found the end itself, the engine is stopped."""
-        stream = self._streams.get(slot)
-        if stream is None:
-            return
+    def on_finished(self, stream: LiveStream, finish: Finish) -> None:
+        """Postprocess has sent everything; when it found the end itself, the engine is stopped."""
+        worker = stream.worker
         stream.completion_tokens = finish.completion_tokens
         stream.reasoning_tokens = finish.reasoning_tokens
-        worker = stream.worker
-        self._forget(stream)
-        _stop(stream, worker, None)
-        self._metrics.finished(stream, perf_counter())
-        stream.end_spans()
-        if finish.stop_token_id is not None and not stream.asked_to_end_at(finish.stop_token_id):
-            finish = replace(finish, stop_token_id=None)
-        if stream.degraded or stream.migrations:
-            finish = replace(finish, degraded=stream.degraded, migrations=stream.migrations)
-        stream.part().finish(finish)
+        if not self._forget(stream):
+            return
+        try:
+            self._stop(stream, worker, None)
+            self._metrics.finished(stream, perf_counter())
+            stream.end_spans()
+            if finish.stop_token_id is not None and not stream.asked_to_end_at(finish.stop_token_id):
+                finish = replace(finish, stop_token_id=None)
+            if stream.degraded or stream.migrations:
+                finish = replace(finish, degraded=stream.degraded, migrations=stream.migrations)
+            stream.sink.finish(finish)
+            stream.part()
+        except Exception as error:
+            log.error("an answer could not be finished", extra={"request": stream.request_id}, exc_info=error)
+            self._fail_sink(stream, _broken())
 
-    def on_text_failed(self, slot: int, error: SluiceError) -> None:
+    def on_text_failed(self, stream: LiveStream, error: SluiceError) -> None:
         """A replica could not make the text of a stream."""
-        stream = self._streams.get(slot)
-        if stream is not None and not self.texts.refused(stream, error):
+        if not self.texts.refused(stream, error):
             self.give_up(stream, error)
 
     def on_post_connected(self, link: PostLink) -> None:
@@ -409,15 +401,27 @@ class Switchboard:
                 self.give_up(stream, stalled)
             stream.active, stream.swept = False, len(stream.tokens)
 
+    def sweep_overrun(self) -> None:
+        """Fails every stream whose worker generates more than was requested and whose text no service bounds."""
+        for stream in [one for one in self._streams.values() if len(one.tokens) > one.max_tokens]:
+            if stream.request.engine_text:
+                self.give_up(stream, internal("The worker sent more tokens than were requested."))
+
     def give_up(self, stream: LiveStream, error: SluiceError) -> None:
         """A stream cannot go on; one that is over already stays as it is."""
         worker, post = stream.worker, stream.post
         if not self._forget(stream):
             return
-        _stop(stream, worker, post)
+        self._stop(stream, worker, post)
         self._metrics.failed(stream.model, error)
         stream.end_spans(error)
-        stream.part().fail(error)
+        self._fail_sink(stream, error)
+
+    def _fail_sink(self, stream: LiveStream, error: SluiceError) -> None:
+        try:
+            stream.part().fail(error)
+        except Exception as broken:
+            log.error("an answer could not be failed", extra={"request": stream.request_id}, exc_info=broken)
 
     def _guarded(self, stream: LiveStream, job: Callable[[LiveStream], None]) -> None:
         """What goes wrong with one stream is no reason for the others to be left."""
@@ -425,7 +429,7 @@ class Switchboard:
             job(stream)
         except Exception:
             log.exception("a stream could not be moved", extra={"request_id": stream.request_id})
-            self.give_up(stream, internal("The gateway could not go on with this request; its log has the details."))
+            self.give_up(stream, _broken())
 
     def give_up_all(self, error: SluiceError) -> None:
         """Ends everything under way."""
@@ -436,7 +440,6 @@ class Switchboard:
         """Drops a stream and gives its reservation back; False when that has happened already."""
         if self._streams.pop(stream.slot, None) is None:
             return False
-        self.path.leave(stream)
         self._leave_worker(stream)
         self.texts.forget(stream)
         if stream.expiry is not None:
@@ -450,19 +453,28 @@ class Switchboard:
         """The stream's booking on its worker is over."""
         worker, stream.worker = stream.worker, None
         if worker is not None:
-            worker.live -= 1
+            worker.release(stream)
         reservation_id, stream.reservation_id = stream.reservation_id, ""
         if reservation_id:
             output = max(stream.completion_tokens, len(stream.tokens)) - stream.booked_from
             self._free(reservation_id, stream.attempt_cached, output)
 
+    @staticmethod
+    def _stop(stream: LiveStream, worker: WorkerLink | None, post: PostLink | None) -> None:
+        """Stops the work on a stream that is over."""
+        if worker is not None and stream.end is None:
+            worker.cancel(stream.slot)
+        if post is not None:
+            post.close_stream(stream.slot)
 
-def _stop(stream: LiveStream, worker: WorkerLink | None, post: PostLink | None) -> None:
-    """Whoever still works on a stream that is over may stop."""
-    if worker is not None and stream.end is None:
-        worker.cancel(stream.slot)
-    if post is not None:
-        post.close_stream(stream.slot)
+
+def _active(stream: LiveStream) -> None:
+    stream.active = True
+    stream.first_text_at = stream.first_text_at or perf_counter()
+
+
+def _broken() -> SluiceError:
+    return internal("The gateway could not go on with this request; its log has the details.")
 
 
 def shutting_down() -> SluiceError:

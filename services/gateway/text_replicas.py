@@ -7,7 +7,7 @@ streams are opened on another one with their tokens and with how much their clie
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from time import perf_counter
 
 from services.common import telemetry
@@ -28,36 +28,39 @@ class TextReplicas:
     """The links to postprocess, and the streams on them.
 
     Args:
-        streams: every stream under way, by slot.
         fail: ends a stream with an error.
         degrade: marks a stream.
+        guarded: calls a function with a stream; what it raises ends that stream only.
         wait_s: how long a stream waits for a replica when there is none.
 
     Attributes:
-        links: by address; a link is added and removed by whoever opens it.
+        links: by address; a link is added and removed by the owner of its connection.
+        custom: gives the link to a stage of the operator's that makes the text of a model, or None.
     """
 
     def __init__(
         self,
-        streams: Mapping[int, LiveStream],
         fail: Callable[[LiveStream, SluiceError], None],
-        degrade: Callable[[int, str], None],
+        degrade: Callable[[LiveStream, str], None],
+        guarded: Callable[[LiveStream, Callable[[LiveStream], None]], None],
         metrics: GatewayMetrics,
         wait_s: float,
     ) -> None:
         self.links: dict[str, PostLink] = {}
-        self._streams = streams
         self._fail = fail
         self._degrade = degrade
+        self._guarded = guarded
         self._metrics = metrics
         self._wait_s = wait_s
         self._waiting: dict[int, LiveStream] = {}
         self._held: set[int] = set()
+        self._apart: set[int] = set()  # streams whose text no replica makes
+        self.custom: Callable[[str], PostLink | None] = _no_stage
 
     @property
     def sole(self) -> PostLink | None:
         """The link that every stream is on; None when they may be on several or on none."""
-        if len(self.links) != 1 or self._waiting or self._held:
+        if len(self.links) != 1 or self._waiting or self._held or self._apart:
             return None
         return next(iter(self.links.values()))
 
@@ -71,6 +74,10 @@ class TextReplicas:
         links = [link for link in self.links.values() if link.connected and not link.retired and not link.leaving]
         return idlest(links, lambda link: link.live)
 
+    def keep_apart(self, stream: LiveStream) -> None:
+        """Notes a stream whose worker makes its text."""
+        self._apart.add(stream.slot)
+
     def hold(self, stream: LiveStream) -> None:
         """A stream's text will begin later, with the tokens that it has then."""
         self._held.add(stream.slot)
@@ -78,41 +85,49 @@ class TextReplicas:
     def open(self, stream: LiveStream) -> None:
         """Begins a stream's text, or goes on with it; when there is no replica, as soon as there is one."""
         self._held.discard(stream.slot)
-        link = self.best()
+        link = self.custom(stream.model)
+        if link is not None:
+            self._apart.add(stream.slot)
+        else:
+            link = self.best()
         if link is None:
             stream.waiting_since = perf_counter()
             self._waiting[stream.slot] = stream
             return
         self._waiting.pop(stream.slot, None)
         stream.post = link
-        link.live += 1
+        link.adopt(stream)
         began = bool(stream.tokens)
         stream.sent.text = stream.text_sent
-        link.open(
-            stream.slot,
-            stream.request_id,
-            stream.request,
-            stream.prompt,
-            telemetry.trace_context(stream.current_span),
-            stream.tokens if began else None,
-            stream.sent if began else None,
-        )
+        try:
+            link.open(
+                stream.slot,
+                stream.request_id,
+                stream.request,
+                stream.prompt,
+                telemetry.trace_context(stream.current_span),
+                stream.max_tokens,
+                stream.tokens if began else None,
+                stream.sent if began else None,
+            )
+        except SluiceError as error:
+            self._fail(stream, error)
+            return
         if stream.end is not None:
             link.end(stream.slot, *stream.end)
 
     def forget(self, stream: LiveStream) -> None:
         """A stream is over."""
         self._held.discard(stream.slot)
+        self._apart.discard(stream.slot)
         self._waiting.pop(stream.slot, None)
-        if stream.post is not None:
-            stream.post.live -= 1
-            stream.post = None
+        self._leave(stream)
 
     def connected(self, link: PostLink) -> None:
-        """A replica is there: who waits for one, or is to leave another one, goes there."""
+        """Opens the streams that wait for a replica, or that another replica asked to be moved."""
         for stream in list(self._waiting.values()):
             if stream.slot in self._waiting:  # else it ended with another choice of its answer
-                self.open(stream)
+                self._guarded(stream, self.open)
         for other in self.links.values():
             if other.leaving and other.connected:
                 self.leave(other)
@@ -125,7 +140,7 @@ class TextReplicas:
         for stream in moving:
             if stream.post is link:
                 self._metrics.text_moved("drained")
-                self._reopen(stream)
+                self._guarded(stream, self._reopen)
         link.abandon()
         if moving:
             log.info("streams were moved off a draining postprocess replica", extra={"streams": len(moving)})
@@ -134,7 +149,7 @@ class TextReplicas:
         """A replica is gone: its streams go on elsewhere."""
         for stream in self._streams_of(link):
             if stream.post is link:  # else it ended with another choice of its answer
-                self._replay(stream, error)
+                self._guarded(stream, lambda lost: self._replay(lost, error))
 
     def refused(self, stream: LiveStream, error: SluiceError) -> bool:
         """A replica gave a stream up; False unless another one may do better."""
@@ -161,16 +176,23 @@ class TextReplicas:
             self._fail(stream, error)
             return
         self._metrics.text_moved("lost")
-        self._degrade(stream.slot, REPLACED)
+        self._degrade(stream, REPLACED)
         self._reopen(stream)
 
     def _reopen(self, stream: LiveStream) -> None:
-        if stream.post is not None:
-            stream.post.live -= 1
-            stream.post = None
+        self._leave(stream)
         if stream.span is not None:
             stream.span.add_event("text replayed", {"tokens": len(stream.tokens)})
         self.open(stream)
 
+    def _leave(self, stream: LiveStream) -> None:
+        post, stream.post = stream.post, None
+        if post is not None:
+            post.release(stream)
+
     def _streams_of(self, link: PostLink) -> list[LiveStream]:
-        return [stream for stream in self._streams.values() if stream.post is link]
+        return list(link.streams.values())
+
+
+def _no_stage(model: str) -> PostLink | None:
+    return None

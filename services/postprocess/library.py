@@ -45,17 +45,24 @@ def load(spec: ModelSpec) -> Vocabulary:
 
 
 def chosen(given: ParserNames, vocabulary: Vocabulary, native: Sequence[str]) -> ParserNames:
-    """What `auto` means: what the operator says, else the engine's own where there is one, else what is built in.
+    """Returns what `auto` means: the operator's choice, else the first engine's parsers that cover what the model's
+    family needs, else the built-in ones.
 
-    An engine's parser does not go together with another's, so the operator's choice of one decides about both.
+    An engine's parser cannot be combined with another's, so the operator's choice of one decides about both.
     """
-    found = vocabulary.parsers
-    engines = [engine_of(given.tool or given.reasoning)] if given.tool or given.reasoning else native
-    for engine in engines:
-        if engine:
-            found = native_names(engine, found, vocabulary.template)
-            break
+    built_in = found = vocabulary.parsers
+    if given.tool or given.reasoning:
+        if engine := engine_of(given.tool or given.reasoning):
+            found = native_names(engine, built_in, vocabulary.template)
+    else:
+        offered = (native_names(engine, built_in, vocabulary.template) for engine in native)
+        found = next((names for names in offered if _covers(names, built_in)), built_in)
     return ParserNames(given.tool or found.tool, given.reasoning or found.reasoning)
+
+
+def _covers(native: ParserNames, built_in: ParserNames) -> bool:
+    """Whether an engine has a parser wherever there is a built-in one."""
+    return bool(native.tool) >= bool(built_in.tool) and bool(native.reasoning) >= bool(built_in.reasoning)
 
 
 class VocabularyLibrary:
@@ -66,7 +73,7 @@ class VocabularyLibrary:
         load_timeout_s: how long anybody waits for one to load.
         loader: makes a vocabulary in a thread.
         parsers: what `auto` means for a model, where the operator knows better than its template.
-        native: engines whose own parsers `auto` prefers, the first that has one.
+        native: the engines whose own parsers `auto` prefers for a model, in this order.
         check: SluiceError for parsers that this process does not have; a model whose card names them is not served.
 
     Attributes:
@@ -81,7 +88,7 @@ class VocabularyLibrary:
         load_timeout_s: float,
         loader: Callable[[ModelSpec], Vocabulary] = load,
         parsers: Mapping[str, ParserNames] = NO_OVERRIDES,
-        native: Sequence[str] = (),
+        native: Callable[[ModelSpec], Sequence[str]] = lambda spec: (),
         check: Callable[[ParserNames], None] = lambda names: None,
     ) -> None:
         self._specs = {spec.name: spec for spec in specs}
@@ -170,7 +177,13 @@ class VocabularyLibrary:
             raise internal(f"The tokenizer of {model} cannot be loaded.") from error
         given = self._given(spec)
         vocabulary.built_in = vocabulary.parsers if given == ParserNames() else None
-        vocabulary.parsers = chosen(given, vocabulary, self._native)
+        native = self._native(spec)
+        vocabulary.parsers = chosen(given, vocabulary, native)
+        if native and given == ParserNames() != vocabulary.parsers == vocabulary.built_in:
+            log.warning(
+                "the built-in parsers are used: the engine has none for this family of models",
+                extra={"model": model, "engine": ",".join(native)},
+            )
         log.info(
             "tokenizer is loaded",
             extra={

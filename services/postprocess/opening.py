@@ -41,12 +41,14 @@ class OwnParsers:
         time_s: for one stream's share of a batch.
         memory_mb: by which each process may grow.
         engines: whose own parsers run here, with the interpreter of each; empty for this one.
+        later: the same for engines whose process starts with the first model or stream that needs it.
     """
 
     names: Sequence[str] = ()
     time_s: float = 2.0
     memory_mb: int = 512
     engines: Mapping[str, str] = field(default_factory=dict)
+    later: Mapping[str, str] = field(default_factory=dict)
 
 
 class Opener:
@@ -67,17 +69,21 @@ class Opener:
         own = own or OwnParsers()
         self._limits = limits
         self._time_s = own.time_s
-        self._registry = Registry(own.names, own.engines)
+        engines = {**own.engines, **own.later}
+        self._registry = Registry(own.names, engines)
         self._engines = {
             engine: EngineHost(engine, python, own.time_s, own.memory_mb, on_death)
-            for engine, python in own.engines.items()
+            for engine, python in engines.items()
         }
+        self._not_started = {engine: asyncio.Lock() for engine in own.later}
         self._hosts = {name: ParserHost(name, own.time_s, own.memory_mb, on_death) for name in own.names}
 
     async def start(self) -> None:
-        """Starts the processes; SluiceError when one of the user's parsers cannot be imported."""
+        """Starts the processes but those of later engines; SluiceError when one of the user's parsers cannot be
+        imported."""
         WATCH.start(self._time_s)
-        await asyncio.gather(*(host.start() for host in (*self._hosts.values(), *self._engines.values())))
+        engines = [host for name, host in self._engines.items() if name not in self._not_started]
+        await asyncio.gather(*(host.start() for host in (*self._hosts.values(), *engines)))
 
     async def close(self) -> None:
         """Ends the processes."""
@@ -97,19 +103,24 @@ class Opener:
         """Loads what an engine's parsers need; SluiceError when it cannot be, or not in time."""
         engine = self._engine(plan.names)
         if engine is not None:
+            await self._start_later(engine)
             await engine.prepare(pair_of(plan.context.source, plan.names))
 
     async def prepare_for(self, vocabulary: Vocabulary) -> None:
         """Loads what `auto` means for a model, with tools and without.
 
         An engine's parsers that are only preferred and cannot work with the model give way to the built-in ones.
+
+        Raises:
+            SluiceError: parsers that were asked for cannot work; the engine's package is missing.
         """
         names = vocabulary.parsers
         try:
             for pair in {names, replace(names, tool="")} - {NO_PARSERS}:
                 await self.prepare(Plan(pair, ParserContext(source=vocabulary.source)))
         except SluiceError as error:
-            if error.kind is not ErrorKind.FAILED_PRECONDITION or vocabulary.built_in is None:
+            missing = error.kind is not ErrorKind.FAILED_PRECONDITION or error.code == "missing_extra"
+            if missing or vocabulary.built_in is None:
                 raise
             vocabulary.parsers = vocabulary.built_in
             log.warning("the built-in parsers are used: %s", error.message, extra={"source": vocabulary.source})
@@ -118,6 +129,15 @@ class Opener:
         """Ends what the engines' parsers keep for the model with these files, once its streams have ended."""
         for host in self._engines.values():
             host.release(source)
+
+    async def _start_later(self, engine: EngineHost) -> None:
+        """Starts the process of an engine that was not started with the service; does nothing for any other."""
+        if (lock := self._not_started.get(engine.name)) is None:
+            return
+        async with lock:
+            if engine.name in self._not_started:
+                await engine.start()
+                del self._not_started[engine.name]
 
     def _engine(self, names: ParserNames) -> EngineHost | None:
         return self._engines.get(engine_of(names.tool) or engine_of(names.reasoning))

@@ -205,14 +205,20 @@ def limits_of(settings: PostprocessSettings) -> SessionLimits:
 async def serve(settings: PostprocessSettings, stop: Stop) -> None:
     """Serves until `stop`: healthy once the models are loaded, drained within `drain_s` at the end."""
     library = VocabularyLibrary(
-        settings.specs,
+        settings.served,
         settings.load_timeout_s,
         parsers=settings.parsers,
-        native=settings.native_parsers,
-        check=Registry(settings.own_parsers, settings.engines).check,
+        native=settings.native_of,
+        check=Registry(settings.own_parsers, {**settings.engines, **settings.later_engines}).check,
     )
     limits = limits_of(settings)
-    own = OwnParsers(settings.own_parsers, settings.parser_time_s, settings.parser_memory_mb, settings.engines)
+    own = OwnParsers(
+        settings.own_parsers,
+        settings.parser_time_s,
+        settings.parser_memory_mb,
+        settings.engines,
+        settings.later_engines,
+    )
     opener = Opener(limits.stream, own, stop.fail)
     service = PostprocessService(library, limits, opener, stop.fail)
     server = GrpcServer(settings, postprocess_pb2.DESCRIPTOR)
@@ -223,9 +229,9 @@ async def serve(settings: PostprocessSettings, stop: Stop) -> None:
         if learning is not None:
             await learning.start()
         await opener.start()
-        if learning is not None:
-            await learning.catch_up()
         if not settings.preload or await _before(stop, _loaded(library, opener)):
+            if learning is not None:
+                await learning.catch_up()
             await server.set_serving(True)
             await stop.wait()
             await server.set_serving(False)
@@ -244,14 +250,16 @@ async def serve(settings: PostprocessSettings, stop: Stop) -> None:
 
 def _learning(settings: PostprocessSettings, library: VocabularyLibrary, opener: Opener, stop: Stop) -> Learning:
     async def learned(model: Learned) -> None:
-        await library.add(model.spec)
+        await library.add(settings.learned_spec(model))
+        settings.warn_without_native_code(model)
         await opener.prepare_for(await library.get(model.spec.name))
 
     async def gone(model: Learned) -> None:
         if source := library.remove(model.spec.name):
             opener.release(source)
 
-    return Learning("postprocess", settings, {spec.name for spec in settings.specs}, library, learned, gone, stop)
+    configured = {spec.name for spec in settings.served}
+    return Learning("postprocess", settings, configured, library, learned, gone, stop)
 
 
 async def _loaded(library: VocabularyLibrary, opener: Opener) -> None:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Self
 
 from pydantic import Field, field_validator, model_validator
 
 from services.common.errors import SluiceError
-from services.common.learning import LearningSettings
 from services.common.models import DEFAULT_NAME, DEFAULT_SOURCE, ModelSpec
+from services.common.processing import ProcessingSettings
 from services.common.settings import CommaList, GrpcServiceSettings, settings_config
 from services.postprocess.parsers.engines import ENGINES, engine_of
 from services.postprocess.parsers.registry import ParserNames, Registry
 
 
-class PostprocessSettings(LearningSettings, GrpcServiceSettings):
+class PostprocessSettings(ProcessingSettings, GrpcServiceSettings):
     """Turns token ids into text. Every flag is also an environment variable: --log-level is
     SLUICE_POSTPROCESS_LOG_LEVEL."""
 
@@ -46,8 +47,6 @@ class PostprocessSettings(LearningSettings, GrpcServiceSettings):
         description="engines whose own parsers streams may name (vllm:hermes, sglang:qwen25) and 'auto' prefers: vllm, "
         "sglang; each runs in a process of its own",
     )
-    vllm_python: str = Field("", description="interpreter that has vllm, if not this one; of any environment")
-    sglang_python: str = Field("", description="interpreter that has sglang, if not this one; of any environment")
     parser_time_s: float = Field(
         2.0, gt=0, description="seconds a parser of your own or an engine's may take for one message's text"
     )
@@ -105,17 +104,26 @@ class PostprocessSettings(LearningSettings, GrpcServiceSettings):
 
     @property
     def engines(self) -> dict[str, str]:
-        """The engines whose parsers run here, with the interpreter of each; empty for this one."""
+        """The engines whose parsers run here from the start, with the interpreter of each; empty for this one."""
         named = (engine_of(name) for names in self.parsers.values() for name in (names.tool, names.reasoning))
-        pythons = {"vllm": self.vllm_python, "sglang": self.sglang_python}
-        return {engine: pythons[engine] for engine in sorted({*self.native_parsers, *filter(None, named)})}
+        native = (engine for spec in self.served for engine in self.native_of(spec))
+        wanted = {*self.native_parsers, self.processing_engine, *named, *native} - {""}
+        return {engine: self._python_of(engine) for engine in sorted(wanted)}
 
     @property
-    def specs(self) -> list[ModelSpec]:
-        """The models named; with models to learn from workers, the default one is served only if it is named."""
-        if self.learns and "models" not in self.model_fields_set:
-            return []
-        return [ModelSpec.parse(text) for text in self.models]
+    def later_engines(self) -> dict[str, str]:
+        """The same for engines whose parsers start with the first model that needs them."""
+        native = ENGINES if self.native_framework_processing else ()
+        return {engine: self._python_of(engine) for engine in sorted(set(native) - self.engines.keys())}
+
+    def native_of(self, spec: ModelSpec) -> Sequence[str]:
+        """The engines whose own parsers `auto` prefers for a model."""
+        native = self.processing_engine or self.native_framework_processing
+        own = [spec.processor] if native and spec.processor in ENGINES else []
+        return [*own, *self.native_parsers]
+
+    def _python_of(self, engine: str) -> str:
+        return {"vllm": self.vllm_python, "sglang": self.sglang_python}[engine]
 
 
 def _by_model(texts: list[str]) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -48,6 +49,7 @@ class StreamOptions:
     guided: bool = False
     token_texts: bool = False
     template_kwargs_json: bytes = b""
+    max_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,7 @@ class Stream:
        Its own text is left out, except with `include_stop_string`.
     2. A stop string that is complete with a token after the first `min_tokens` ends the stream; it may have begun
        earlier.
+    3. A token after the first `max_tokens` is ignored and ends the stream with LENGTH.
 
     After its end a stream ignores tokens.
 
@@ -101,7 +104,17 @@ class Stream:
         recorder: what each token stands for, where the options ask for it.
     """
 
-    __slots__ = ("_detokenizer", "_ends", "_include", "_min_tokens", "_scanner", "finish", "recorder", "tokens_seen")
+    __slots__ = (
+        "_detokenizer",
+        "_ends",
+        "_include",
+        "_max_tokens",
+        "_min_tokens",
+        "_scanner",
+        "finish",
+        "recorder",
+        "tokens_seen",
+    )
 
     def __init__(
         self, options: StreamOptions, vocabulary: Vocabulary, limits: Limits, markers: frozenset[str] = NO_MARKERS
@@ -119,6 +132,7 @@ class Stream:
         self._ends = ends - options.eos_token_ids if options.ignore_eos else ends
         self._include = options.include_stop_string
         self._min_tokens = options.min_tokens
+        self._max_tokens = options.max_tokens or sys.maxsize
         self.tokens_seen = 0
         self.finish: Finish | None = None
 
@@ -141,7 +155,10 @@ class Stream:
         """`feed` of one token."""
         if self.finish is not None:
             return ""
-        self.tokens_seen = seen = self.tokens_seen + 1
+        seen = self.tokens_seen + 1
+        if seen > self._max_tokens:
+            return self._close("", Finish(FinishReason.LENGTH, self._max_tokens))
+        self.tokens_seen = seen
         if token in self._ends and seen > self._min_tokens:
             return self._end_at(token)
         try:

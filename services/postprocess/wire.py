@@ -37,6 +37,7 @@ def to_options(message: postprocess_pb2.StreamOptions) -> StreamOptions:
         guided=message.guided,
         token_texts=message.token_texts,
         template_kwargs_json=message.chat_template_kwargs_json,
+        max_tokens=message.max_tokens,
     )
 
 

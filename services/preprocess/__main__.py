@@ -43,7 +43,7 @@ async def serve(settings: PreprocessSettings, stop: Stop) -> None:
     waiters, for_foreign = (ComputePool(WAITING_THREADS, settings.max_waiting, 0, patience_s) for _ in range(2))
     engines, speed = settings.engines, settings.speed
     registry = ModelRegistry(
-        settings.specs(),
+        settings.served,
         lambda spec: load_tokenizer(spec, limits, engines, speed, settings.template_file(spec.name)),
         settings.load_wait_s,
     )
@@ -56,9 +56,14 @@ async def serve(settings: PreprocessSettings, stop: Stop) -> None:
     try:
         if learning is not None:
             await learning.start()
-            await learning.catch_up()
         if settings.preload:
             await _loaded_or_stopped(registry, stop)
+        if learning is not None:
+            await learning.catch_up()
+        if settings.preload:
+            # Vocabularies live as long as the process: keep the collector from walking them again and again.
+            gc.collect()
+            gc.freeze()
             await pool.on_every_thread(lambda: _warm(registry))
         if not stop.is_set():
             await server.set_serving(True)
@@ -77,11 +82,12 @@ async def serve(settings: PreprocessSettings, stop: Stop) -> None:
 def _learning(settings: PreprocessSettings, registry: ModelRegistry, stop: Stop) -> Learning:
     async def learned(model: Learned) -> None:
         await registry.add(settings.learned_spec(model))
+        settings.warn_without_native_code(model)
 
     async def gone(model: Learned) -> None:
         registry.remove(model.spec.name)
 
-    configured = {spec.name for spec in settings.specs()}
+    configured = {spec.name for spec in settings.served}
     return Learning("preprocess", settings, configured, registry, learned, gone, stop)
 
 
@@ -104,9 +110,6 @@ async def _loaded_or_stopped(registry: ModelRegistry, stop: Stop) -> None:
     finally:
         loading.cancel()
         stopping.cancel()
-    # Vocabularies live as long as the process: keep the collector from walking them again and again.
-    gc.collect()
-    gc.freeze()
 
 
 def main() -> None:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
 from pydantic import Field, model_validator
 
-from services.common.learning import LearningSettings
-from services.common.models import DEFAULT_NAME, DEFAULT_SOURCE, ENGINE_PROCESSORS, ModelSpec
+from services.common.models import DEFAULT_NAME, DEFAULT_SOURCE
+from services.common.processing import ProcessingSettings
 from services.common.settings import CommaList, GrpcServiceSettings, settings_config
-from services.common.tokenizer_delivery import Learned
 from services.preprocess.engine_tokenizer import EngineOptions
 from services.preprocess.speed import Speed
 
 
-class PreprocessSettings(LearningSettings, GrpcServiceSettings):
+class PreprocessSettings(ProcessingSettings, GrpcServiceSettings):
     """Turns requests into token ids.
 
     Every flag is also an environment variable: --log-level is SLUICE_PREPROCESS_LOG_LEVEL.
@@ -62,13 +60,6 @@ class PreprocessSettings(LearningSettings, GrpcServiceSettings):
         "its memory and time",
     )
 
-    vllm_processing: bool = Field(False, description="vLLM's own code for models that name no processor")
-    sglang_processing: bool = Field(False, description="SGLang's own code for models that name no processor")
-    native_framework_processing: bool = Field(
-        False, description="for such models the code of the engine that their workers run; needs routers or workers"
-    )
-    vllm_python: str = Field("", description="interpreter that has vllm, if not this one; of any environment")
-    sglang_python: str = Field("", description="interpreter that has sglang, if not this one; of any environment")
     engine_processes: int = Field(1, ge=1, le=64, description="processes of an engine's code for each model")
     engine_memory_mb: int = Field(
         2048, ge=128, description="MiB that such a process may take beyond what its tokenizer needs"
@@ -76,33 +67,17 @@ class PreprocessSettings(LearningSettings, GrpcServiceSettings):
     engine_start_s: float = Field(120.0, gt=0, description="longest that such a process may take to start")
 
     @model_validator(mode="after")
-    def _one_processing(self) -> Self:
-        if self.vllm_processing + self.sglang_processing + self.native_framework_processing > 1:
-            raise ValueError(
-                "of vllm-processing, sglang-processing and native-framework-processing only one can be set"
-            )
-        if self.native_framework_processing and not self.learns:
-            raise ValueError("native-framework-processing needs routers or workers, which say what engine they run")
-        return self
-
-    @model_validator(mode="after")
     def _models_can_be_read(self) -> Self:
-        names = [spec.name for spec in self._configured()]
+        names = [spec.name for spec in self.configured]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"models lists {', '.join(twice)} more than once")
         return self
-
-    def _configured(self) -> list[ModelSpec]:
-        """The models named; with models to learn, the default one is served only if it is named."""
-        if self.learns and "models" not in self.model_fields_set:
-            return []
-        return [self.with_processor(ModelSpec.parse(text)) for text in self.models]
 
     @model_validator(mode="after")
     def _templates_are_of_models(self) -> Self:
         for text in self.chat_templates:
             name, _, file = text.partition("=")
-            if not file or name not in {spec.name for spec in self.specs()}:
+            if not file or name not in {spec.name for spec in self.served}:
                 raise ValueError(f"chat template {text!r} is not NAME=FILE with the name of a served model")
         return self
 
@@ -110,23 +85,6 @@ class PreprocessSettings(LearningSettings, GrpcServiceSettings):
         """The chat template given for a model; None for the model's own."""
         given = dict(text.split("=", 1) for text in self.chat_templates)
         return Path(given[model]) if model in given else None
-
-    def specs(self) -> list[ModelSpec]:
-        """The models that are served from the start; with native processing, an engine's worker has to come first."""
-        native = self.native_framework_processing
-        return [spec for spec in self._configured() if spec.processor or not native]
-
-    def learned_spec(self, learned: Learned) -> ModelSpec:
-        """How a model that was learned is served: the files as configured where they are, else as delivered."""
-        spec = next((spec for spec in self._configured() if spec.name == learned.spec.name), learned.spec)
-        if self.native_framework_processing:
-            return replace(spec, processor=learned.engine if learned.engine in ENGINE_PROCESSORS else "")
-        return self.with_processor(spec)
-
-    def with_processor(self, spec: ModelSpec) -> ModelSpec:
-        """The model with the processor that the settings give to models that name none."""
-        chosen = "vllm" if self.vllm_processing else "sglang" if self.sglang_processing else ""
-        return spec if spec.processor or not chosen else replace(spec, processor=chosen)
 
     @property
     def engines(self) -> dict[str, EngineOptions]:

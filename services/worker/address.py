@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from services.common.addresses import join
+from services.worker.container import CONTAINER_ID, container_name
 
 ANY_HOST = ("", "0.0.0.0", "::", "*")
 
@@ -24,9 +25,17 @@ def advertised_address(listen: str, port: int, routers: Sequence[str]) -> str:
     return join(host, port)
 
 
-def default_worker_id(port: int) -> str:
-    """Host name and port: the same after a restart, so the new process replaces the old one."""
-    return f"{socket.gethostname()}-{port}"
+def default_worker_id(port: int, own_name: Callable[[], str] = container_name) -> str:
+    """Host name and port: the same after a restart, so that the new process replaces the old one.
+
+    Args:
+        own_name: gives the name of this container, such as ``sluice-worker-1``, or an empty string; asked where the
+            host name is a container's id.
+    """
+    host = socket.gethostname()
+    if CONTAINER_ID.fullmatch(host):
+        host = own_name() or host
+    return f"{host}-{port}"
 
 
 def _interface_towards(target: str) -> str:

@@ -52,6 +52,7 @@ class Capability(StrEnum):
 
     PRIORITY = "priority"
     CACHE_SALT = "cache_salt"
+    """Requests of different salts share no cached prefix; also true of an engine without a prefix cache."""
     DATA_PARALLEL_RANK = "data_parallel_rank"
     LORA = "lora"
     """Adapters can be chosen per request."""

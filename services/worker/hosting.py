@@ -8,6 +8,7 @@ import logging
 
 from services.common import scraping
 from services.common.access import shown_token
+from services.common.budgets import Budget
 from services.common.replicas import ReplicaSet
 from services.common.runner import Stop
 from services.common.server import GrpcServer
@@ -51,6 +52,7 @@ class WorkerHost:
             max_live=settings.max_live,
             strict=settings.strict_streams,
             processing=settings.processing_options,
+            grammar=Budget("grammar_characters", settings.max_grammar_kb << 10, "--max-grammar-kb"),
         )
         scraping.health = self.health
         self.worker.gate.on_serving = self._serving_changed

@@ -22,7 +22,7 @@ class WorkerSettings(RouterTokenSettings, GrpcServiceSettings):
     model_config = settings_config("worker")
 
     listen: str = Field("127.0.0.1:50061", description="host:port of the gRPC server")
-    worker_id: str = Field("", description="unique name of this worker; empty: host name and port")
+    worker_id: str = Field("", description="unique name of this worker; empty: host name, or the container's, and port")
     advertise: Address = Field("", description="host:port where gateways reach this worker; empty: found out")
     routers: AddressList = Field([], description="host:port of the routers to register with; empty: stand alone")
     role: Literal["aggregated", "prefill", "decode"] = Field("aggregated", description="part this worker plays")
@@ -37,6 +37,16 @@ class WorkerSettings(RouterTokenSettings, GrpcServiceSettings):
     strict_streams: bool = Field(
         False, description="raise inside an engine that breaks its contract, for tests; otherwise its request fails"
     )
+
+    max_grammar_kb: int = Field(
+        2048,
+        ge=1,
+        description="longest constraint on an answer: schema, pattern, grammar or all texts of a choice, Ki characters",
+    )
+    grammar_timeout_s: float = Field(
+        10.0, gt=0, description="longest that a request waits for the worker to compile or check its grammar"
+    )
+    grammar_threads: int = Field(2, ge=1, le=64, description="grammars that the worker compiles or checks at once")
 
     processing: Literal["none", "prompts", "full"] = Field(
         "prompts",

@@ -7,6 +7,7 @@ import math
 from array import array
 from collections.abc import Sequence
 
+from services.common.budgets import Budget
 from services.common.errors import ErrorKind, SluiceError, invalid, not_found
 from services.worker.capabilities import Capability
 from services.worker.demands import demands
@@ -37,6 +38,19 @@ def validate(request: GenerateRequest, config: EngineConfig) -> None:
     _validate_output(request)
     _validate_placement(request, config)
     _validate_capabilities(request, config)
+
+
+def validate_grammar_size(guided: Guided, budget: Budget) -> None:
+    """Refuses a constraint that is too long, before it is parsed.
+
+    Raises:
+        SluiceError: INVALID_ARGUMENT.
+    """
+    texts = [guided.grammar] if isinstance(guided.grammar, str) else guided.grammar
+    if sum(map(len, texts)) > budget.limit:
+        raise budget.refuse(
+            f"The {guided.kind} in response_format is longer than {budget.limit} characters", param="response_format"
+        )
 
 
 def validate_embedding(

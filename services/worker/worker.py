@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from services.common.budgets import Budget
 from services.common.errors import ErrorKind, SluiceError, internal, invalid
 from services.worker.delivery import Delivery, Terms
 from services.worker.engine import EngineConfig, GenerateContext, LLMEngine, Load
@@ -20,7 +21,7 @@ from services.worker.processing.options import ProcessingOptions
 from services.worker.processing.processing import Processing
 from services.worker.starting import started
 from services.worker.tracing import open_span
-from services.worker.validation import validate
+from services.worker.validation import validate, validate_grammar_size
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +38,7 @@ class Worker:
         max_live: requests alive at once; 0: no limit.
         strict: an engine that breaks its contract has an exception raised into it.
         processing: prompts and texts that are made beside the engine; by default none.
+        grammar: characters of a constraint on an answer; by default any number.
 
     Attributes:
         epoch: raised at every start; microseconds, because a store may keep numbers as doubles.
@@ -57,6 +59,7 @@ class Worker:
         max_live: int = 0,
         strict: bool = False,
         processing: ProcessingOptions | None = None,
+        grammar: Budget | None = None,
     ) -> None:
         self.engine = engine
         self.processing = Processing(processing or ProcessingOptions("none"), self._background_failed)
@@ -70,6 +73,7 @@ class Worker:
         self.last_finished_s = time.monotonic()
         self._delivered_before = 0  # to requests that have ended
         self._strict = strict
+        self._grammar = grammar
         self._config: EngineConfig | None = None
         self._live: dict[str, Delivery] = {}
         self.metrics = WorkerMetrics(self.load, self._total_blocks)
@@ -134,6 +138,8 @@ class Worker:
         """
         try:
             self.gate.check()
+            if request.guided is not None and self._grammar is not None:
+                validate_grammar_size(request.guided, self._grammar)
             validate(request, self.config)
             if request.request_id in self._live:
                 raise invalid(

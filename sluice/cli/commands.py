@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-from importlib import metadata
 from typing import Protocol, cast
 
 import typer
 
+from sluice import __version__
 from sluice.cli import operating, proving, securing, starting
 from sluice.cli.plan import BadFlag
 
@@ -30,7 +30,7 @@ class _Speaks(Protocol):
 @app.command()
 def version() -> None:
     """Print the version."""
-    typer.echo(metadata.version("sluice"))
+    typer.echo(__version__)
 
 
 for _commands in (starting, operating, proving, securing):

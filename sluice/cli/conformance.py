@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import shlex
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
+from rich.text import Text
 
 from services.common.errors import ErrorKind, SluiceError
-from services.common.settings import TlsSettings
-from services.common.tls import channel_credentials
 from services.worker import conformance
 from services.worker.conformance import Patience, Report, Result, Rule, Target, Verdict, Watcher, junit
 from sluice.cli.plan import BadFlag
+from sluice.cli.trust import BadTrust, Trust
 
 Stop = Callable[[], Awaitable[None]]
 KEPT, BROKEN = 0, 1
+NARROW = 120
+QUIET = (Verdict.PASSED, Verdict.NOT_CLAIMED)
 STYLES = {
     Verdict.PASSED: "green",
     Verdict.FAILED: "bold red",
@@ -43,16 +47,22 @@ class Options:
     router_listen: str = ""
     prefill_peer: str = ""
     stop_command: str = ""
-    tls_ca: Path | None = None
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
+    trust: Trust = field(default_factory=Trust)
+    as_json: bool = False
 
 
-def list_rules(console: Console) -> None:
+def list_rules(console: Console, as_json: bool = False) -> None:
     """Prints every rule."""
-    table = Table("rule", "what it proves", "where the contract says so")
-    for rule in conformance.select():
-        table.add_row(rule.name, escape(rule.proves), escape(rule.clause))
+    rules = conformance.select()
+    if as_json:
+        print(json.dumps([_of_rule(rule) for rule in rules]))
+        return
+    table = Table(Column("rule", no_wrap=True), "what it proves", box=None, pad_edge=False, header_style="dim")
+    wide = console.width >= NARROW
+    if wide:
+        table.add_column("where the contract says so")
+    for rule in rules:
+        table.add_row(rule.name, *map(escape, (rule.proves, rule.clause) if wide else (rule.proves,)))
     console.print(table)
 
 
@@ -78,8 +88,11 @@ def run(options: Options, console: Console) -> int:
             report = asyncio.run(_run(options, chosen, stop, console))
     except SluiceError as error:
         raise BadFlag(f"{options.address}: {error.message}") from error
-    console.print(_table(report))
-    console.print(_summary(report), style=STYLES[Verdict.FAILED if report.failed else Verdict.PASSED])
+    if options.as_json:
+        print(json.dumps(_document(report)))
+    else:
+        console.print(_table(report, console.width))
+        console.print(_summary(report), style=STYLES[Verdict.FAILED if report.failed else Verdict.PASSED])
     if options.junit is not None:
         _write(report, options.junit)
     return BROKEN if report.failed else KEPT
@@ -118,7 +131,8 @@ async def _run(options: Options, chosen: Sequence[Rule], stop: Stop | None, cons
             prefill_peer=options.prefill_peer,
             stop=stop,
         )
-        status = opened.enter_context(console.status("asking the worker"))
+        progress = Console(stderr=True, highlight=False)  # standard output is for the results
+        status = opened.enter_context(progress.status("asking the worker"))
         names = iter([*(rule.name for rule in chosen[1:]), "the end"])
 
         def show(result: Result) -> None:
@@ -128,7 +142,10 @@ async def _run(options: Options, chosen: Sequence[Rule], stop: Stop | None, cons
 
 
 def _credentials(options: Options) -> grpc.ChannelCredentials | None:
-    return channel_credentials(TlsSettings(tls_ca=options.tls_ca, tls_cert=options.tls_cert, tls_key=options.tls_key))
+    try:
+        return options.trust.credentials()
+    except BadTrust as error:
+        raise BadFlag(str(error)) from error
 
 
 def _stopper(command: str) -> Stop | None:
@@ -152,20 +169,37 @@ def _stopper(command: str) -> Stop | None:
     return stop
 
 
-def _table(report: Report) -> Table:
-    table = Table("rule", "what it proves", "", "seconds", "what was seen", title=f"{report.address}  {report.worker}")
-    table.columns[3].justify = "right"
+def _table(report: Report, width: int) -> Table:
+    """A line a rule; in a narrow terminal only what needs a look takes more than one."""
+    table = Table(box=None, pad_edge=False, header_style="dim", title=f"{report.address}  {report.worker}")
+    wide = width >= NARROW
+    for title in ("rule", *(("what it proves",) if wide else ()), "verdict", "seconds", "what was seen"):
+        table.add_column(title, no_wrap=title in ("rule", "verdict"), justify="right" if title == "seconds" else "left")
     for result in report.results:
         style = STYLES[result.verdict]
+        seen = Text(result.seen, overflow="ellipsis", no_wrap=not wide and result.verdict in QUIET)
         table.add_row(
             result.rule.name,
-            escape(result.rule.proves),
+            *((escape(result.rule.proves),) if wide else ()),
             f"[{style}]{result.verdict}[/]",
             f"{result.seconds:.2f}",
-            escape(result.seen),
+            seen,
             style="red" if result.verdict is Verdict.FAILED else "",
         )
     return table
+
+
+def _of_rule(rule: Rule) -> dict[str, str]:
+    return {"rule": rule.name, "proves": rule.proves, "clause": rule.clause}
+
+
+def _document(report: Report) -> dict[str, Any]:
+    """The report for scripts."""
+    rules = [
+        {**_of_rule(result.rule), "verdict": str(result.verdict), "seconds": result.seconds, "seen": result.seen}
+        for result in report.results
+    ]
+    return {"address": report.address, "worker": report.worker, "failed": report.failed, "rules": rules}
 
 
 def _summary(report: Report) -> str:

@@ -28,7 +28,7 @@ async def examine(running: Running, redis_url: str) -> Sequence[Finding]:
         try:
             state = await running.state()
         except NotReached as error:
-            advice = "Start the gateway with --ui, and give --api-key if it wants one, to have all of it checked."
+            advice = "Start the gateway with --ui, and give an --api-key with the scope operate if it wants one."
             findings.append(warn("live view", str(error), advice))
     servers: list[Server] = []
     if state is not None:
@@ -50,15 +50,17 @@ async def _gateway(running: Running) -> list[Finding]:
     where = running.place.gateway
     try:
         await running.get("/health")
-        ready = await running.get("/ready", "ready", "services", "workers", "models")
+        ready = await running.get("/ready", "ready", "workers")
     except NotReached as error:
         return [fail("gateway", str(error), "Start the suite with `sluice up`, or say where it is with --gateway.")]
     found = [ok("gateway", f"answers at {where}")]
-    missing = [name for name, count in ready["services"].items() if not count]
+    missing = [name for name, count in ready.get("services", {}).items() if not count]
     if missing:
         found.append(fail("gateway ready", f"nobody serves {', '.join(missing)}", START))
     elif not ready["ready"]:
         found.append(fail("gateway ready", "it does not know the workers yet", "Wait, or look at the router's log."))
+    elif "models" not in ready:  # it has API keys, and this one is missing or wrong
+        found.append(warn("gateway ready", f"{ready['workers']} workers connected", "Give --api-key to see the rest."))
     else:
         found.append(ok("gateway ready", f"{ready['workers']} workers connected, models {', '.join(ready['models'])}"))
     return found

@@ -20,7 +20,8 @@ REACH_S = 3.0
 
 def examine(place: Place) -> list[Finding]:
     """Reads files and shakes hands; blocks."""
-    found = [] if place.tls is None else list(_folder(place.tls))
+    folder = place.trust.folder
+    found = [] if folder is None else list(_folder(folder))
     parts = urlsplit(place.gateway)
     if parts.scheme == "https" and parts.hostname:
         found.append(shown("certificate of the gateway", parts.hostname, parts.port or 443, place))
@@ -41,7 +42,7 @@ def _folder(folder: Path) -> Iterator[Finding]:
 
 def shown(check: str, host: str, port: int, place: Place, grpc: bool = False) -> Finding:
     """The certificate that a server shows; of a gRPC server the name was checked by the call before."""
-    context = place.context()
+    context = place.trust.context()
     if grpc:
         context.set_alpn_protocols(["h2"])
         context.check_hostname = False

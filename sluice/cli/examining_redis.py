@@ -25,7 +25,7 @@ async def examine(url: str) -> list[Finding]:
         from services.common.errors import SluiceError
         from services.common.redis import connect, target
     except ImportError as error:
-        return [skipped("redis", f"This needs the package {error.name}: install sluice[router].")]
+        return [skipped("redis", f"This needs the package {error.name}: install sluice-llm[router].")]
     try:
         client = connect.connect(target.parse(url), ANSWER_S, 2)
     except SluiceError as error:

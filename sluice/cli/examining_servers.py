@@ -25,7 +25,7 @@ async def examine(running: Running, servers: Sequence[Server]) -> list[Finding]:
     seen = await asyncio.gather(*(running.look(server.address) for server in servers))
     found = [_judged(server, one) for server, one in zip(servers, seen, strict=True)]
     found += _clocks(servers, seen)
-    return found if running.place.tls is None else [*found, *await _certificates(running, servers)]
+    return [*found, *await _certificates(running, servers)] if running.place.trust.encrypted else found
 
 
 def version(check: str, said: str) -> Finding:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import datetime
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -66,7 +67,7 @@ def _head(state: dict[str, Any], problem: str, width: int) -> RenderableType:
 
 def _workers(state: dict[str, Any], most: int, width: int) -> Table:
     table = Table("worker", "health", box=None, pad_edge=False, header_style="dim")
-    for title in ("run", "wait", "tok/s", "in use", "cached", "hits"):
+    for title in ("run", "wait", "req/s", "tok/s", "in use", "cached", "hits"):
         table.add_column(title, justify="right", no_wrap=True)
     if width >= NARROW:
         for title in ("role", "engine", "address"):
@@ -78,8 +79,9 @@ def _workers(state: dict[str, Any], most: int, width: int) -> Table:
         table.add_row(
             escape(row["id"]),
             f"[{HEALTH.get(row['health'], 'bold red')}]{row['health']}[/]",
-            str(row["running"]),
+            str(max(row["running"], row["live"])),  # the worker's last report, or this gateway's own streams
             str(row["waiting"]),
+            f"{row['requests_s']:.1f}",
             f"{row['tokens_s']:.0f}",
             f"{row['used']:.0%}",
             f"{row['cached']:.0%}",
@@ -93,15 +95,19 @@ def _workers(state: dict[str, Any], most: int, width: int) -> Table:
 
 
 def _requests(requests: Sequence[dict[str, Any]], most: int, width: int) -> Table:
-    table = Table("request", "worker", box=None, pad_edge=False, header_style="dim")
+    wide = width >= NARROW
+    about = ("began", "model") if wide else ()
+    table = Table("request", *about, "worker", box=None, pad_edge=False, header_style="dim")
     for title in ("tokenize", "route", "first", "rest", "prompt", "cached", "out"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("outcome", no_wrap=True)
     for one in list(reversed(requests))[: max(most, 1)]:
-        name = one["id"] if width >= NARROW else one["id"][-8:]
+        name = one["id"][-8:]
+        began = datetime.fromtimestamp(one["began_unix_ms"] / 1000).strftime("%H:%M:%S")
         marks = [] if one["outcome"] == "finished" else [one["outcome"]]
         table.add_row(
             escape(name),
+            *((began, escape(one["model"])) if wide else ()),
             escape(" → ".join(one["workers"])),
             *(f"{one[f'{stage}_ms']:.0f} ms" for stage in ("tokenize", "route", "first", "rest")),
             str(one["prompt_tokens"]),

@@ -1,9 +1,11 @@
-"""`sluice keys`: makes, lists and revokes API keys in the file that gateways read."""
+"""`sluice keys`: makes, lists, changes and revokes API keys in the file that gateways read."""
 
 from __future__ import annotations
 
 import fcntl
-from collections.abc import Iterator, Sequence
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -14,45 +16,70 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from services.common.errors import SluiceError
-from services.gateway.admission import keys
+from services.gateway.admission import keys, scopes
 from services.gateway.admission.keys import ApiKey
 from sluice.cli.plan import BadFlag
 
 ID_WIDTH = 12
+PIPED_WIDTH = 10_000
+"""Columns of a console that is no terminal: no row folds."""
 
 
-def create(path: Path, name: str, **limits: Any) -> str:
+def create(path: Path, name: str, **fields: Any) -> str:
     """Adds a key to the file, which is made when there is none; returns what its owner must keep: nobody can again.
 
+    Args:
+        fields: scopes, tenant and limits, as ApiKey has them.
+
     Raises:
-        BadFlag: a limit is out of range, or the file cannot be read or written.
+        BadFlag: a field is out of range, or the file cannot be read or written.
     """
     with _speaking(), _locked(path):
-        shown, record = keys.create(name, **limits)
+        shown, record = keys.create(name, **fields)
         keys.write(path, [*(keys.read(path) if path.exists() else []), record])
     return shown
 
 
+def change(path: Path, key_id: str, **changes: Any) -> ApiKey:
+    """Changes scopes, tenant or limits of a key, given its id or the whole key; returns what it is now.
+
+    Raises:
+        BadFlag: the file has no such key, a field is out of range, or the file cannot be read or written.
+    """
+    with _speaking():
+        return _replace(path, key_id, lambda key: keys.changed(key, **changes))
+
+
 def revoke(path: Path, key_id: str) -> ApiKey:
     """Makes a key invalid, given its id or the whole key; BadFlag when there is none in the file."""
+    with _speaking():
+        return _replace(path, key_id, lambda key: replace(key, revoked=True))
+
+
+def _replace(path: Path, key_id: str, change: Callable[[ApiKey], ApiKey]) -> ApiKey:
     key_id = key_id.split("-")[1] if key_id.startswith(f"{keys.PREFIX}-") else key_id
-    with _speaking(), _locked(path):
+    with _locked(path):
         known = {key.id: key for key in keys.read(path)}
         if key_id not in known:
             raise BadFlag(f"There is no key {key_id} in {path}")
-        known[key_id] = replace(known[key_id], revoked=True)
+        known[key_id] = change(known[key_id])
         keys.write(path, known.values())
     return known[key_id]
 
 
-def show(path: Path, console: Console) -> None:
-    """Lists the keys and their limits; BadFlag when the file cannot be read."""
+def show(path: Path, as_json: bool = False) -> None:
+    """Prints the keys with their scopes, tenants and limits; BadFlag when the file cannot be read."""
     with _speaking():
         found = keys.read(path)
+    if as_json:
+        print(json.dumps([_document(key) for key in found], indent=1))
+        return
     table = Table(
         Column("id", no_wrap=True, min_width=ID_WIDTH),
         "name",
         "created",
+        "scopes",
+        "tenant",
         "requests/min",
         "tokens/min",
         "at once",
@@ -63,7 +90,12 @@ def show(path: Path, console: Console) -> None:
     )
     for key in found:
         table.add_row(*_row(key))
-    console.print(table)
+    Console(highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH).print(table)
+
+
+def _document(key: ApiKey) -> dict[str, Any]:
+    """A key for scripts: everything but the digest of its secret."""
+    return {name: value for name, value in keys.record(key).items() if name != "hash"} | {"tenant": key.owner}
 
 
 def _row(key: ApiKey) -> Sequence[str]:
@@ -72,6 +104,8 @@ def _row(key: ApiKey) -> Sequence[str]:
         key.id,
         key.name,
         datetime.fromtimestamp(key.created_unix_s, UTC).strftime("%Y-%m-%d"),
+        ", ".join(scopes.ordered(key.scopes)) or "none",
+        key.tenant or "its own",
         *(str(limit) if limit else "–" for limit in limits),
         ", ".join(key.models) or "all",
         str(key.priority),

@@ -22,7 +22,7 @@ def _run(arguments: list[str]) -> int:
 
         return invoke(arguments)
     except ModuleNotFoundError as error:  # one service is installed, as in its image
-        print(f"sluice: This command needs the package {error.name}: install sluice[all].", file=sys.stderr)
+        print(f"sluice: This command needs the package {error.name}: install sluice-llm[all].", file=sys.stderr)
         return CANNOT_RUN
 
 

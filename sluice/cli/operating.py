@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from sluice.cli.plan import BadFlag
+from sluice.cli.trust import Tls, TlsCa, TlsCert, TlsKey, Trust
 
 Gateway = Annotated[str, typer.Option(envvar="SLUICE_GATEWAY", metavar="URL", help="where the gateway is")]
 Router = Annotated[
@@ -21,12 +21,6 @@ Router = Annotated[
 ApiKey = Annotated[str, typer.Option(envvar="SLUICE_API_KEY", help="key to show the gateway, if it wants one")]
 RouterToken = Annotated[
     str, typer.Option(envvar="SLUICE_ROUTER_TOKEN", help="token to show the services, if they want one")
-]
-Tls = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="DIR", help="folder of `sluice certs`: ca.pem is trusted, client.pem shown; unset: plain text"
-    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON for scripts")]
 
@@ -44,6 +38,9 @@ def top(
     gateway: Gateway = USUAL,
     api_key: ApiKey = "",
     tls: Tls = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
     once: Annotated[bool, typer.Option("--once", help="one look, then it ends")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -51,8 +48,8 @@ def top(
     from sluice.cli import top as command
     from sluice.cli.place import Place
 
-    place = Place(gateway, "", api_key, "", tls)
-    _end(lambda: command.run(place, once, as_json, _console()))
+    place = Place(gateway, "", api_key, "", Trust(tls, tls_ca, tls_cert, tls_key))
+    _end(lambda: command.run(place, once, as_json, console()))
 
 
 def route(
@@ -61,9 +58,15 @@ def route(
     router: Router = "",
     model: Annotated[str, typer.Option(help="served name; empty: the only one there is")] = "",
     raw: Annotated[bool, typer.Option("--raw", help="a plain prompt, not a chat's message")] = False,
+    tenant: Annotated[
+        str, typer.Option(help="tenant in whose part of the prefix cache it is looked up; `sluice keys list` has them")
+    ] = "",
     api_key: ApiKey = "",
     router_token: RouterToken = "",
     tls: Tls = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
     as_json: AsJson = False,
 ) -> None:
     """Show where a prompt would go and why: the router's score of each worker. Books nothing."""
@@ -72,8 +75,8 @@ def route(
 
     if not text:
         raise BadFlag("route needs a text that is not empty")
-    place = Place(gateway, router, api_key, router_token, tls)
-    _end(lambda: command.run(place, text, model, raw, as_json, _console()))
+    place = Place(gateway, router, api_key, router_token, Trust(tls, tls_ca, tls_cert, tls_key))
+    _end(lambda: command.run(place, text, model, raw, tenant, as_json, console()))
 
 
 def workers(
@@ -82,14 +85,17 @@ def workers(
     api_key: ApiKey = "",
     router_token: RouterToken = "",
     tls: Tls = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
     as_json: AsJson = False,
 ) -> None:
     """List the workers and how they are doing; exit code 1 when one does not serve."""
     from sluice.cli import workers as command
     from sluice.cli.place import Place
 
-    place = Place(gateway, router, api_key, router_token, tls)
-    _end(lambda: command.run(place, as_json, _console()))
+    place = Place(gateway, router, api_key, router_token, Trust(tls, tls_ca, tls_cert, tls_key))
+    _end(lambda: command.run(place, as_json, console()))
 
 
 def doctor(
@@ -102,6 +108,9 @@ def doctor(
     api_key: ApiKey = "",
     router_token: RouterToken = "",
     tls: Tls = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
     as_json: AsJson = False,
 ) -> None:
     """Check a running suite and say what to do: addresses, versions, Redis, clocks, certificates, parity.
@@ -111,12 +120,12 @@ def doctor(
     from sluice.cli import doctor as command
     from sluice.cli.place import Place
 
-    place = Place(gateway, router, api_key, router_token, tls)
-    _end(lambda: command.run(place, redis, as_json, _console()))
+    place = Place(gateway, router, api_key, router_token, Trust(tls, tls_ca, tls_cert, tls_key))
+    _end(lambda: command.run(place, redis, as_json, console()))
 
 
-def _console() -> Console:
-    """As wide as the terminal; where there is none, nothing need be cut."""
+def console() -> Console:
+    """A console as wide as the terminal; where there is none, nothing has to be cut."""
     cut = sys.stdout.isatty() or "COLUMNS" in os.environ
     return Console(highlight=False, width=None if cut else WIDE)
 

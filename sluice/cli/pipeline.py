@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -18,6 +21,7 @@ class PipelineFlags:
     preprocessing: str | None = None
     postprocessing: str | None = None
     routing: str | None = None
+    direct_route: bool = False
     migration: bool | None = None
     disaggregation: str | None = None
     disagg_min_tokens: int | None = None
@@ -31,12 +35,29 @@ class PipelineFlags:
         stages = parse_stages(list(given.pop("stage")))
         return resolve({**given, "stages": stages}, file)
 
+    def check_classes(self) -> None:
+        """Imports the classes of stages and handler as the gateway will; ValueError with a sentence for a wrong one.
+
+        The gateway is the last process to start: it would refuse them when everything else runs.
+        """
+        config = self.config()
+        named = {**config.stages, **({"handler": config.handler} if config.handler else {})}
+        if not named:
+            return
+        from services.gateway.hooks import load  # imports the gateway's stages, which no other command needs
+
+        with _working_directory_importable():
+            for stage, path in named.items():
+                load(stage, path)
+
     def gateway_arguments(self) -> tuple[str, ...]:
         """The same flags for the gateway."""
         arguments: list[str] = []
         for one in fields(self):
             value, flag = getattr(self, one.name), one.name.replace("_", "-")
-            if isinstance(value, bool):
+            if one.name == "direct_route":
+                arguments += ("--direct-route",) if value else ()
+            elif isinstance(value, bool):
                 arguments.append(f"--{flag}" if value else f"--no-{flag}")
             elif one.name == "stage":
                 for stage in value:
@@ -44,6 +65,20 @@ class PipelineFlags:
             elif value is not None:
                 arguments += (f"--{flag}", str(value))
         return tuple(arguments)
+
+
+@contextmanager
+def _working_directory_importable() -> Iterator[None]:
+    """Puts the user's folder at the end of the path, where the services have it as well."""
+    folder = os.getcwd()
+    if folder in sys.path:
+        yield
+        return
+    sys.path.append(folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
 
 
 def worker_arguments(config: PipelineConfig) -> tuple[str, ...]:

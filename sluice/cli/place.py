@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import ssl
 from dataclasses import dataclass, field
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import grpc
 import httpx
 
 from services.common.addresses import host_port
-from services.common.errors import SluiceError
 from services.common.peers import PeerCredentials
-from services.common.tls import channel_credentials
-from services.common.trust import TlsSettings
 from sluice.cli.plan import BadFlag
+from sluice.cli.trust import BadTrust, Trust
 
 USUAL_GATEWAY = "http://127.0.0.1:8000"
 USUAL_ROUTER = "127.0.0.1:50052"
@@ -29,7 +25,7 @@ class Place:
     router: str = ""
     api_key: str = field(default="", repr=False)
     router_token: str = field(default="", repr=False)
-    tls: Path | None = None
+    trust: Trust = field(default_factory=Trust)
 
     def check(self) -> None:
         """Raises BadFlag for what can never work."""
@@ -40,33 +36,20 @@ class Place:
         for flag, secret in (("--api-key", self.api_key), ("--router-token", self.router_token)):
             if not (secret.isascii() and secret.isprintable()):
                 raise BadFlag(f"{flag} holds characters that cannot be sent: it is one line of ASCII")
-        if self.tls is not None and not (self.tls / "ca.pem").is_file():
-            raise BadFlag(f"--tls {self.tls} holds no ca.pem; `sluice certs {self.tls}` makes a set")
+        try:
+            self.trust.check()
+        except BadTrust as error:
+            raise BadFlag(str(error)) from error
 
     def credentials(self) -> grpc.ChannelCredentials | None:
         """For gRPC; None is plain text. Raises BadFlag when the files do not fit together."""
-        if self.tls is None:
-            return None if not self.router_token else PeerCredentials(None, lambda: self.router_token)
-        shown = self.tls / "client.pem"
-        settings = TlsSettings(
-            tls_ca=self.tls / "ca.pem",
-            tls_cert=shown if shown.is_file() else None,
-            tls_key=self.tls / "client.key" if shown.is_file() else None,
-        )
         try:
-            return channel_credentials(settings)
-        except SluiceError as error:
-            raise BadFlag(f"--tls {self.tls}: {error.message}") from error
-
-    def context(self) -> ssl.SSLContext:
-        """For HTTPS: what the gateway's certificate is checked with, and what is shown to a gateway that wants one.
-
-        Takes the files as good: `credentials` looks at them.
-        """
-        context = ssl.create_default_context(cafile=None if self.tls is None else str(self.tls / "ca.pem"))
-        if self.tls is not None and (self.tls / "client.pem").is_file():
-            context.load_cert_chain(self.tls / "client.pem", self.tls / "client.key")
-        return context
+            credentials = self.trust.credentials()
+        except BadTrust as error:
+            raise BadFlag(str(error)) from error
+        if credentials is None and self.router_token:
+            return PeerCredentials(None, lambda: self.router_token)
+        return credentials
 
 
 def _is_address(text: str) -> bool:

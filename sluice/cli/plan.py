@@ -16,6 +16,7 @@ from services.common.redis import target
 from services.worker.engines import engine_names
 from sluice.cli import secured
 from sluice.cli.pipeline import PipelineFlags, router_arguments, worker_arguments
+from sluice.cli.processing import ProcessingFlags
 
 LOOPBACK = "127.0.0.1"
 DRAIN_S = 2.5
@@ -52,9 +53,7 @@ class Options:
     preprocess: int = 1
     postprocess: int = 1
     speedup: float | None = None
-    vllm_processing: bool = False
-    sglang_processing: bool = False
-    native_framework_processing: bool = False
+    processing: ProcessingFlags = field(default_factory=ProcessingFlags)
     log_level: str | None = None
     tls: Path | None = None
     pipeline: PipelineFlags = field(default_factory=PipelineFlags)
@@ -104,7 +103,7 @@ def check(options: Options) -> models.ModelSpec:
     if not 0 <= options.prefill_workers <= _MOST["workers"] - options.workers:
         raise BadFlag(f"--prefill-workers must be between 0 and {_MOST['workers'] - options.workers}.")
     try:
-        options.pipeline.config()
+        options.pipeline.check_classes()
     except ValueError as error:
         raise BadFlag(str(error)) from error
     if options.routers > 1 and not options.redis:
@@ -127,10 +126,8 @@ def check(options: Options) -> models.ModelSpec:
         raise BadFlag(f"--engine must be one of {', '.join(engine_names())}, or package.module:Class.")
     if options.speedup is not None and not (math.isfinite(options.speedup) and options.speedup > 0):
         raise BadFlag("--speedup must be a number above 0.")
-    if options.vllm_processing + options.sglang_processing + options.native_framework_processing > 1:
-        raise BadFlag(
-            "Of --vllm-processing, --sglang-processing and --native-framework-processing only one can be set."
-        )
+    if problem := options.processing.problem():
+        raise BadFlag(problem)
     if options.tls is not None and (problem := secured.problem(options.tls)):
         raise BadFlag(problem)
     return _model(options)
@@ -190,10 +187,12 @@ def plan(options: Options, free_port: Callable[[], int]) -> list[Process]:
         for name in _names("worker", options)
     ]
     services = {module: addresses(module) for module in ("preprocess", "router", "postprocess")}
+    # The operator's model is loaded at once; those of workers that are started later are learned from the router.
+    known = ("--models", str(options.processing.served(model, options.engine)), "--routers", addresses("router"))
     return [
-        *grpc_services("preprocess", "--models", str(model), *_processing(options)),
+        *grpc_services("preprocess", *known, *options.processing.preprocess_arguments()),
         *grpc_services("router", *router_arguments(pipeline), env=secrets),
-        *grpc_services("postprocess", "--models", str(model)),
+        *grpc_services("postprocess", *known, *options.processing.postprocess_arguments()),
         *workers,
         *_gateways(options, options.port or free_port(), services),
     ]
@@ -236,15 +235,6 @@ def _role(worker: str, options: Options) -> tuple[str, ...]:
     if not options.prefill_workers:
         return ()
     return ("--role", "prefill" if worker.startswith(_PREFILL) else "decode")
-
-
-def _processing(options: Options) -> tuple[str, ...]:
-    """What preprocess is told about whose code makes the ids; the workers' engine is known here."""
-    native = options.engine if options.native_framework_processing else ""
-    for engine in models.ENGINE_PROCESSORS:
-        if native == engine or getattr(options, f"{engine}_processing"):
-            return (f"--{engine}-processing",)
-    return ()
 
 
 def _names(module: str, options: Options) -> list[str]:

@@ -1,4 +1,5 @@
-"""The commands for workers, engines and tokenizers: `worker`, `engines`, `conformance` and `diff-tokenizers`."""
+"""The commands for workers, engines, models and tokenizers: `worker`, `engines`, `conformance`, `tiny-model` and
+`diff-tokenizers`."""
 
 from __future__ import annotations
 
@@ -7,9 +8,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
+from sluice.cli.operating import AsJson, console
 from sluice.cli.plan import BadFlag
+from sluice.cli.trust import Tls, TlsCa, TlsCert, TlsKey, Trust
 
 
 def add_to(app: typer.Typer) -> None:
@@ -19,14 +21,18 @@ def add_to(app: typer.Typer) -> None:
     app.command("engines")(engines)
     app.command("diff-tokenizers")(diff_tokenizers)
     app.command("conformance")(conformance)
+    app.command("tiny-model")(tiny_model)
 
 
 def worker() -> None:
-    """Start one worker, which registers with --routers; the flags are those of `python -m services.worker`."""
+    """Start one worker, which registers with --routers; the flags are those of `python -m services.worker`.
+
+    In addition --tls DIR stands for its TLS flags, with the certificates that `sluice certs DIR` made.
+    """
     try:
         from sluice.cli import worker as command
     except ImportError as error:
-        raise BadFlag(f"worker needs the package {error.name}: install sluice[worker]") from error
+        raise BadFlag(f"worker needs the package {error.name}: install sluice-llm[worker]") from error
     command.run_worker(sys.argv[sys.argv.index("worker") + 1 :])  # as they stand: `--` begins the engine's own flags
 
 
@@ -56,13 +62,25 @@ def diff_tokenizers(
         from services.preprocess.engine_tokenizer import EngineOptions
         from sluice.cli import diff
     except ImportError as error:
-        raise BadFlag(f"diff-tokenizers needs the package {error.name}: install sluice[preprocess]") from error
+        raise BadFlag(f"diff-tokenizers needs the package {error.name}: install sluice-llm[preprocess]") from error
     engines = {"vllm": EngineOptions(python=vllm_python), "sglang": EngineOptions(python=sglang_python)}
     if chats is not None and not chats.is_file():
         raise BadFlag(f"--chats {chats} does not exist")
     raise typer.Exit(
         diff.run(left, right, diff.read_chats(chats) if chats is not None else diff.default_chats(), engines)
     )
+
+
+def tiny_model(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="where to write it; made when missing")],
+) -> None:
+    """Write a model folder to try engines with: a tiny tokenizer, a chat template, random weights. No download."""
+    try:
+        from sluice.cli import tiny_model as command
+
+        typer.echo(command.run(folder))
+    except ImportError as error:
+        raise BadFlag(f"tiny-model needs the package {error.name}: install sluice-llm[worker]") from error
 
 
 def conformance(
@@ -80,20 +98,19 @@ def conformance(
     stop_command: Annotated[
         str, typer.Option(metavar="COMMAND", help="stops the worker, such as 'kill PID'; then the drain is tried, last")
     ] = "",
-    tls_ca: Annotated[
-        Path | None, typer.Option(help="authorities the kit trusts (PEM file); unset: plain text")
-    ] = None,
-    tls_cert: Annotated[Path | None, typer.Option(help="certificate the kit shows (PEM file)")] = None,
-    tls_key: Annotated[Path | None, typer.Option(help="private key of tls-cert (PEM file)")] = None,
+    tls: Tls = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    as_json: AsJson = False,
 ) -> None:
     """Try every rule of the worker contract on a running worker; exit code 1 when one is broken."""
     try:
         from sluice.cli import conformance as command
     except ImportError as error:
-        raise BadFlag(f"conformance needs the package {error.name}: install sluice[worker]") from error
-    console = Console(highlight=False)
+        raise BadFlag(f"conformance needs the package {error.name}: install sluice-llm[worker]") from error
     if list_rules:
-        command.list_rules(console)
+        command.list_rules(console(), as_json)
         return
     if not address:
         raise BadFlag("conformance needs the ADDRESS of a worker, such as 127.0.0.1:50061")
@@ -105,8 +122,7 @@ def conformance(
         router_listen=router_listen,
         prefill_peer=prefill_peer,
         stop_command=stop_command,
-        tls_ca=tls_ca,
-        tls_cert=tls_cert,
-        tls_key=tls_key,
+        trust=Trust(tls, tls_ca, tls_cert, tls_key),
+        as_json=as_json,
     )
-    raise typer.Exit(command.run(options, console))
+    raise typer.Exit(command.run(options, console()))

@@ -11,14 +11,19 @@ from rich.markup import escape
 from rich.table import Table
 
 from services.common.packing import pack_u32
+from services.gateway.admission.tenants import salted
 from sluice.cli.place import Place
 from sluice.cli.running import NotReached, Running, Verdict, reached
 from sluice.v1 import router_pb2
 
 
-def run(place: Place, text: str, model: str, raw: bool, as_json: bool, console: Console) -> int:
-    """Asks and prints; the exit code is 0. Raises NotReached when there is no answer."""
-    verdict = asyncio.run(_ask(place, text, model, raw))
+def run(place: Place, text: str, model: str, raw: bool, tenant: str, as_json: bool, console: Console) -> int:
+    """Asks and prints; the exit code is 0. Raises NotReached when there is no answer.
+
+    Args:
+        tenant: whose part of the prefix cache counts; empty for gateways that do not keep tenants apart.
+    """
+    verdict = asyncio.run(_ask(place, text, model, raw, salted(tenant, "") if tenant else ""))
     if as_json:
         print(json.dumps(asdict(verdict)))
         return 0
@@ -27,19 +32,19 @@ def run(place: Place, text: str, model: str, raw: bool, as_json: bool, console: 
     return 0
 
 
-async def _ask(place: Place, text: str, model: str, raw: bool) -> Verdict:
+async def _ask(place: Place, text: str, model: str, raw: bool, salt: str) -> Verdict:
     async with reached(place) as running:
         name = model or await _only_model(running)
         try:
             ids = pack_u32(await running.tokens(text, name, raw))
-            return await running.route(name, router_pb2.PromptRef(token_ids=ids))
+            return await running.route(name, router_pb2.PromptRef(token_ids=ids), salt)
         except NotReached as error:
             if not place.router:
                 raise
             # Without a gateway the router may know preprocess itself.
             body = {"model": name, "prompt": text} if raw else {"model": name, "messages": [_message(text)]}
             try:
-                return await running.route(name, router_pb2.PromptRef(openai_body=json.dumps(body).encode()))
+                return await running.route(name, router_pb2.PromptRef(openai_body=json.dumps(body).encode()), salt)
             except NotReached as other:
                 raise NotReached(f"{error} {other}") from other
 

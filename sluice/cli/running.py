@@ -123,10 +123,14 @@ class Running:
         except SluiceError as error:
             raise NotReached(f"The router says: {error.message}") from error
 
-    async def route(self, model: str, prompt: router_pb2.PromptRef) -> Verdict:
+    async def route(self, model: str, prompt: router_pb2.PromptRef, cache_salt: str = "") -> Verdict:
         """Where this prompt would go; books nothing."""
         request = router_pb2.RouteQueryRequest(
-            mode=router_pb2.RouteQueryRequest.MODE_QUERY_ONLY, model=model, prompt=prompt, explain=True
+            mode=router_pb2.RouteQueryRequest.MODE_QUERY_ONLY,
+            model=model,
+            prompt=prompt,
+            cache_salt=cache_salt,
+            explain=True,
         )
         try:
             answer = await (await self.routers()).call(lambda stub: stub.RouteQuery, request, ANSWER_S)
@@ -227,7 +231,7 @@ async def reached(place: Place) -> AsyncIterator[Running]:
     timeout = httpx.Timeout(ANSWER_S, connect=REACH_S)
     credentials = place.credentials()
     async with httpx.AsyncClient(
-        base_url=place.gateway, headers=headers, timeout=timeout, verify=place.context(), trust_env=False
+        base_url=place.gateway, headers=headers, timeout=timeout, verify=place.trust.context(), trust_env=False
     ) as http:
         running = Running(place, http, credentials)
         try:
@@ -241,7 +245,7 @@ def _refusal(answer: httpx.Response) -> NotReached:
         said = answer.json()["error"]["message"]
     except (ValueError, KeyError, TypeError):
         said = f"it answers {answer.status_code}."
-    hint = " Give --api-key." if answer.status_code in (401, 403) else ""
+    hint = " Give --api-key." if answer.status_code == 401 else ""
     return NotReached(f"The gateway says: {said}{hint}")
 
 

@@ -32,7 +32,7 @@ def problem(folder: Path) -> str:
 
 def secured(processes: Sequence[Process], folder: Path) -> list[Process]:
     """The same processes with TLS everywhere: mTLS between services, HTTPS for clients."""
-    return [replace(one, arguments=(*one.arguments, *_flags(one.kind, folder)), tls=folder) for one in processes]
+    return [replace(one, arguments=(*one.arguments, *flags(one.kind, folder)), tls=folder) for one in processes]
 
 
 def probe_credentials(folder: Path) -> PeerCredentials | None:
@@ -60,7 +60,8 @@ def _identity(folder: Path, service: str) -> TlsSettings:
     )
 
 
-def _flags(service: str, folder: Path) -> tuple[str, ...]:
+def flags(service: str, folder: Path) -> tuple[str, ...]:
+    """The TLS flags of one service, with its files in the folder; callers must show a certificate."""
     certificate, key = str(folder / f"{service}.pem"), str(folder / f"{service}.key")
     trust = ("--tls-cert", certificate, "--tls-key", key, "--tls-ca", str(authority_of(folder)))
     https = ("--https-cert", certificate, "--https-key", key) if service == "gateway" else ()

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from sluice.cli.plan import BadFlag
 
+SCOPES = "infer, priority, pin-worker, template, operate"
 KeysFile = Annotated[
     Path, typer.Option("--file", envvar="SLUICE_GATEWAY_API_KEYS_FILE", help="where the keys are kept, as hashes")
 ]
@@ -20,7 +20,12 @@ def add_to(app: typer.Typer) -> None:
     app.command("certs")(certs)
     keys_app = typer.Typer(rich_markup_mode=None)
     keys_app.callback(invoke_without_command=True)(keys_help)
-    for name, command in (("create", keys_create), ("list", keys_list), ("revoke", keys_revoke)):
+    for name, command in (
+        ("create", keys_create),
+        ("list", keys_list),
+        ("set", keys_set),
+        ("revoke", keys_revoke),
+    ):
         keys_app.command(name)(command)
     app.add_typer(keys_app, name="keys")
 
@@ -40,7 +45,7 @@ def certs(
     try:
         from sluice.cli import certs as command
     except ImportError as error:
-        raise BadFlag(f"certs needs the package {error.name}: install sluice[cli]") from error
+        raise BadFlag(f"certs needs the package {error.name}: install sluice-llm[cli]") from error
     options = command.Options(names=tuple(name or command.NAMES), hosts=tuple(host or ()), days=days, renew=renew)
     try:
         for said in command.make(folder, options):
@@ -64,26 +69,72 @@ def keys_create(
     model: Annotated[list[str] | None, typer.Option(help="a model it may use, repeated; none: all")] = None,
     priority: Annotated[int, typer.Option(help="0 to 9; higher ones leave the line first")] = 0,
     weight: Annotated[int, typer.Option(help="1 to 100; its share of the line")] = 1,
+    scope: Annotated[list[str] | None, typer.Option(help=f"what it may do, repeated: {SCOPES}; none: infer")] = None,
+    tenant: Annotated[str, typer.Option(help="name that groups keys; empty: a tenant of its own")] = "",
 ) -> None:
     """Make a key and print it; it cannot be shown again."""
     from sluice.cli import keys
 
-    limits = {
+    fields = {
         "requests_per_minute": requests_per_minute,
         "tokens_per_minute": tokens_per_minute,
         "concurrency": concurrency,
         "models": model or [],
         "priority": priority,
         "weight": weight,
+        "scopes": _words(scope) or ["infer"],
+        "tenant": tenant,
     }
-    typer.echo(keys.create(file, name, **limits))
+    typer.echo(keys.create(file, name, **fields))
 
 
-def keys_list(file: KeysFile) -> None:
-    """List the keys and their limits."""
+def keys_list(
+    file: KeysFile, as_json: Annotated[bool, typer.Option("--json", help="print JSON for scripts")] = False
+) -> None:
+    """List the keys with their scopes, tenants and limits."""
     from sluice.cli import keys
 
-    keys.show(file, Console(highlight=False))
+    keys.show(file, as_json)
+
+
+def keys_set(
+    key: Annotated[str, typer.Argument(help="its id")],
+    file: KeysFile,
+    requests_per_minute: Annotated[int | None, typer.Option(help="0: no limit")] = None,
+    tokens_per_minute: Annotated[int | None, typer.Option(help="of prompts and answers together; 0: no limit")] = None,
+    concurrency: Annotated[int | None, typer.Option(help="requests at once; 0: no limit")] = None,
+    model: Annotated[list[str] | None, typer.Option(help="the models it may use, repeated")] = None,
+    any_model: Annotated[bool, typer.Option("--any-model", help="it may use every model")] = False,
+    priority: Annotated[int | None, typer.Option(help="0 to 9; higher ones leave the line first")] = None,
+    weight: Annotated[int | None, typer.Option(help="1 to 100; its share of the line")] = None,
+    scope: Annotated[list[str] | None, typer.Option(help=f"all that it may do, repeated: {SCOPES}")] = None,
+    tenant: Annotated[str | None, typer.Option(help="name that groups keys; empty: a tenant of its own")] = None,
+) -> None:
+    """Change a key in place; what is not named stays. Gateways notice within a second."""
+    from sluice.cli import keys
+
+    if model and any_model:
+        raise BadFlag("--model and --any-model exclude each other")
+    given = {
+        "requests_per_minute": requests_per_minute,
+        "tokens_per_minute": tokens_per_minute,
+        "concurrency": concurrency,
+        "models": [] if any_model else model or None,
+        "priority": priority,
+        "weight": weight,
+        "scopes": _words(scope) or None,
+        "tenant": tenant,
+    }
+    changes = {name: value for name, value in given.items() if value is not None}
+    if not changes:
+        raise BadFlag("keys set needs a change, such as --scope infer --scope operate")
+    changed = keys.change(file, key, **changes)
+    typer.echo(f"{changed.id} ({changed.name}) is changed")
+
+
+def _words(options: list[str] | None) -> list[str]:
+    """The words of an option that is repeated, or has several separated by commas."""
+    return [word.strip() for option in options or () for word in option.split(",") if word.strip()]
 
 
 def keys_revoke(key: Annotated[str, typer.Argument(help="its id")], file: KeysFile) -> None:

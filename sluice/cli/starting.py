@@ -13,6 +13,7 @@ from services.gateway.config import Disaggregation, Place, PresetName, Routing
 from sluice.cli import secured, up
 from sluice.cli.pipeline import PipelineFlags
 from sluice.cli.plan import Options, check, plan
+from sluice.cli.processing import ProcessingFlags
 from sluice.cli.progress import View
 
 
@@ -65,17 +66,27 @@ def up_suite(
         Options.speedup
     ),
     vllm_processing: Annotated[
-        bool, typer.Option("--vllm-processing", help="vLLM's own code makes the ids; see SLUICE_PREPROCESS_VLLM_PYTHON")
-    ] = Options.vllm_processing,
+        bool, typer.Option("--vllm-processing", help="vLLM's own code makes prompts' ids and parses answers")
+    ] = False,
     sglang_processing: Annotated[
+        bool, typer.Option("--sglang-processing", help="SGLang's own code makes prompts' ids and parses answers")
+    ] = False,
+    trtllm_processing: Annotated[
+        bool, typer.Option("--trtllm-processing", help="not available; docs/preprocessing.md says how to plug it in")
+    ] = False,
+    native_framework_processing: Annotated[
+        bool,
+        typer.Option("--native-framework-processing", help="the same with the code of each worker's engine, if any"),
+    ] = False,
+    native_parsers: Annotated[
         bool,
         typer.Option(
-            "--sglang-processing", help="SGLang's own code makes the ids; see SLUICE_PREPROCESS_SGLANG_PYTHON"
+            "--native-parsers/--no-native-parsers",
+            help="whether one of these flags is for answers as well as for prompts",
         ),
-    ] = Options.sglang_processing,
-    native_framework_processing: Annotated[
-        bool, typer.Option("--native-framework-processing", help="the code of the workers' engine makes the ids")
-    ] = Options.native_framework_processing,
+    ] = True,
+    vllm_python: Annotated[str, typer.Option(help="interpreter that has vllm, if not this one")] = "",
+    sglang_python: Annotated[str, typer.Option(help="interpreter that has sglang, if not this one")] = "",
     preset: Annotated[PresetName | None, typer.Option(help="of the gateway's pipeline")] = None,
     pipeline_config: Annotated[
         Path | None, typer.Option(metavar="FILE", help="TOML, YAML or JSON with the gateway's pipeline")
@@ -84,8 +95,14 @@ def up_suite(
     postprocessing: Annotated[Place | None, typer.Option(help="who makes text")] = None,
     routing: Annotated[Routing | None, typer.Option(help="who chooses the worker")] = None,
     migration: Annotated[
-        bool | None, typer.Option("--migration/--no-migration", help="generations outlive their workers")
+        bool | None,
+        typer.Option(
+            "--migration/--no-migration",
+            "--migration-enabled/--no-migration-enabled",
+            help="generations outlive their workers",
+        ),
     ] = None,
+    direct_route: Annotated[bool, typer.Option("--direct-route", help="another name of --routing direct")] = False,
     disaggregation: Annotated[
         Disaggregation | None, typer.Option(help="whether prefill and decode workers share requests")
     ] = None,
@@ -101,7 +118,7 @@ def up_suite(
     ] = None,
     tls: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="TLS everywhere, with the certificates that `sluice certs DIR` made"),
+        typer.Option(metavar="DIR", help="folder of `sluice certs`: TLS everywhere, with each service's own file"),
     ] = None,
     restart: Annotated[
         bool, typer.Option("--restart", help="start a process again that ended by itself, up to 3 times a minute")
@@ -128,9 +145,15 @@ def up_suite(
         preprocess=preprocess,
         postprocess=postprocess,
         speedup=speedup,
-        vllm_processing=vllm_processing,
-        sglang_processing=sglang_processing,
-        native_framework_processing=native_framework_processing,
+        processing=ProcessingFlags(
+            vllm_processing=vllm_processing,
+            sglang_processing=sglang_processing,
+            trtllm_processing=trtllm_processing,
+            native_framework_processing=native_framework_processing,
+            native_parsers=native_parsers,
+            vllm_python=vllm_python,
+            sglang_python=sglang_python,
+        ),
         log_level=log_level,
         tls=tls,
         pipeline=PipelineFlags(
@@ -139,6 +162,7 @@ def up_suite(
             preprocessing=preprocessing,
             postprocessing=postprocessing,
             routing=routing,
+            direct_route=direct_route,
             migration=migration,
             disaggregation=disaggregation,
             disagg_min_tokens=disagg_min_tokens,
@@ -150,4 +174,7 @@ def up_suite(
     processes = plan(options, free_port)
     if tls is not None:
         processes = secured.secured(processes, tls)
-    raise typer.Exit(up.run(processes, View(processes, Console(stderr=True, highlight=False)), name, restart))
+    view = View(processes, Console(stderr=True, highlight=False))
+    if note := options.processing.note(engine):
+        view.say(note, "bold yellow")
+    raise typer.Exit(up.run(processes, view, name, restart))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shlex
 import signal
 import sys
@@ -18,6 +19,7 @@ from sluice.cli.ready import ASK_EVERY_S, STARTING, Probe, reachable
 from sluice.cli.restarts import Restarts
 from sluice.cli.secured import authority_of
 
+KEYS_FILE, KEYS_FLAG = "SLUICE_GATEWAY_API_KEYS_FILE", "--api-keys-file"
 KILL_AFTER_S = 4.0
 _GONE_WITHIN_S = 1.0
 
@@ -31,7 +33,9 @@ def taken(processes: Sequence[Process]) -> str:
     ]
     if not found:
         return ""
-    advice = " --port and --base-grpc-port choose others." if any(ports.TAKEN in one for one in found) else ""
+    advice = ""
+    if any(ports.TAKEN in one for one in found):
+        advice = ' --port and --base-grpc-port choose others (with make: make run ARGS="--port 8080").'
     return f"{'; '.join(found)}.{advice}"
 
 
@@ -41,7 +45,13 @@ def invitation(gateway: Process, model: str) -> str:
     body = {"model": model, "stream": True, "messages": [{"role": "user", "content": "Tell me about rivers."}]}
     trust = [] if gateway.tls is None else ["--cacert", str(authority_of(gateway.tls))]
     command = ["curl", "-N", *trust, f"{url}/v1/chat/completions", "-H", "Content-Type: application/json"]
-    return f"ready {url}\n{shlex.join([*command, '-d', json.dumps(body)])}"
+    key = ' -H "Authorization: Bearer $SLUICE_API_KEY"' if _wants_keys(gateway) else ""
+    return f"ready {url}\n{shlex.join(command)}{key} {shlex.join(['-d', json.dumps(body)])}"
+
+
+def _wants_keys(gateway: Process) -> bool:
+    """Whether clients of this gateway must send an API key."""
+    return bool({**os.environ, **gateway.env}.get(KEYS_FILE)) or KEYS_FLAG in gateway.arguments
 
 
 async def supervise(

@@ -42,6 +42,7 @@ class StreamOptions(_message.Message):
     GUIDED_FIELD_NUMBER: _builtins.int
     TOKEN_TEXTS_FIELD_NUMBER: _builtins.int
     CHAT_TEMPLATE_KWARGS_JSON_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """served name; decides tokenizer and parsers"""
     skip_special_tokens: _builtins.bool
@@ -76,6 +77,10 @@ class StreamOptions(_message.Message):
     """
     chat_template_kwargs_json: _builtins.bytes
     """JSON object the caller gave the chat template, such as enable_thinking; the"""
+    max_tokens: _builtins.int
+    """engines' own parsers look at it; empty: none
+    tokens of the whole generation; a further one is ignored and ends the stream with
+    """
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """stop strings; the text ends before the first one"""
@@ -100,10 +105,11 @@ class StreamOptions(_message.Message):
         guided: _builtins.bool = ...,
         token_texts: _builtins.bool = ...,
         chat_template_kwargs_json: _builtins.bytes = ...,
+        max_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens", "skip_special_tokens", b"skip_special_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens", "chat_template_kwargs_json", b"chat_template_kwargs_json", "eos_token_ids", b"eos_token_ids", "guided", b"guided", "ignore_eos", b"ignore_eos", "include_stop_string", b"include_stop_string", "min_tokens", b"min_tokens", "model", b"model", "prompt_tail", b"prompt_tail", "reasoning_parser", b"reasoning_parser", "single_tool_call", b"single_tool_call", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "token_texts", b"token_texts", "tool_choice_json", b"tool_choice_json", "tool_parser", b"tool_parser", "tools_json", b"tools_json"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens", "chat_template_kwargs_json", b"chat_template_kwargs_json", "eos_token_ids", b"eos_token_ids", "guided", b"guided", "ignore_eos", b"ignore_eos", "include_stop_string", b"include_stop_string", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "model", b"model", "prompt_tail", b"prompt_tail", "reasoning_parser", b"reasoning_parser", "single_tool_call", b"single_tool_call", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "token_texts", b"token_texts", "tool_choice_json", b"tool_choice_json", "tool_parser", b"tool_parser", "tools_json", b"tools_json"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__skip_special_tokens: _TypeAlias = _typing.Literal["skip_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__skip_special_tokens: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens"]  # noqa: Y015

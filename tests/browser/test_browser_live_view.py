@@ -72,6 +72,13 @@ def test_rates_move_under_load(suite: Suite, open_page: Open) -> None:
             expect(moving.first).to_be_visible(timeout=15_000)
         expect(page.locator("path.flow.moving")).to_have_count(5, timeout=15_000)
         expect(page.locator(".waterfall li .bar")).to_have_count(14, timeout=30_000)
+        newest = page.locator(".waterfall li").first
+        expect(newest.locator(".who")).to_have_text(re.compile(r"worker-\d\d\d:\d\d:\d\d · tekken"))
+        expect(newest.locator(".outcome")).to_have_text(" finished")
+        expect(newest.locator(".sum .sub")).to_have_text(re.compile(r"^[\d.k]+ → [\d.k]+ tokens$"))
+        expect(page.locator("#requests .legend")).to_contain_text("tokens: prompt → output")
+        load = page.locator('td[data-name="load"]', has_text=re.compile(r"[1-9]\d* running|[\d.]+ requests/s"))
+        expect(load.first).to_be_visible(timeout=15_000)
         expect(page.locator("#why .scores li.chosen")).to_have_count(1, timeout=15_000)
         expect(page.locator("#why .sentence")).to_contain_text("went to worker-")
         expect(page.locator('td[data-name="hit rate"]', has_text="%").first).to_be_visible(timeout=30_000)
@@ -119,8 +126,9 @@ def test_a_killed_worker_turns_red_within_three_seconds_and_a_lost_gateway_is_sa
 
 
 def test_with_api_keys_the_page_asks_for_one(tmp_path: Path, open_page: Open) -> None:
-    shown, record = create("viewer")
-    write(tmp_path / "keys.json", [record])
+    shown, record = create("viewer", scopes=["infer", "operate"])
+    client, client_record = create("client")
+    write(tmp_path / "keys.json", [record, client_record])
     flags = ("--api-keys-file", str(tmp_path / "keys.json"))
     with LooseSuite(Path(DEFAULT_SOURCE), workers=1, postprocess=1, gateway_flags=flags) as suite:
         page = open_page(suite.url, quiet=False)  # a browser complains of a 401
@@ -129,6 +137,11 @@ def test_with_api_keys_the_page_asks_for_one(tmp_path: Path, open_page: Open) ->
         page.locator("#key-text").fill("sluice-wrong")
         page.keyboard.press("Enter")
         expect(dialog).to_be_visible(timeout=10_000)
+        expect(page.locator("#key-reason")).to_have_text("")
+        page.locator("#key-text").fill(client)
+        page.keyboard.press("Enter")
+        expect(page.locator("#key-reason")).to_contain_text("needs the scope 'operate'", timeout=10_000)
+        expect(dialog).to_be_visible()
         page.locator("#key-text").fill(shown)
         page.keyboard.press("Enter")
         is_live(page)

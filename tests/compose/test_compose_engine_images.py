@@ -26,9 +26,14 @@ def engine(request: pytest.FixtureRequest, built: None) -> str:
 
 @pytest.fixture(scope="module")
 def image(engine: str) -> str:
-    name = f"sluice-worker-{engine}:{TAG}"
+    return _built("worker-gpu", "worker", engine)
+
+
+def _built(target: str, service: str, engine: str) -> str:
+    """Builds a target on the stand-in of the engine's image; returns the image's name."""
+    name = f"sluice-{service}-{engine}:{TAG}"
     base = f"{engine.upper()}_IMAGE={standin('engine')}"
-    command = ["build", "--quiet", "--file", str(ROOT / "deploy/docker/Dockerfile"), "--target", "worker-gpu"]
+    command = ["build", "--quiet", "--file", str(ROOT / "deploy/docker/Dockerfile"), "--target", target]
     done = _docker(
         *command, "--build-arg", f"ENGINE={engine}", "--build-arg", base, "--tag", name, str(ROOT), timeout_s=900
     )
@@ -44,6 +49,22 @@ def test_the_profile_renders_with_its_worker_and_without_mock_workers(engine: st
     assert worker["deploy"]["resources"]["reservations"]["devices"][0]["capabilities"] == ["gpu"]
     assert services["worker"]["scale"] == 0
     assert "prometheus" in services
+
+
+def test_the_engines_code_runs_before_and_after_it_on_the_engines_image(engine: str) -> None:
+    rendered = json.loads(Suite((f"processing/{engine}",)).compose("config", "--format", "json"))["services"]
+    for service in ("preprocess", "postprocess"):
+        given = rendered[service]["environment"]
+        assert given[f"SLUICE_{service.upper()}_{engine.upper()}_PROCESSING"] == "true"
+        assert rendered[service]["build"]["target"] == f"{service}-engine"
+        assert rendered[service]["build"]["args"]["ENGINE"] == engine
+        assert rendered[service]["image"].startswith(f"sluice-{service}-{engine}:")
+        built = _built(f"{service}-engine", service, engine)
+        shown = _docker("run", "--rm", *HARDENED, built, "--help")
+        assert f"python -m services.{service}" in shown.stdout, shown.stderr
+        refused = _docker("run", "--rm", *HARDENED, built, "--trtllm-processing")
+        assert refused.returncode == 2
+        assert "TensorRT-LLM" in refused.stderr
 
 
 def _python(image: str, code: str) -> str:

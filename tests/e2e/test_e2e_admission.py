@@ -21,12 +21,13 @@ STREAMS = 150
 FREE, FREE_RECORD = create("free")
 TIGHT, TIGHT_RECORD = create("tight", requests_per_minute=2, tokens_per_minute=5000, models=["tekken"])
 OTHER, OTHER_RECORD = create("other", models=["something-else"])
+OPERATOR, OPERATOR_RECORD = create("operator", scopes=["operate"])
 
 
 @pytest.fixture(scope="module", params=["uvicorn", "granian"])
 def suite(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Suite]:
     file = tmp_path_factory.mktemp("keys") / "keys.json"
-    write(file, [FREE_RECORD, TIGHT_RECORD, OTHER_RECORD])
+    write(file, [FREE_RECORD, TIGHT_RECORD, OTHER_RECORD, OPERATOR_RECORD])
     env = {"SLUICE_GATEWAY_API_KEYS_FILE": str(Path(file)), "SLUICE_GATEWAY_HTTP_SERVER": request.param}
     with Suite("--speedup", "20", env=env) as running:
         yield running
@@ -47,8 +48,9 @@ def test_without_a_valid_key_nothing_is_served(suite: Suite) -> None:
         assert answer.headers["www-authenticate"] == "Bearer"
     assert httpx.get(f"{suite.url}/v1/models").status_code == 401
     assert httpx.get(f"{suite.url}/v1/models", headers={"x-api-key": FREE}).status_code == 200
-    for path in ("/health", "/ready", "/metrics"):
+    for path in ("/", "/health", "/ready"):
         assert httpx.get(suite.url + path).status_code == 200
+    assert httpx.get(f"{suite.url}/metrics").status_code == 401
     anthropic = ask(suite, None, "/v1/messages")
     assert anthropic.status_code == 401
     assert anthropic.json()["error"]["type"] == "authentication_error"
@@ -89,7 +91,7 @@ async def test_rude_clients_disturb_nobody_and_leave_nothing(suite: Suite) -> No
     over.set()
     await asyncio.gather(*rude)
     async with asyncio.timeout(WAIT_S), httpx.AsyncClient(base_url=suite.url) as client:
-        while live((await client.get("/metrics")).text):  # noqa: ASYNC110
+        while live((await client.get("/metrics", headers={"x-api-key": OPERATOR})).text):  # noqa: ASYNC110
             await asyncio.sleep(0.1)
 
 

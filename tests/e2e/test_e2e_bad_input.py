@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from sluice import __version__
 from tests.support.suite import Suite
 
 USER = [{"role": "user", "content": "hi"}]
@@ -139,6 +140,18 @@ def test_garbage_instead_of_http(suite: Suite) -> None:
         connection.settimeout(10)
         connection.sendall(b"\x00\x01garbage\r\n\r\n")
         assert b"Traceback" not in connection.recv(4096)
+
+
+def test_root_names_the_service_and_where_to_look(http: httpx.Client) -> None:
+    answer = http.get("/")
+    assert answer.status_code == 200
+    found = answer.json()
+    assert (found["service"], found["version"]) == ("sluice-gateway", __version__)
+    assert "tekken" not in answer.text
+    for name in ("docs", "openapi", "live_view", "ready"):
+        assert http.get(found[name], follow_redirects=True).status_code == 200
+    assert http.get(f"{found['api']}/models").status_code == 200
+    assert http.post("/").status_code == 405
 
 
 def test_operations_endpoints(http: httpx.Client) -> None:

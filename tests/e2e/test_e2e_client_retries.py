@@ -26,6 +26,7 @@ FREE, FREE_RECORD = create("free")
 SINGLE, SINGLE_RECORD = create("one at once", concurrency=1)
 OTHER, OTHER_RECORD = create("other", models=["something-else"])
 POOR, POOR_RECORD = create("poor", tokens_per_minute=40)
+OPERATOR, OPERATOR_RECORD = create("operator", scopes=["operate"])
 MESSAGES: Any = [{"role": "user", "content": "Hello."}]
 
 
@@ -33,7 +34,7 @@ MESSAGES: Any = [{"role": "user", "content": "Hello."}]
 def suite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Suite]:
     """A gateway that serves one request at once."""
     file = tmp_path_factory.mktemp("keys") / "keys.json"
-    write(file, [FREE_RECORD, SINGLE_RECORD, OTHER_RECORD, POOR_RECORD])
+    write(file, [FREE_RECORD, SINGLE_RECORD, OTHER_RECORD, POOR_RECORD, OPERATOR_RECORD])
     env = {
         "SLUICE_GATEWAY_API_KEYS_FILE": str(file),
         "SLUICE_GATEWAY_MAX_REQUESTS": "1",
@@ -90,12 +91,12 @@ def busy(suite: Suite, key: str) -> Iterator[Callable[[], None]]:
 
 
 def figure(suite: Suite, name: str) -> float:
-    text = httpx.get(f"{suite.url}/metrics", timeout=WAIT_S).text
+    text = httpx.get(f"{suite.url}/metrics", headers={"x-api-key": OPERATOR}, timeout=WAIT_S).text
     return sum(float(found) for found in re.findall(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE))
 
 
 def refused(suite: Suite, reason: str) -> float:
-    text = httpx.get(f"{suite.url}/metrics", timeout=WAIT_S).text
+    text = httpx.get(f"{suite.url}/metrics", headers={"x-api-key": OPERATOR}, timeout=WAIT_S).text
     found = re.search(rf'^sluice_gateway_refused_total{{reason="{reason}"}} (\S+)$', text, re.MULTILINE)
     assert found
     return float(found[1])

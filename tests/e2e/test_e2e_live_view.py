@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -227,6 +228,34 @@ def test_a_suite_that_speaks_tls_is_examined_too(secured: Any) -> None:
     assert (shown["state"], shown["found"]) == ("warn", "valid for 4 days")
     assert checks["clocks"]["state"] == "ok"
     assert "--ui" in checks["live view"]["advice"]
+
+
+def test_other_commands_take_the_same_folder(secured: Any) -> None:
+    suite, folder = secured
+    (address,) = suite.addresses("worker")
+    conformance = ["conformance", address, "--rule", "info", "--json"]
+    refused = CliRunner().invoke(app, conformance)
+    assert refused.exit_code != 0
+    done = CliRunner().invoke(app, [*conformance, "--tls", str(folder)])
+    assert done.exit_code == 0, done.output
+    assert [(rule["rule"], rule["verdict"]) for rule in json.loads(done.stdout)["rules"]] == [("info", "pass")]
+    files = [f"--tls-{name}" for name in ("ca", "cert", "key")]
+    paths = [str(folder / name) for name in ("ca.pem", "client.pem", "client.key")]
+    given = [word for pair in zip(files, paths, strict=True) for word in pair]
+    assert told(suite, "workers", *given, "--router", suite.address("router"))[0]["health"] == "serving"
+
+    flags = ("--worker-id", "by-hand", "--speedup", "20", "--routers", suite.address("router"))
+    command = [str(SLUICE), "worker", "--listen", "127.0.0.1:0", "--tls", str(folder), *flags]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as worker:
+        try:
+            deadline = time.monotonic() + 60
+            tls = ("--tls", str(folder), "--router", suite.address("router"))
+            listed = ["workers", "--json", "--gateway", suite.url, *tls]
+            while not re.search(r'"id": "by-hand"[^}]*"health": "serving"', CliRunner().invoke(app, listed).stdout):
+                assert time.monotonic() < deadline
+                time.sleep(0.2)
+        finally:
+            worker.terminate()
 
 
 def test_whoever_does_not_trust_it_hears_why(secured: Any) -> None:

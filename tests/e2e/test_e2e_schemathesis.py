@@ -149,6 +149,8 @@ def test_every_answer_is_one_that_the_document_names(
             case.path_parameters["response_id"] = kept_response
         if case.path_parameters and "model" in case.path_parameters and random.random() < 0.5:
             case.path_parameters["model"] = "tekken"
+        if path == "/ready" and case.query:  # 503 for a model without workers is an answer, no failure
+            case.query["model"] = "tekken"
         answers[case.call_and_validate(checks=CHECKS, timeout=LONGEST_S).status_code] += 1
 
     attempt()

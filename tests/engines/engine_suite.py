@@ -27,7 +27,7 @@ import pytest
 
 from services.common.channels import open_channel
 from services.common.errors import ErrorKind, SluiceError
-from services.common.grpc_errors import from_rpc_error
+from services.common.grpc_errors import from_detail, from_rpc_error
 from services.common.packing import pack_u32, unpack_u32
 from sluice.v1 import common_pb2, router_pb2, worker_pb2, worker_pb2_grpc
 from tests.support.router_child import RouterChild
@@ -504,6 +504,29 @@ async def guided_json_follows_its_schema(worker: RunningWorker, decode: Callable
         document = json.loads(decode(answer.token_ids))
         assert document["city"] in ("Paris", "Rome")
         assert document["warm"] in (True, False)
+
+
+async def bad_grammars_are_refused_and_serving_goes_on(worker: RunningWorker) -> None:
+    """Patterns and schemas that cannot be compiled are typed errors that name the constraint, also beside others."""
+    open_pattern = {"type": "object", "properties": {"a": {"type": "string", "pattern": "("}}, "required": ["a"]}
+    kind = common_pb2.GuidedDecoding
+    wrong = [
+        kind(regex="("),
+        kind(regex="[z-a]"),
+        kind(json_schema=json.dumps(open_pattern)),
+        kind(json_schema=json.dumps({"type": "string", "pattern": "a\x00("})),
+    ]
+
+    async def refused(index: int) -> None:
+        answer = await generate(worker, request(f"bad-grammar-{index}", [20, 21], guided=wrong[index]))
+        assert answer.terminal is not None
+        assert answer.terminal.finish_reason == common_pb2.FINISH_REASON_ERROR
+        error = from_detail(answer.terminal.error)
+        assert (error.kind, error.param) == (ErrorKind.INVALID_ARGUMENT, "response_format"), error.message
+        assert "Traceback" not in error.message
+
+    good, *_ = await asyncio.gather(generate(worker, request("beside", [20, 21], 30)), *map(refused, range(len(wrong))))
+    assert len(good.token_ids) == 30
 
 
 async def bad_input_is_refused_and_serving_goes_on(worker: RunningWorker) -> None:

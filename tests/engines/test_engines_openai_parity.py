@@ -17,8 +17,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from services.common.ports import free_port
+from sluice.cli import tiny_weights
 from tests.engines.servers import ROOT, START_S, python
-from tests.support import tiny_weights
 from tests.support.suite import Suite
 from tests.support.tiny_models import CONTEXT_LENGTH, TURN_END, build_servable
 

@@ -224,6 +224,6 @@ async def test_what_does_not_go_together_is_said(both: Both) -> None:
 
 async def test_an_interpreter_without_the_engine_is_named() -> None:
     opener = Opener(Limits(), OwnParsers(engines={"vllm": sys.executable}))
-    with pytest.raises(SluiceError, match=r"install sluice\[vllm\].*--vllm-python"):
+    with pytest.raises(SluiceError, match=r"install sluice-llm\[vllm\].*--vllm-python"):
         await opener.start()
     await opener.close()

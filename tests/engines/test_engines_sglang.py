@@ -104,6 +104,7 @@ async def test_constraints(worker: suite.RunningWorker, folders: ServableFolders
         return text
 
     await suite.guided_json_follows_its_schema(worker, decode)
+    await suite.bad_grammars_are_refused_and_serving_goes_on(worker)
     for name, guided, allowed in (
         (
             "regex",

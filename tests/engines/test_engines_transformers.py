@@ -105,6 +105,7 @@ async def test_guided_json(worker: suite.RunningWorker, folders: ServableFolders
         return text
 
     await suite.guided_json_follows_its_schema(worker, decode)
+    await suite.bad_grammars_are_refused_and_serving_goes_on(worker)
 
 
 async def test_aborts(engine: suite.EngineUnderTest, worker: suite.RunningWorker) -> None:

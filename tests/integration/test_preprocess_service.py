@@ -47,7 +47,7 @@ async def serving(
     settings = PreprocessSettings.load(["--listen", "127.0.0.1:0", "--models", ",".join(models)])
     known = {"tiny": tiny_hf, "tekken": tekken}
     registry = ModelRegistry(
-        settings.specs(), lambda spec: known[spec.name]() if spec.name in known else load_tokenizer(spec, limits())
+        settings.served, lambda spec: known[spec.name]() if spec.name in known else load_tokenizer(spec, limits())
     )
     pool = ComputePool(tokenize_threads, max_waiting=8, inline_bytes=inline_bytes, limit_s=30)
     server = GrpcServer(settings, pb.DESCRIPTOR)

@@ -114,8 +114,8 @@ async def services() -> AsyncIterator[Services]:
     pre_settings = PreprocessSettings.load(["--listen", "127.0.0.1:0", "--models", spec])
     post_settings = PostprocessSettings.load(["--listen", "127.0.0.1:0", "--models", spec])
     pool = ComputePool(2, 8, 8192, 30)
-    library = VocabularyLibrary(post_settings.specs, 60)
-    registry = ModelRegistry(pre_settings.specs(), lambda spec: tiny_hf())
+    library = VocabularyLibrary(post_settings.served, 60)
+    registry = ModelRegistry(pre_settings.served, lambda spec: tiny_hf())
     pre, post = (
         GrpcServer(pre_settings, preprocess_pb2.DESCRIPTOR),
         GrpcServer(post_settings, postprocess_pb2.DESCRIPTOR),

@@ -87,8 +87,8 @@ DEFECTS: dict[str, Defect] = {
     "stop": Defect(
         "a stop string found after detokenizing does not stop the engine",
         "services/gateway/switchboard.py",
-        "        _stop(stream, worker, None)\n        self._metrics.finished",
-        "        self._metrics.finished",
+        "            self._stop(stream, worker, None)\n            self._metrics.finished",
+        "            self._metrics.finished",
         f"{SWITCHBOARD}::test_a_stop_string_stops_the_engine",
     ),
     "thinking-off": Defect(

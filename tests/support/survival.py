@@ -43,7 +43,8 @@ from services.gateway.generation import (
 )
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.moving import MigrationPolicy
-from services.gateway.pipeline import Pipeline, build_pipeline
+from services.gateway.pipeline import Pipeline
+from services.gateway.pipelines import Pipelines
 from services.gateway.stages import Components
 from services.gateway.switchboard import Switchboard
 from services.postprocess import service as postprocess
@@ -172,14 +173,14 @@ async def cuttable(host: WorkerHost, knife: Knife) -> AsyncIterator[str]:
 class PostReplica:
     """A postprocess replica that can be killed, started again on its port, and drained."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, models: Sequence[str] = ("tiny",)) -> None:
+        self._models = [f"{model}={folder}" for model in models]
         self.port = free_port()
         self.server: GrpcServer | None = None
         self.service: postprocess.PostprocessService | None = None
 
     async def start(self) -> None:
-        settings = PostprocessSettings(listen=f"127.0.0.1:{self.port}", models=[f"tiny={self._folder}"])
+        settings = PostprocessSettings(listen=f"127.0.0.1:{self.port}", models=self._models)
         library = VocabularyLibrary(settings.specs, 60)
         await library.load_all()
         limits = postprocess.limits_of(settings)
@@ -209,12 +210,14 @@ class Bookings:
         self.made = 0
         self.order: list[str] = []
         self.roles: dict[str, Role] = {}
+        self.models: dict[str, str] = {}
         self.skipped = ""
         self.last: tuple[str, str] = ("", "")
 
     async def route(self, request_id: str, model: str, prompt: Tokenized, block_size: int, **more: Any) -> Route:
         allowed = more["candidates"]
-        chosen = [name for name in self.order if allowed is None or name in allowed]
+        serving = [name for name in self.order if self.models.get(name, model) == model]
+        chosen = [name for name in serving if allowed is None or name in allowed]
         if not chosen:
             raise unavailable("No worker.", code="no_workers")
         prefill = next((name for name in chosen if self.roles.get(name) is Role.PREFILL), "")
@@ -322,6 +325,7 @@ class Stage:
         self.hosts = hosts
         self.knives = knives
         self.replicas: list[PostReplica] = []
+        self.pipelines: Pipelines
 
     @property
     def texts_connected(self) -> int:
@@ -336,7 +340,7 @@ class Stage:
     async def ask(self, request: GenerationRequest) -> Heard:
         """One request to its end."""
         client = Client()
-        generation = await self.pipeline.start(request, [cast(Any, client)])
+        generation = await self.pipelines.of(request.model).start(request, [cast(Any, client)])
         await asyncio.wait_for(client.over.wait(), WAIT_S)
         client.heard.usage = (
             generation.prompt_tokens,
@@ -374,21 +378,28 @@ async def staged(
     policy: MigrationPolicy | None = None,
     post_wait_s: float = 10.0,
     roles: Sequence[str] = (),
+    models: Sequence[str] = (),
     config: PipelineConfig | None = None,
+    model_grace_s: float = 300.0,
     **worker_fields: Any,
 ) -> AsyncIterator[Stage]:
     """A pipeline with workers `w0`, `w1`, … (chosen in this order) and postprocess replicas, all connected.
 
     Args:
         roles: of the workers, in place of their number; aggregated without.
+        models: served by the workers, in place of their number; `tiny` without.
     """
     async with AsyncExitStack() as stack:
         died = Stop()
         tasks = TaskOwner(died.fail)
-        parts = list(roles) or ["aggregated"] * workers
-        hosts = [await stack.enter_async_context(hosted(folder, role=role, **worker_fields)) for role in parts]
+        parts = list(roles) or ["aggregated"] * (len(models) or workers)
+        served = list(models) or ["tiny"] * len(parts)
+        hosts = [
+            await stack.enter_async_context(hosted(folder, role=role, **{"model": f"{model}={folder}"} | worker_fields))
+            for role, model in zip(parts, served, strict=True)
+        ]
         knives = [Knife() for _ in hosts]
-        posts = [PostReplica(folder) for _ in range(replicas)]
+        posts = [PostReplica(folder, sorted(set(served))) for _ in range(replicas)]
         for post in posts:
             await post.start()
             stack.push_async_callback(post.kill)
@@ -400,9 +411,10 @@ async def staged(
         router = cast(RouterClient, bookings)
         preprocess = cast(PreprocessClient, _Preprocess(load_vocabulary(folder, "hf")))
         policy = policy or MigrationPolicy()
-        pipeline = build_pipeline(
+        pipelines = Pipelines(
             config or PipelineConfig(migration=policy.enabled),
             Components(preprocess, router, catalogue, fleet, board, metrics, tasks, policy, 5.0, post_wait_s),
+            model_grace_s,
         )
         await fleet.postprocess.start()
         stack.push_async_callback(fleet.postprocess.close)
@@ -411,19 +423,22 @@ async def staged(
         for number, (host, knife) in enumerate(zip(hosts, knives, strict=True)):
             address = await stack.enter_async_context(cuttable(host, knife))
             bookings.order.append(f"w{number}")
+            bookings.models[f"w{number}"] = served[number]
             capabilities = frozenset(str(one) for one in host.worker.config.capabilities)
             role = bookings.roles[f"w{number}"] = Role[parts[number].upper()]
-            entry = WorkerEntry(f"w{number}", address, 1, "tiny", 16, CONTEXT, 0, capabilities, 0, role=role)
+            entry = WorkerEntry(f"w{number}", address, 1, served[number], 16, CONTEXT, 0, capabilities, 0, role=role)
             catalogue._up(entry)
-        stage = Stage(pipeline, bookings, hosts, knives)
+        tasks.spawn(pipelines.run(), "models")
+        stage = Stage(pipelines.of("tiny"), bookings, hosts, knives)
         stage.replicas = posts
-        expected = replicas if fleet.makes_text else len(board.texts.links)
+        stage.pipelines = pipelines
+        expected = replicas if fleet.makes_text else 0
         await until(lambda: fleet.connected_workers == len(parts) and stage.texts_connected == expected)
         yield stage
         assert not died.failed, "a background task of the gateway died"
 
 
-def asking(name: str, text: str, **more: Any) -> GenerationRequest:
+def asking(name: str, text: str, model: str = "tiny", **more: Any) -> GenerationRequest:
     """A request for one choice; keywords as GenerationRequest has them."""
     fields: dict[str, Any] = {"sampling": Sampling(seed=7), "stop": StopRules(max_tokens=400), **more}
-    return GenerationRequest(name, "tiny", TextPrompt(text), 1, **fields)
+    return GenerationRequest(name, model, TextPrompt(text), 1, **fields)

@@ -1,4 +1,4 @@
-"""A tiny Hugging Face style model folder, made on the spot: real files, no download.
+"""Tiny model folders for tests: what `sluice tiny-model` makes, its embedding variant and LoRA adapters.
 
 ``python -m tests.support.tiny_models OUT`` writes folders that engines can serve: OUT/model generates, OUT/embedder is
 the same model with the files that say how its hidden states become an embedding, OUT/adapter and OUT/adapter-2 LoRA.
@@ -11,110 +11,39 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+import numpy
 
-from tests.support import tiny_weights
-
-CONTEXT_LENGTH = 4096
-VOCAB_SIZE = 1024
-END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-SPECIAL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END)
-
-CHATML = """\
-{%- if tools %}
-    {{- '<|im_start|>system\\n' }}
-    {%- if messages[0].role == 'system' %}
-        {{- messages[0].content + '\\n\\n' }}
-    {%- endif %}
-    {{- '# Tools\\n<tools>' }}
-    {%- for tool in tools %}
-        {{- '\\n' }}
-        {{- tool | tojson }}
-    {%- endfor %}
-    {{- '\\n</tools><|im_end|>\\n' }}
-{%- elif messages[0].role == 'system' %}
-    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
-{%- endif %}
-{%- for message in messages %}
-    {%- if message.role == 'system' %}
-        {%- if not loop.first %}
-            {{- raise_exception('System message must be at the beginning.') }}
-        {%- endif %}
-        {%- continue %}
-    {%- elif message.role == 'tool' %}
-        {{- '<|im_start|>user\\n<tool_response>\\n' + message.content + '\\n</tool_response><|im_end|>\\n' }}
-    {%- else %}
-        {{- '<|im_start|>' + message.role + '\\n' + message.content }}
-        {%- for call in message.tool_calls or [] %}
-            {{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
-            {{- call.function.arguments | tojson }}
-            {{- '}\\n</tool_call>' }}
-        {%- endfor %}
-        {{- '<|im_end|>\\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-    {%- if enable_thinking is defined and not enable_thinking %}
-        {{- '<think>\\n\\n</think>\\n\\n' }}
-    {%- endif %}
-{%- endif %}
-"""
-
-CORPUS = (
-    "The quick brown fox jumps over the lazy dog while rain falls softly on old roofs.",
-    "What is the weather in Paris today? It is sunny, and the temperature is twenty degrees.",
-    'A function call looks like {"name": "get_weather", "arguments": {"city": "Paris"}} in JSON.',
-    "user assistant system tool think answer question model token prompt stream worker router",
-    "def main() -> None:\n    for index in range(10):\n        print(index, 'hello world')\n",
-    "Grüße aus München, ça va bien, привет мир, 你好世界, こんにちは, 😀🎉",
+from sluice.cli import tiny_weights
+from sluice.cli.tiny_model import (
+    CHATML,
+    CONTEXT_LENGTH,
+    CORPUS,
+    END_OF_TEXT,
+    SPECIAL_TOKENS,
+    TURN_END,
+    TURN_START,
+    VOCAB_SIZE,
+    build_servable_model,
+    build_tiny_model,
 )
+from sluice.cli.tiny_weights import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, LAYERS, Tensors
 
+__all__ = [
+    "CHATML",
+    "CONTEXT_LENGTH",
+    "CORPUS",
+    "END_OF_TEXT",
+    "SPECIAL_TOKENS",
+    "TURN_END",
+    "TURN_START",
+    "VOCAB_SIZE",
+    "ServableFolders",
+    "build_servable",
+    "build_servable_model",
+    "build_tiny_model",
+]
 
-def build_tiny_model(folder: Path) -> Path:
-    """Writes a byte-level BPE tokenizer with a ChatML template and the configuration files beside it.
-
-    Args:
-        folder: where to write; made when missing.
-
-    Returns:
-        `folder`, with tokenizer.json, tokenizer_config.json, generation_config.json and config.json. The end-of-turn
-        token and the end-of-text token both end a generation; there is no BOS. Equal on every run.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=[AddedToken(text, special=True, normalized=False) for text in SPECIAL_TOKENS],
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(CORPUS * 4, trainer)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    end_of_text, _, turn_end = (tokenizer.token_to_id(text) for text in SPECIAL_TOKENS)
-    _write(
-        folder / "tokenizer_config.json",
-        {
-            "bos_token": None,
-            "eos_token": TURN_END,
-            "pad_token": END_OF_TEXT,
-            "model_max_length": CONTEXT_LENGTH,
-            "chat_template": CHATML,
-        },
-    )
-    _write(folder / "generation_config.json", {"eos_token_id": [turn_end, end_of_text]})
-    _write(
-        folder / "config.json",
-        {
-            "model_type": "qwen3",
-            "max_position_embeddings": CONTEXT_LENGTH,
-            "vocab_size": tokenizer.get_vocab_size(),
-            "eos_token_id": turn_end,
-        },
-    )
-    return folder
+ADAPTER_RANK, ADAPTER_ALPHA = 8, 16
 
 
 class ServableFolders(NamedTuple):
@@ -135,28 +64,45 @@ def build_servable(folder: Path) -> ServableFolders:
     made = ServableFolders(*(folder / name for name in ("model", "embedder", "adapter", "adapter-2")))
     done = folder / ".done"
     if not done.exists():
-        _build_model(made.model)
-        _build_model(made.embedder)
+        build_servable_model(made.model)
+        build_servable_model(made.embedder)
         _add_pooling(made.embedder)
         for seed, adapter in enumerate((made.adapter, made.second_adapter)):
             adapter.mkdir(parents=True, exist_ok=True)
-            _write(adapter / "adapter_config.json", tiny_weights.adapter_settings(str(made.model)))
-            tiny_weights.write_safetensors(
-                adapter / "adapter_model.safetensors", tiny_weights.adapter_weights(seed + 1)
-            )
+            _write(adapter / "adapter_config.json", adapter_settings(str(made.model)))
+            tiny_weights.write_safetensors(adapter / "adapter_model.safetensors", adapter_weights(seed + 1))
         done.touch()
     return made
 
 
-def _build_model(folder: Path) -> None:
-    build_tiny_model(folder)
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    vocab_size = tokenizer.get_vocab_size()
-    settings = tiny_weights.model_settings(vocab_size, CONTEXT_LENGTH, tokenizer.token_to_id(TURN_END))
-    _write(folder / "config.json", settings)
-    tokenizer_config = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
-    _write(folder / "tokenizer_config.json", {**tokenizer_config, "tokenizer_class": "PreTrainedTokenizerFast"})
-    tiny_weights.write_safetensors(folder / "model.safetensors", tiny_weights.model_weights(vocab_size))
+def adapter_settings(base: str) -> dict[str, object]:
+    """What adapter_config.json says, in PEFT's form."""
+    return {
+        "base_model_name_or_path": base,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "lora_alpha": ADAPTER_ALPHA,
+        "lora_dropout": 0.0,
+        "peft_type": "LORA",
+        "r": ADAPTER_RANK,
+        "target_modules": ["q_proj", "v_proj"],
+        "task_type": "CAUSAL_LM",
+    }
+
+
+def adapter_weights(seed: int) -> Tensors:
+    """A LoRA adapter strong enough to change what the model says."""
+    random = numpy.random.default_rng(seed)
+    tensors: Tensors = {}
+    for layer in range(LAYERS):
+        for name, rows in (("q_proj", HEADS * HEAD_DIM), ("v_proj", KV_HEADS * HEAD_DIM)):
+            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            down = random.standard_normal((ADAPTER_RANK, HIDDEN)) * 0.2
+            up = random.standard_normal((rows, ADAPTER_RANK)) * 0.2
+            tensors[f"{prefix}.lora_A.weight"] = down.astype(numpy.float32)
+            tensors[f"{prefix}.lora_B.weight"] = up.astype(numpy.float32)
+    return tensors
 
 
 def _add_pooling(folder: Path) -> None:

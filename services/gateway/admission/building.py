@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
+from ipaddress import ip_address
 
+from services.common.addresses import host_port
 from services.common.tasks import TaskOwner
+from services.gateway.admission import scopes
 from services.gateway.admission.gate import Gate
-from services.gateway.admission.keys import KeyFile
+from services.gateway.admission.keys import ANONYMOUS, ApiKey, KeyFile
 from services.gateway.admission.limits import Limiter
 from services.gateway.admission.line import Line
 from services.gateway.admission.memory import MemoryLimiter
@@ -14,16 +18,38 @@ from services.gateway.admission.settings import AdmissionSettings
 
 log = logging.getLogger(__name__)
 
-_LOOPBACK = ("127.", "localhost:", "[::1]:")
-
 
 def build_gate(settings: AdmissionSettings, listen: str, tasks: TaskOwner) -> Gate:
     """The gate; SluiceError when the key file cannot be read or the Redis URL is none."""
     keys = KeyFile(settings.api_keys_file) if settings.api_keys_file is not None else None
-    if keys is None and not listen.startswith(_LOOPBACK):
-        log.warning("everybody who reaches this address may ask: set --api-keys-file", extra={"address": listen})
+    anonymous = _anonymous(settings, listen)
+    if keys is None and not _is_loopback(settings.published_host or _host(listen)):
+        log.warning(
+            "every client that reaches this address may use the models: set --api-keys-file",
+            extra={"address": listen, "scopes": ",".join(scopes.ordered(anonymous.scopes))},
+        )
     line = Line(settings.max_requests, settings.max_waiting, settings.line_timeout_s)
-    return Gate(keys, _limiter(settings, tasks), line, tasks)
+    return Gate(keys, _limiter(settings, tasks), line, tasks, anonymous, settings.tenant_salt)
+
+
+def _anonymous(settings: AdmissionSettings, listen: str) -> ApiKey:
+    """The key of requests where there are no API keys."""
+    if settings.anonymous_scopes is not None:
+        return replace(ANONYMOUS, scopes=scopes.parse(settings.anonymous_scopes))
+    local = _is_loopback(settings.published_host or _host(listen))
+    return ANONYMOUS if local else replace(ANONYMOUS, scopes=scopes.DEFAULT)
+
+
+def _host(listen: str) -> str:
+    place = host_port(listen)
+    return place[0] if place else listen
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _limiter(settings: AdmissionSettings, tasks: TaskOwner) -> Limiter:

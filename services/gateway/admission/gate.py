@@ -11,25 +11,39 @@ from typing import Any
 from services.common.errors import ErrorKind, SluiceError
 from services.common.tasks import TaskOwner
 from services.gateway.admission import refusals
-from services.gateway.admission.keys import ANONYMOUS, ApiKey, KeyFile
+from services.gateway.admission.keys import ANONYMOUS, STRANGER, ApiKey, KeyFile
 from services.gateway.admission.limits import Limiter
 from services.gateway.admission.line import Line
 from services.gateway.admission.metrics import AdmissionMetrics
 from services.gateway.admission.permit import Permit
 from services.gateway.admission.refusals import Refused
+from services.gateway.admission.tenants import TenantSalt
 
 
 class Gate:
     """Lets requests in and out.
 
     Args:
-        keys: None: everybody may come, as one anonymous key without limits.
+        keys: None: every request is admitted with the key `anonymous`.
         limiter: counts what keys with limits use.
         tasks: owns the settling of requests that are over.
+        anonymous: key of requests to a gateway without keys.
+        tenant_salt: whether tenants get parts of the prefix cache of their own; "auto": as soon as the file of keys
+            has two of them.
     """
 
-    def __init__(self, keys: KeyFile | None, limiter: Limiter, line: Line, tasks: TaskOwner) -> None:
+    def __init__(
+        self,
+        keys: KeyFile | None,
+        limiter: Limiter,
+        line: Line,
+        tasks: TaskOwner,
+        anonymous: ApiKey = ANONYMOUS,
+        tenant_salt: TenantSalt = "auto",
+    ) -> None:
         self._keys = keys
+        self._anonymous = anonymous
+        self._tenant_salt = tenant_salt
         self._limiter = limiter
         self._tasks = tasks
         self._metrics = AdmissionMetrics(lambda: line.waiting, lambda: line.running)
@@ -42,16 +56,29 @@ class Gate:
 
     def authenticate(self, shown: str | None) -> ApiKey:
         """Whose request it is; SluiceError(UNAUTHENTICATED) when no valid key was shown."""
-        if self._keys is None:
-            return ANONYMOUS
-        key = self._keys.ring.find(shown) if shown else None
+        key = self._find(shown)
         if key is None:
             raise self._told(refusals.no_key(bool(shown)))
         return key
 
+    def identify(self, shown: str | None) -> Permit:
+        """Permit of a request to a path that needs no key: of its key, or of a stranger."""
+        return self.look_in(self._find(shown) or STRANGER)
+
+    def _find(self, shown: str | None) -> ApiKey | None:
+        if self._keys is None:
+            return self._anonymous
+        return self._keys.ring.find(shown) if shown else None
+
     def look_in(self, key: ApiKey) -> Permit:
         """For a request that asks for no work: it is not counted and does not wait."""
-        return Permit(key, "", None, None, self._metrics.refused)
+        return Permit(key, "", None, None, self._metrics.refused, self._salts)
+
+    @property
+    def _salts(self) -> TenantSalt:
+        if self._tenant_salt == "auto" and (self._keys is None or self._keys.ring.tenants < 2):
+            return "off"
+        return self._tenant_salt
 
     async def enter(
         self, key: ApiKey, cost: float, patience_s: float, gone: Callable[[], Coroutine[Any, Any, None]]
@@ -113,7 +140,7 @@ class Gate:
             return self.look_in(key)
         request_id = secrets.token_hex(8)
         decision = await self._limiter.enter(key, request_id)
-        permit = Permit(key, request_id, self._limiter, decision, self._metrics.refused)
+        permit = Permit(key, request_id, self._limiter, decision, self._metrics.refused, self._salts)
         if decision.refused_by is not None:
             raise self._told(refusals.over(key, decision))
         return permit

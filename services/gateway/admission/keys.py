@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from services.common.errors import ErrorKind, SluiceError, invalid
+from services.gateway.admission import scopes
+from services.gateway.admission.scopes import Scope
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +32,7 @@ MOST_PRIORITY = 9
 MOST_WEIGHT = 100
 _ID = re.compile(r"[0-9a-f]{12}")
 _HASH = re.compile(r"[0-9a-f]{64}")
+_TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _NOBODY = "0" * 64
 
 
@@ -49,6 +52,8 @@ class ApiKey:
         priority: 0 to 9; requests of a higher one leave the line first.
         weight: 1 to 100; its share of the line among keys of the same priority.
         revoked: it is known and not valid any more.
+        scopes: what its holder may do.
+        tenant: groups keys; empty: the key is a tenant of its own.
     """
 
     id: str
@@ -62,6 +67,13 @@ class ApiKey:
     priority: int = 0
     weight: int = 1
     revoked: bool = False
+    scopes: frozenset[Scope] = scopes.DEFAULT
+    tenant: str = ""
+
+    @property
+    def owner(self) -> str:
+        """The tenant whose data and whose part of the prefix cache this key reaches; the key's id where it has none."""
+        return self.tenant or self.id
 
     @property
     def limited(self) -> bool:
@@ -69,12 +81,14 @@ class ApiKey:
         return bool(self.requests_per_minute or self.tokens_per_minute or self.concurrency)
 
     def may_use(self, model: str) -> bool:
-        """Whether it may ask this model."""
-        return not self.models or model in self.models
+        """Whether it may use this model, or this LoRA adapter."""
+        return Scope.INFER in self.scopes and (not self.models or model in self.models)
 
 
-ANONYMOUS = ApiKey("anonymous", "anonymous", "")
-"""Whoever asks a gateway without keys."""
+ANONYMOUS = ApiKey("anonymous", "anonymous", "", scopes=scopes.ALL)
+"""Clients of a gateway without API keys; `--anonymous-scopes` narrows what they may do."""
+STRANGER = ApiKey("stranger", "stranger", "", scopes=frozenset())
+"""Requests without a valid key to paths that are open to them."""
 
 
 def create(name: str, **limits: Any) -> tuple[str, ApiKey]:
@@ -92,15 +106,31 @@ def create(name: str, **limits: Any) -> tuple[str, ApiKey]:
     return f"{PREFIX}-{key_id}-{secret}", record
 
 
+def changed(key: ApiKey, **changes: Any) -> ApiKey:
+    """The key with other scopes, tenant or limits; SluiceError(INVALID_ARGUMENT) for a field out of range."""
+    return _read({**record(key), **changes})
+
+
+def record(key: ApiKey) -> dict[str, Any]:
+    """The key as the file has it."""
+    return {**asdict(key), "models": list(key.models), "scopes": scopes.ordered(key.scopes)}
+
+
 def _digest(secret: str) -> str:
     return sha256(secret.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 class KeyRing:
-    """The keys that are known now."""
+    """The keys that are known now.
+
+    Attributes:
+        tenants: how many there are. Those of revoked keys count: what they left in the prefix cache must stay out of
+            reach when a file has one valid tenant left.
+    """
 
     def __init__(self, keys: Iterable[ApiKey]) -> None:
         self._keys: Mapping[str, ApiKey] = {key.id: key for key in keys}
+        self.tenants = len({key.owner for key in self._keys.values()})
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -183,7 +213,7 @@ def read(path: Path) -> list[ApiKey]:
 
 def write(path: Path, keys: Iterable[ApiKey]) -> None:
     """Replaces the file in one step, readable by its owner only; OSError when that fails."""
-    content = {"keys": [{**asdict(key), "models": list(key.models)} for key in keys]}
+    content = {"keys": [record(key) for key in keys]}
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
@@ -227,7 +257,15 @@ def _read(each: Any) -> ApiKey:
         raise invalid("models must be a list of names.", param="models")
     if not isinstance(each.get("revoked", False), bool):
         raise invalid("revoked must be true or false.", param="revoked")
-    return ApiKey(**{**each, "models": tuple(models)})
+    tenant = each.get("tenant", "")
+    if tenant != "" and (not isinstance(tenant, str) or not _TENANT.fullmatch(tenant) or tenant == ANONYMOUS.id):
+        raise invalid(
+            "tenant must be 1 to 64 letters, digits, dots, dashes or underscores, and not 'anonymous'.", param="tenant"
+        )
+    names = each.get("scopes", scopes.DEFAULT)
+    if not isinstance(names, list | tuple | frozenset):
+        raise invalid("scopes must be a list of names.", param="scopes")
+    return ApiKey(**{**each, "models": tuple(models), "scopes": scopes.parse(names)})
 
 
 def _unreadable(path: Path, why: str) -> SluiceError:

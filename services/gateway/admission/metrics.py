@@ -9,13 +9,13 @@ from services.common.label_bounds import Label
 from services.gateway.metrics import METRICS
 
 REASONS = (
-    "no_key", "wrong_key", "model", "requests", "tokens", "concurrency", "request_too_large",
+    "no_key", "wrong_key", "model", "scope", "requests", "tokens", "concurrency", "request_too_large",
     "line_full", "line_timeout",
 )  # fmt: skip
 REFUSED = METRICS.counter(
     "refused",
     "requests that admission refused",
-    Label("reason", "no valid key, a model that is not the key's, a limit of the key, or the line", REASONS),
+    Label("reason", "no valid key, a model or a scope that is not the key's, a limit of the key, or the line", REASONS),
 )
 LINE_WAIT = METRICS.histogram(
     "line_wait",

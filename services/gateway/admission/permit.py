@@ -6,9 +6,11 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Protocol
 
-from services.gateway.admission import refusals
-from services.gateway.admission.keys import ANONYMOUS, ApiKey
+from services.gateway.admission import refusals, tenants
+from services.gateway.admission.keys import ANONYMOUS, STRANGER, ApiKey
 from services.gateway.admission.limits import Decision, Limiter
+from services.gateway.admission.scopes import Scope
+from services.gateway.admission.tenants import TenantSalt
 
 
 class Used(Protocol):
@@ -28,6 +30,8 @@ class Permit:
     Attributes:
         key: whose request it is.
         decision: what the limits said last; None when nothing is counted.
+        salts: whether its tenant has a part of the prefix cache of its own: "off", "on", or "auto", which allows the
+            request to run where no engine can do that.
     """
 
     def __init__(
@@ -37,8 +41,10 @@ class Permit:
         limiter: Limiter | None,
         decision: Decision | None,
         on_refused: Callable[[str], None] = lambda reason: None,
+        salts: TenantSalt = "off",
     ) -> None:
         self.key = key
+        self.salts = salts
         self.request_id = request_id
         self.decision = decision
         self._limiter = limiter
@@ -47,14 +53,50 @@ class Permit:
         self._used: list[Used] = []
         self._also = 0
 
+    @property
+    def owner(self) -> str:
+        """The tenant whose data the request reaches."""
+        return self.key.owner
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the request showed a valid key, or the gateway needs none."""
+        return self.key is not STRANGER
+
+    def may(self, scope: Scope) -> bool:
+        """Whether the key has a scope."""
+        return scope in self.key.scopes
+
+    def require(self, scope: Scope, field: str = "", subject: str = "") -> None:
+        """Raises SluiceError(PERMISSION_DENIED) when the key lacks a scope.
+
+        Args:
+            field: header or field of the body that needs it.
+            subject: what else needs it, such as a path.
+        """
+        if scope not in self.key.scopes:
+            raise self._told(refusals.lacks(self.key, scope, field, subject or field))
+
     def may_use(self, model: str) -> bool:
         """Whether it may ask this model."""
         return self.key.may_use(model)
 
-    def check_model(self, model: str) -> None:
-        """SluiceError(403) when it may not."""
+    def check_model(self, model: str, field: str = "model") -> None:
+        """Raises SluiceError(PERMISSION_DENIED) when it may not.
+
+        Args:
+            field: of the client's request that names the model, or the adapter.
+        """
         if not self.key.may_use(model):
-            raise self._told(refusals.not_for(model))
+            raise self._told(refusals.not_for(model, field))
+
+    def cache_salt(self, chosen: str) -> str:
+        """The salt that separates the request's tenant from others.
+
+        Args:
+            chosen: the client's own; empty for none.
+        """
+        return tenants.salted(self.owner, chosen)
 
     async def charge(self, tokens: int) -> None:
         """Takes what a prompt and its answer may need, before anything runs; what was not needed comes back at the end.

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from services.common.errors import ErrorKind, SluiceError
-from services.gateway.admission.keys import ApiKey
+from services.gateway.admission.keys import ANONYMOUS, ApiKey
 from services.gateway.admission.limits import Decision, Limit
+from services.gateway.admission.scopes import Scope
 
 LONGEST_RETRY_S = 3600.0
+LONGEST_NAME = 200
+"""Characters of a client's name that an error repeats."""
 
 
 class Refused(SluiceError):
@@ -37,10 +40,21 @@ def no_key(shown: bool) -> Refused:
     return Refused("wrong_key" if shown else "no_key", ErrorKind.UNAUTHENTICATED, said, "invalid_api_key")
 
 
-def not_for(model: str) -> Refused:
-    """The key may use other models."""
-    said = f"This API key may not use the model {model!r}."
-    return Refused("model", ErrorKind.PERMISSION_DENIED, said, "model_not_allowed", param="model")
+def not_for(model: str, field: str) -> Refused:
+    """The key may use other models, and other adapters."""
+    kind = "model" if field == "model" else "adapter"
+    said = f"This API key may not use the {kind} {model[:LONGEST_NAME]!r}."
+    return Refused("model", ErrorKind.PERMISSION_DENIED, said, "model_not_allowed", param=field)
+
+
+def lacks(key: ApiKey, scope: Scope, field: str, subject: str) -> Refused:
+    """The key does not have the scope that a path, a header or a field needs."""
+    if key.id == ANONYMOUS.id:
+        why = "this gateway's --anonymous-scopes do not grant"
+    else:
+        why = f"this API key lacks (an operator can grant it: sluice keys set {key.id} --scope …)"
+    said = f"{subject[:LONGEST_NAME]} needs the scope '{scope}', which {why}."
+    return Refused("scope", ErrorKind.PERMISSION_DENIED, said, "scope_missing", param=field)
 
 
 def no_room(reason: str, why: str, wait_s: float) -> Refused:

@@ -6,11 +6,13 @@ role that follow each other are one turn.
 
 from __future__ import annotations
 
+from collections.abc import Container, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
 
+from services.common.budgets import Budget
 from services.gateway.turns.places import Place
 
 _READ = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
@@ -26,6 +28,9 @@ _WHY = {
 class Chat:
     """A chat's messages and where each comes from.
 
+    Until `join_answers` the content of the assistant's messages is the list of its texts: turns that follow each other
+    are one message, and each would copy what came before it.
+
     Attributes:
         open_calls: ids of the last turn's calls that have no result yet.
         place: of the last turn.
@@ -40,28 +45,40 @@ class Chat:
         self.messages.append(message)
         self.paths.append(path)
 
+    def join_answers(self) -> None:
+        """Makes the assistant's contents texts; nothing is added to the chat afterwards."""
+        for message in self.messages:
+            if message["role"] == "assistant":
+                message["content"] = "".join(message["content"])
+
     @property
     def continues(self) -> bool:
         """Whether the last message is one that the model is to go on with."""
         return bool(self.messages[-1]["role"] == "assistant")
 
 
-def read_chat(system: Any, messages: list[Any]) -> Chat:
-    """The chat; SluiceError(INVALID_ARGUMENT) names what is wrong or what no model here can read."""
+def read_chat(system: Any, messages: list[Any], list_items: Budget) -> Chat:
+    """The chat; SluiceError(INVALID_ARGUMENT) names what is wrong or what no model here can read.
+
+    Args:
+        list_items: longest list of messages, or of a message's blocks.
+    """
     chat = Chat()
     if system:
-        text = _texts(Place(system, "system", "."))
+        text = _texts(Place(system, "system", ".", list_items))
         if text:
             chat.add({"role": "system", "content": text}, "system")
+    place = Place(messages, "messages", ".", list_items)
     last: Place | None = None
-    for last in Place(messages, "messages", ".").items():
+    for last in place.items():
         _read(last, chat)
     if chat.open_calls and last is not None:
         raise _unanswered(last, chat.open_calls)
+    chat.join_answers()
     if chat.messages and chat.messages[-1] == {"role": "assistant", "content": ""}:
         del chat.messages[-1], chat.paths[-1]  # there is nothing to go on with
     if not any(message["role"] != "system" for message in chat.messages):
-        raise Place(messages, "messages", ".").wrong("at least one message must say something")
+        raise place.wrong("at least one message must say something")
     _check_prefill(chat, last)
     return chat
 
@@ -74,7 +91,7 @@ def _read(place: Place, chat: Chat) -> None:
     if role == "system":
         chat.add({"role": "system", "content": _texts(content)}, place.path)
         return
-    blocks = [Place({"type": "text", "text": content.value}, content.path, ".")]
+    blocks = [content.instead({"type": "text", "text": content.value})]
     if not isinstance(content.value, str):
         blocks = list(content.items())
     for block in blocks:
@@ -105,11 +122,12 @@ def check_mark(place: Place) -> None:
 
 def _read_question(place: Place, blocks: list[Place], chat: Chat) -> None:
     texts = []
-    answered = []
+    called = set(chat.open_calls)
+    answered = set()
     for block in blocks:
         kind = block.value["type"]
         if kind == "tool_result":
-            answered.append(_read_result(block, chat))
+            answered.add(_read_result(block, chat, called))
         elif kind == "text":
             texts.append(_text(block))
         else:
@@ -122,11 +140,11 @@ def _read_question(place: Place, blocks: list[Place], chat: Chat) -> None:
         _append(chat, "user", texts, place.path)
 
 
-def _read_result(block: Place, chat: Chat) -> str:
+def _read_result(block: Place, chat: Chat, called: Set[str]) -> str:
     block.fields("type", "tool_use_id", "content", "is_error", "cache_control", "toolset_name")
     block.under("toolset_name").ignored(why="there are no toolsets here")
     call = block.under("tool_use_id")
-    if call.text(empty=False) not in chat.open_calls:
+    if call.text(empty=False) not in called:
         raise call.wrong(f"is {call.value[:64]!r}, but the message before has no `tool_use` block with this id")
     content = block.under("content")
     said = "" if content.value is None else _texts(content)
@@ -139,10 +157,9 @@ def _read_result(block: Place, chat: Chat) -> str:
 def _read_answer(place: Place, blocks: list[Place], chat: Chat) -> None:
     if chat.open_calls:
         raise _unanswered(place, chat.open_calls)
-    said: dict[str, Any] = {"role": "assistant", "content": ""}
     texts: list[str] = []
     thoughts: list[str] = []
-    calls: list[dict[str, Any]] = []
+    calls: dict[str, dict[str, Any]] = {}
     for block in blocks:
         kind = block.value["type"]
         if kind == "text":
@@ -152,28 +169,30 @@ def _read_answer(place: Place, blocks: list[Place], chat: Chat) -> None:
             block.under("signature").optional(str)
             thoughts.append(block.under("thinking").text())
         elif kind == "tool_use":
-            calls.append(_read_call(block, calls))
+            call = _read_call(block, calls)
+            calls[call["id"]] = call
         else:
             what = "was not written here; leave it out" if kind == "redacted_thinking" else "belongs to the user"
             raise block.under("type").wrong(f"is {kind!r}, which {what}")
-    said["content"] = "".join(texts)
+    said: dict[str, Any] = {}
     if thought := "".join(thoughts):
         said["reasoning_content"] = thought
     if calls:
-        said["tool_calls"] = calls
-        chat.open_calls = [call["id"] for call in calls]
+        said["tool_calls"] = list(calls.values())
+        chat.open_calls = list(calls)
     last = chat.messages[-1] if chat.messages else {}
     if last.get("role") == "assistant":  # has no calls: they would be unanswered
-        chat.messages[-1] = {**last, **said, "content": last["content"] + said["content"]}
+        last["content"] += texts
+        last |= said
     else:
-        chat.add(said, place.path)
+        chat.add({"role": "assistant", "content": texts, **said}, place.path)
 
 
-def _read_call(block: Place, others: list[dict[str, Any]]) -> dict[str, Any]:
+def _read_call(block: Place, others: Container[str]) -> dict[str, Any]:
     block.fields("type", "id", "name", "input", "cache_control", "caller", "toolset_name")
     block.under("toolset_name").ignored(why="there are no toolsets here")
     call = block.under("id")
-    if call.text(empty=False) in [other["id"] for other in others]:
+    if call.text(empty=False) in others:
         raise call.wrong("is that of another `tool_use` block; ids must be unique")
     given = block.under("input")
     if given.optional(dict) is None:
@@ -187,9 +206,9 @@ def _append(chat: Chat, role: str, texts: list[str], path: str) -> None:
     parts = [{"type": "text", "text": text} for text in texts]
     last = chat.messages[-1] if chat.messages else {}
     if last.get("role") == role:
-        before = last["content"]
-        known = before if isinstance(before, list) else [{"type": "text", "text": before}]
-        last["content"] = [*known, *parts]
+        if isinstance(last["content"], str):
+            last["content"] = [{"type": "text", "text": last["content"]}]
+        last["content"] += parts
     else:
         chat.add({"role": role, "content": texts[0] if len(texts) == 1 else parts}, path)
 

@@ -7,22 +7,24 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from services.common.errors import SluiceError, invalid
+from services.gateway.body_budgets import BodyBudgets
+from services.gateway.openai.checking import MAX_NAME
 from services.gateway.openai.refusals import UNSUPPORTED
 
 M = TypeVar("M", bound=BaseModel)
 
 
-def check(kind: type[M], body: dict[str, Any]) -> M:
+def check(kind: type[M], body: dict[str, Any], budgets: BodyBudgets) -> M:
     """The body as a request of this kind; SluiceError(INVALID_ARGUMENT) names the first field that is wrong."""
     try:
-        return kind.model_validate(body)
+        return kind.model_validate(body, context=budgets)
     except ValidationError as error:
         raise _explain(error) from None
 
 
 def _explain(error: ValidationError) -> SluiceError:
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    parts = [str(part) for part in first["loc"] if part != "[key]"]
+    parts = [str(part)[:MAX_NAME] for part in first["loc"] if part != "[key]"]
     said = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
         return _named(parts, "Extra inputs are not permitted")

@@ -55,10 +55,7 @@ def speaks_anthropic(scope: Scope) -> bool:
 
 
 class AnthropicDialect:
-    """Gives requests of Anthropic's clients an id, and answers that are errors Anthropic's form.
-
-    A key in `x-api-key` is shown to what lies inside as `authorization`, where there is none.
-    """
+    """Gives requests of Anthropic's clients an id, and answers that are errors Anthropic's form."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -68,16 +65,8 @@ class AnthropicDialect:
             await self._app(scope, receive, send)
             return
         request_id = f"req_{secrets.token_hex(12)}"
-        headers = _with_authorization(scope["headers"])
-        scope = {**scope, "headers": headers, "state": {**scope.get("state", {}), "request_id": request_id}}
+        scope = {**scope, "state": {**scope.get("state", {}), "request_id": request_id}}
         await self._app(scope, receive, _Answer(send, request_id))
-
-
-def _with_authorization(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    given = dict(headers)
-    if b"x-api-key" not in given or b"authorization" in given:
-        return headers
-    return [*headers, (b"authorization", b"Bearer " + given[b"x-api-key"])]
 
 
 class _Answer:

@@ -59,12 +59,13 @@ class MessagesEndpoints:
     def __init__(self, conductor: Conductor, settings: GatewaySettings) -> None:
         self._conductor = conductor
         self._settings = settings
+        self._budgets = settings.budgets
         self._switchless: dict[str, None] = {}  # models whose templates know no switch for thinking
 
     async def messages(self, request: Request) -> Response:
         """Create a message."""
         _check_version(request)
-        fields = check(MessagesRequest, await self._body(request))
+        fields = check(MessagesRequest, await self._body(request), self._budgets)
         message_id = f"msg_{secrets.token_hex(12)}"
         logs.request_id.set(message_id)
         with telemetry.stage(
@@ -90,7 +91,7 @@ class MessagesEndpoints:
     async def count_tokens(self, request: Request) -> Response:
         """Count the tokens of a prompt without answering it."""
         _check_version(request)
-        fields = check(CountTokensRequest, await self._body(request))
+        fields = check(CountTokensRequest, await self._body(request), self._budgets)
         with telemetry.stage("gateway.tokenize", parent=dict(request.headers), model=fields.model):
             translated = self._translated(fields, "count")
             try:
@@ -103,14 +104,14 @@ class MessagesEndpoints:
 
     async def _body(self, request: Request) -> dict[str, Any]:
         limit = int(self._settings.max_body_mb * (1 << 20))
-        return await read_json(request, limit, self._settings.body_timeout_s)
+        return await read_json(request, limit, self._settings.body_timeout_s, self._budgets.values)
 
     def _translated(self, fields: PromptFields, message_id: str) -> Translated:
         able = Able(self._conductor.can(fields.model, "guided_json"), self._bounds_thinking(fields.model))
-        return translate(fields, message_id, able, fields.model not in self._switchless)
+        return translate(fields, message_id, able, self._budgets, fields.model not in self._switchless)
 
     def _bounds_thinking(self, model: str) -> bool:
-        entries = self._conductor.pipeline.catalogue.of_model(model)
+        entries = self._conductor.pipelines.catalogue.of_model(model)
         return bool(entries) and all("thinking_token_budget" in entry.capabilities for entry in entries)
 
     def _remarks(self, fields: MessagesRequest) -> list[Remark]:
@@ -131,9 +132,9 @@ class MessagesEndpoints:
         if error.code != "context_length_exceeded" or error.param != "max_tokens" or attempt.clipped:
             return None
         generation = attempt.translated.generation
-        entry = self._conductor.pipeline.catalogue.model(fields.model)
+        entry = self._conductor.pipelines.catalogue.model(fields.model)
         try:
-            prompt = await self._conductor.pipeline.preprocess.tokenize(entry.model, generation.prompt, 0, "", "")
+            prompt = await self._conductor.pipelines.preprocess.tokenize(entry.model, generation.prompt, 0, "", "")
         except SluiceError as failure:  # where the engine makes prompts, preprocess sees this one first here
             respell = attempt.translated.respell
             if self._forget_switch(fields.model, respell(failure)):
@@ -155,10 +156,10 @@ class MessagesEndpoints:
         return True
 
     async def _length(self, translated: Translated) -> int:
-        pipeline = self._conductor.pipeline
-        entry = pipeline.catalogue.model(translated.generation.model)
+        pipelines = self._conductor.pipelines
+        entry = pipelines.catalogue.model(translated.generation.model)
         try:
-            return (await pipeline.preprocess.tokenize(entry.model, translated.generation.prompt, 0, "", "")).length
+            return (await pipelines.preprocess.tokenize(entry.model, translated.generation.prompt, 0, "", "")).length
         except SluiceError as error:
             raise translated.respell(error) from None
 

@@ -7,32 +7,29 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, WithJsonSchema, model_validator
 
 from services.gateway.anthropic.documented import MESSAGES, SYSTEM, TOOL_CHOICE, TOOLS
-from services.gateway.openai.fields import MAX_STOP_STRINGS, MAX_TOKEN_ID, Strict
+from services.gateway.openai.fields import MAX_STOP_STRINGS, MAX_TOKEN_ID, Strict, within_list_items
 from services.gateway.openai.refusals import refuse, refused
 from services.gateway.turns.extensions import EngineExtensions
 
-MAX_MESSAGES = 100_000
 MAX_TOOLS = 1024
 LEAST_BUDGET = 1024
 
 
-def _messages(value: Any) -> Any:
+def _messages(value: Any, info: ValidationInfo) -> Any:
     if not isinstance(value, list):
         raise ValueError("must be a list of messages")
     if not value:
         raise ValueError("at least one message is required")
-    if len(value) > MAX_MESSAGES:
-        raise ValueError(f"more than {MAX_MESSAGES} messages")
-    return value
+    return within_list_items(value, info)
 
 
-def _system(value: Any) -> Any:
+def _system(value: Any, info: ValidationInfo) -> Any:
     if not isinstance(value, str | list):
         raise ValueError("must be a string or a list of text blocks")
-    return value
+    return within_list_items(value, info)
 
 
 def _tools(value: Any) -> Any:
@@ -129,7 +126,7 @@ class MessagesRequest(PromptFields, EngineExtensions):
 
     max_tokens: int = Field(ge=1, le=MAX_TOKEN_ID)
     stream: bool | None = None
-    stop_sequences: list[StopSequence] | None = Field(None, max_length=MAX_STOP_STRINGS)
+    stop_sequences: list[StopSequence] | None = Field(None, max_length=MAX_STOP_STRINGS, fail_fast=True)
     temperature: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
     top_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
     top_k: int | None = Field(None, ge=0, lt=2**31)

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from services.common.budgets import Budget
 from services.gateway.anthropic.blocks import check_mark
 from services.gateway.turns.places import Place
 
@@ -21,11 +22,11 @@ class Tools:
     parallel: bool
 
 
-def read_tools(tools: list[Any], tool_choice: Any) -> Tools:
+def read_tools(tools: list[Any], tool_choice: Any, list_items: Budget) -> Tools:
     """Checked tools; SluiceError(INVALID_ARGUMENT) names what is wrong, or what only Anthropic can run."""
     chat: list[dict[str, Any]] = []
     names: set[str] = set()
-    for place in Place(tools, "tools", ".").items():
+    for place in Place(tools, "tools", ".", list_items).items():
         tool = _tool(place)
         name = tool["function"]["name"]
         if name in names:
@@ -34,7 +35,7 @@ def read_tools(tools: list[Any], tool_choice: Any) -> Tools:
         chat.append(tool)
     if tool_choice is None:
         return Tools(chat, None, True)
-    return _chosen(chat, names, Place(tool_choice, "tool_choice", "."))
+    return _chosen(chat, names, Place(tool_choice, "tool_choice", ".", list_items))
 
 
 def _tool(place: Place) -> dict[str, Any]:

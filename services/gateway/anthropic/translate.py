@@ -9,6 +9,7 @@ from services.common.errors import SluiceError
 from services.gateway.anthropic.blocks import Chat, read_chat
 from services.gateway.anthropic.schemas import MessagesRequest, PromptFields
 from services.gateway.anthropic.tools import Tools, read_tools
+from services.gateway.body_budgets import BodyBudgets
 from services.gateway.generation import GenerationRequest
 from services.gateway.openai.checking import check
 from services.gateway.openai.schemas import ChatCompletionRequest
@@ -69,7 +70,9 @@ class Translated:
         )
 
 
-def translate(fields: PromptFields, request_id: str, able: Able, switched: bool = True) -> Translated:
+def translate(
+    fields: PromptFields, request_id: str, able: Able, budgets: BodyBudgets, switched: bool = True
+) -> Translated:
     """The chat that a request comes to.
 
     Args:
@@ -78,12 +81,13 @@ def translate(fields: PromptFields, request_id: str, able: Able, switched: bool 
     Raises:
         SluiceError: INVALID_ARGUMENT names what cannot be honoured, in the client's words.
     """
-    tools = read_tools(fields.tools, fields.tool_choice)
-    chat = read_chat(fields.system, fields.messages)
+    tools = read_tools(fields.tools, fields.tool_choice, budgets.list_items)
+    chat = read_chat(fields.system, fields.messages, budgets.list_items)
     spelling = Spelling(chat.paths, [f"tools.{index}" for index in range(len(tools.chat))], _OF_TOOL, _NAMES)
     body = _chat(fields, chat, tools, able, switched)
     try:
-        made = chat_request(body, check(ChatCompletionRequest, body), request_id, 1, able.guided)
+        checked = check(ChatCompletionRequest, body, budgets)
+        made = chat_request(body, checked, request_id, 1, budgets, able.guided)
     except SluiceError as error:
         raise spelling.of(error) from None
     return Translated(made, spelling)

@@ -13,6 +13,7 @@ import grpc
 from services.common.errors import SluiceError, not_found, unavailable
 from services.common.replicas import ReplicaSet
 from services.common.tasks import asked_to_end
+from services.gateway.admission import permit as permits
 from services.gateway.generation import Role
 from sluice.v1 import router_pb2, router_pb2_grpc
 
@@ -97,7 +98,8 @@ class Catalogue:
         """A worker of this model, or of the model that this LoRA adapter belongs to.
 
         Raises:
-            SluiceError: NOT_FOUND for a model that no worker served lately, UNAVAILABLE when its workers are gone.
+            SluiceError: NOT_FOUND for a model that no worker served lately, with the names of those that the request's
+                key may use; UNAVAILABLE when its workers are gone.
         """
         if found := self.of_model(name):
             return found[0]
@@ -105,8 +107,10 @@ class Catalogue:
             raise unavailable(f"No worker serves model {name!r} now; try again soon.", code="no_workers")
         if not self.workers and not self._known_models:
             raise unavailable("No worker has registered yet; try again soon.", code="no_workers")
-        known = ", ".join(sorted({entry.model for entry in self.workers.values()} | set(self._known_models)))
-        raise not_found(f"The model {name!r} does not exist; there is: {known}.", param="model", code="model_not_found")
+        names = sorted({entry.model for entry in self.workers.values()} | set(self._known_models))
+        known = ", ".join(filter(permits.current().may_use, names))
+        choice = f"; there is: {known}" if known else ""
+        raise not_found(f"The model {name!r} does not exist{choice}.", param="model", code="model_not_found")
 
     def of_model(self, name: str) -> list[WorkerEntry]:
         """Every worker of a model; where the name is a LoRA adapter's, those that hold it."""

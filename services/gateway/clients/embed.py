@@ -106,7 +106,6 @@ class EmbedClient:
             link = self._pick(message.model, message.lora, tried)
             tried.add(link.worker_id)
             auditing.computing(link.worker_id)
-            link.live += 1
             link.embedding += 1
             try:
                 left_s = deadline - asyncio.get_running_loop().time()
@@ -125,7 +124,6 @@ class EmbedClient:
                     finally:
                         del cause  # its traceback holds this call, which must not hold it as well
             finally:
-                link.live -= 1
                 link.embedding -= 1
 
     def _pick(self, model: str, lora: str, tried: set[str]) -> WorkerLink:

@@ -8,7 +8,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from math import inf
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import grpc
 
@@ -16,9 +16,14 @@ from services.common.breaker import Breaker
 from services.common.errors import ErrorKind, SluiceError
 from services.common.session import ClientSession
 
+if TYPE_CHECKING:
+    from services.gateway.live_stream import LiveStream
+
 log = logging.getLogger(__name__)
 
 BACKOFF_S = (0.1, 2.0)
+INVALID_BACKOFF_S = (0.5, 30.0)
+"""Between sessions that ended because of what the peer sent: reconnecting and logging must stay cheap."""
 
 In = TypeVar("In")
 Out = TypeVar("Out")
@@ -34,7 +39,7 @@ class Link(ABC, Generic[Out, In]):
         on_lost: called when a session ended; every stream it carried is gone with it.
 
     Attributes:
-        live: streams this link carries now; kept by the switchboard.
+        streams: what the peer may send something for, by slot; rows and events of other slots are dropped.
         retired: takes no new streams; closed after the last one.
         sessions: how many were opened so far; a higher number means that the peer came back.
         breaker: of what was asked of the peer.
@@ -48,7 +53,7 @@ class Link(ABC, Generic[Out, In]):
         on_lost: Callable[[SluiceError], None],
     ) -> None:
         self.peer = peer
-        self.live = 0
+        self.streams: dict[int, LiveStream] = {}
         self.retired = False
         self.sessions = 0
         self.breaker = Breaker()
@@ -59,6 +64,19 @@ class Link(ABC, Generic[Out, In]):
         self._session: ClientSession[Out, In] | None = None
         self._abandoned = False
         self._garbled: SluiceError | None = None
+
+    @property
+    def live(self) -> int:
+        """Streams this link carries now."""
+        return len(self.streams)
+
+    def adopt(self, stream: LiveStream) -> None:
+        """From now on the peer may send something for this stream."""
+        self.streams[stream.slot] = stream
+
+    def release(self, stream: LiveStream) -> None:
+        """What the peer still sends for this stream is dropped; one that is not carried here is ignored."""
+        self.streams.pop(stream.slot, None)
 
     @property
     def connected(self) -> bool:
@@ -76,13 +94,16 @@ class Link(ABC, Generic[Out, In]):
 
     async def run(self) -> None:
         """Keeps a session open until cancelled."""
-        backoff = BACKOFF_S[0]
+        backoff, invalid_backoff = BACKOFF_S[0], INVALID_BACKOFF_S[0]
         while True:
             error = await self._carry_one_session()
             if error is not None:
                 log.warning("%s", error.message)
                 backoff = BACKOFF_S[0]
                 self._on_lost(error)
+            if self._garbled is not None:
+                backoff = invalid_backoff
+                invalid_backoff = min(invalid_backoff * 2, INVALID_BACKOFF_S[1])
             await asyncio.sleep(backoff * random.uniform(0.5, 1.5))
             backoff = min(backoff * 2, BACKOFF_S[1])
 
@@ -119,17 +140,30 @@ class Link(ABC, Generic[Out, In]):
         self._abandoned = True
         self.break_off()
 
-    def _take(self, message: In) -> None:
+    def _take(self, message: In | None) -> None:
         if self._abandoned:
+            return
+        if message is None:  # gRPC could not parse it, and has logged that
+            self._end_garbled(self._invalid_message())
             return
         try:
             self._on_message(message)
         except Exception:
-            log.exception("the %s says what cannot be understood; its session ends", self.peer)
-            # Not retryable: what its streams have heard may have gaps.
-            self._garbled = SluiceError(ErrorKind.INTERNAL, f"The {self.peer} said what cannot be understood.")
-            self.breaker.trip()
-            self.abandon()
+            log.exception("the %s sent an invalid message; its session ends", self.peer)
+            self._end_garbled(self._invalid_message())
+
+    def _invalid_message(self) -> SluiceError:
+        return SluiceError(ErrorKind.INTERNAL, f"The {self.peer} sent an invalid message.")
+
+    def _end_garbled(self, error: SluiceError) -> None:
+        """Ends the session because of what the peer sent.
+
+        Args:
+            error: not retryable, because what the streams of the session got may have gaps.
+        """
+        self._garbled = error
+        self.breaker.trip()
+        self.abandon()
 
     def _on_connected(self) -> None:
         """A session is open: what is said now travels on it."""

@@ -33,6 +33,11 @@ class TokenPieces:
             known = self._known[model] = {}
         return known
 
+    def forget(self, model: str) -> None:
+        """Drops what is known of a model that is not served any more."""
+        self._known.pop(model, None)
+        self._asking.pop(model, None)
+
     async def learn(self, model: str, token_ids: Iterable[int]) -> None:
         """Makes these ids known; what many streams ask for at once is asked once.
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import grpc
 
@@ -18,8 +18,12 @@ from services.gateway.clients.link import Link
 from services.gateway.generation import Finish, FinishReason, GenerationRequest, Tokenized
 from sluice.v1 import common_pb2, postprocess_pb2, postprocess_pb2_grpc
 
+if TYPE_CHECKING:
+    from services.gateway.live_stream import LiveStream
+
 MAX_WAITING_BYTES = 16 << 20
 TOKEN_BYTES_PER_MESSAGE = 2 << 20
+MOST_TOKENS = (1 << 32) - 1
 MOST_OPEN_BYTES = 12 << 20
 """Of one stream; what travels with it fits beside it into the 16 MiB that a replica takes."""
 
@@ -44,26 +48,29 @@ class Sent:
 class TextEvents(Protocol):
     """What postprocess tells the switchboard."""
 
-    def on_token_texts(self, slot: int, pieces: list[bytes], offsets: Sequence[int]) -> None:
-        """What the next tokens of a stream stand for, and the code points of text before them."""
+    def on_token_texts(self, stream: LiveStream, pieces: list[bytes], offsets: Sequence[int]) -> None:
+        """The bytes of a stream's next tokens, and the code points of text before them."""
 
-    def on_text(self, slot: int, piece: str) -> None:
+    def on_text(self, stream: LiveStream, piece: str) -> None:
         """The next text of a stream."""
 
-    def on_reasoning(self, slot: int, piece: str) -> None:
+    def on_reasoning(self, stream: LiveStream, piece: str) -> None:
         """The next reasoning of a stream."""
 
-    def on_tool_call(self, slot: int, call: int, call_id: str, name: str, arguments: str) -> None:
+    def on_tool_call(self, stream: LiveStream, call: int, call_id: str, name: str, arguments: str) -> None:
         """The next piece of a tool call of a stream."""
 
-    def on_degraded(self, slot: int, reason: str) -> None:
+    def on_degraded(self, stream: LiveStream, reason: str) -> None:
         """A stream goes on with a fallback."""
 
-    def on_finished(self, slot: int, finish: Finish) -> None:
+    def on_finished(self, stream: LiveStream, finish: Finish) -> None:
         """A stream is over."""
 
-    def on_text_failed(self, slot: int, error: SluiceError) -> None:
+    def on_text_failed(self, stream: LiveStream, error: SluiceError) -> None:
         """A stream could not be turned into text."""
+
+    def on_broken(self, stream: LiveStream, error: Exception) -> None:
+        """Handling what a peer sent for a stream raised; the other streams of the message go on."""
 
     def on_post_connected(self, link: PostLink) -> None:
         """A replica takes streams."""
@@ -108,16 +115,22 @@ class PostLink(Link[postprocess_pb2.PostSessionRequest, postprocess_pb2.TextBatc
         request: GenerationRequest,
         prompt: Tokenized,
         trace: common_pb2.TraceContext | None,
+        max_tokens: int,
         tokens: array[int] | None = None,
         sent: Sent | None = None,
     ) -> None:
-        """Opens a stream; its text comes to the events under `slot`.
+        """Opens a stream that this link has adopted; its text goes to the events.
 
         Args:
+            max_tokens: of the whole generation; text of further tokens is not wanted.
             tokens: of a stream that began on another session, all of them so far.
-            sent: how much its client has got; only the rest comes to the events.
+            sent: how much its client has got; only the rest goes to the events.
+
+        Raises:
+            SluiceError: TOO_LARGE when a replica would not take the message.
         """
         options = stream_options(request, prompt)
+        options.max_tokens = min(max(max_tokens, 1), MOST_TOKENS)
         resume = None if tokens is None or sent is None else _resume(tokens, sent)
         if resume is not None:
             self._drop_columns(slot)
@@ -126,8 +139,7 @@ class PostLink(Link[postprocess_pb2.PostSessionRequest, postprocess_pb2.TextBatc
         )
         if (size := opening.ByteSize()) > MOST_OPEN_BYTES:  # a replica would end the session, with all on it
             message = f"Stop strings and tools are {size} bytes with all that belongs to them; send fewer of them."
-            self._events.on_text_failed(slot, SluiceError(ErrorKind.TOO_LARGE, message, code="request_too_large"))
-            return
+            raise SluiceError(ErrorKind.TOO_LARGE, message, code="request_too_large")
         self._opens.append((opening, size))
         self._wake()
 
@@ -217,19 +229,37 @@ class PostLink(Link[postprocess_pb2.PostSessionRequest, postprocess_pb2.TextBatc
         return columns
 
     def _on_message(self, message: postprocess_pb2.TextBatch) -> None:
-        on_text = self._events.on_text
+        events, find, on_text = self._events, self.streams.get, self._events.on_text
         text, start = message.text, 0
         for event in message.events:
             if event.HasField("tokens"):  # tokens come before their text
-                tell_token_texts(self._events, event.slot, event)
+                self._each(event, tell_token_texts)
         for slot, length in zip(unpack_u32(message.slots), unpack_u32(message.text_lengths), strict=True):
-            on_text(slot, text[start : start + length])
+            stream = find(slot)
+            if stream is not None:
+                try:
+                    on_text(stream, text[start : start + length])
+                except Exception as error:
+                    events.on_broken(stream, error)
             start += length
         for event in message.events:
-            tell_event(self._events, event.slot, event)
+            self._each(event, tell_event)
         if message.draining:
             self.leaving = True
             self._events.on_post_leaves(self)
+
+    def _each(
+        self,
+        event: postprocess_pb2.StreamEvent,
+        tell: Callable[[TextEvents, LiveStream, postprocess_pb2.StreamEvent], None],
+    ) -> None:
+        """Passes one event on; what it raises ends its stream only."""
+        stream = self.streams.get(event.slot)
+        if stream is not None:
+            try:
+                tell(self._events, stream, event)
+            except Exception as error:
+                self._events.on_broken(stream, error)
 
     def _on_connected(self) -> None:
         self.leaving = False
@@ -269,27 +299,27 @@ def stream_options(request: GenerationRequest, prompt: Tokenized) -> postprocess
     return options
 
 
-def tell_token_texts(events: TextEvents, slot: int, event: postprocess_pb2.StreamEvent) -> None:
-    """Passes on what the next tokens of a stream stand for."""
+def tell_token_texts(events: TextEvents, stream: LiveStream, event: postprocess_pb2.StreamEvent) -> None:
+    """Passes the bytes of a stream's next tokens on."""
     tokens = event.tokens
-    events.on_token_texts(slot, split_pieces(tokens.lengths, tokens.pieces), unpack_u32(tokens.text_offsets))
+    events.on_token_texts(stream, split_pieces(tokens.lengths, tokens.pieces), unpack_u32(tokens.text_offsets))
 
 
-def tell_event(events: TextEvents, slot: int, event: postprocess_pb2.StreamEvent) -> None:
-    """Passes on what a stream says besides plain text and its tokens."""
+def tell_event(events: TextEvents, stream: LiveStream, event: postprocess_pb2.StreamEvent) -> None:
+    """Passes everything of a stream on but its plain text and the bytes of its tokens."""
     if event.text:
-        events.on_text(slot, event.text)
+        events.on_text(stream, event.text)
     if event.reasoning:
-        events.on_reasoning(slot, event.reasoning)
+        events.on_reasoning(stream, event.reasoning)
     for call in event.tool_calls:
-        events.on_tool_call(slot, call.index, call.id, call.name, call.arguments)
+        events.on_tool_call(stream, call.index, call.id, call.name, call.arguments)
     if event.degraded:
-        events.on_degraded(slot, event.degraded)
+        events.on_degraded(stream, event.degraded)
     if event.finish_reason == common_pb2.FINISH_REASON_ERROR:
-        events.on_text_failed(slot, from_detail(event.error))
+        events.on_text_failed(stream, from_detail(event.error))
     elif event.finish_reason:
         events.on_finished(
-            slot,
+            stream,
             Finish(
                 reason=FinishReason(event.finish_reason),
                 stop_string=event.stop_string,

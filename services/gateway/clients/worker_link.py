@@ -6,12 +6,13 @@ from array import array
 from collections.abc import Callable
 from dataclasses import replace
 from time import monotonic
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import grpc
 import orjson
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.budgets import Budget
+from services.common.errors import ErrorKind, SluiceError, invalid
 from services.common.grpc_errors import from_detail
 from services.common.packing import pack_u32
 from services.gateway.clients.link import Link
@@ -32,38 +33,45 @@ from services.gateway.generation import (
 )
 from sluice.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 
+if TYPE_CHECKING:
+    from services.gateway.live_stream import LiveStream
+
 START_BYTES_PER_MESSAGE = 4 << 20
 MOST_START_BYTES = 16 << 20
 """What workers take unless they are told otherwise."""
+TOKEN_BYTES = 4
+BATCH_TOKENS = Budget("batch_tokens", 1 << 18, "--max-batch-tokens")
 _AROUND_START = 64
 NONE_YET: array[int] = array("I")
 
 
 class WorkerEvents(TextEvents, Protocol):
-    """What a worker tells the switchboard; text only where it is the worker that makes it."""
+    """What arrives from a worker, each for a stream of that worker; text only where the worker makes it."""
 
-    def on_prompt(self, slot: int, token_ids: bytes) -> None:
+    def on_prompt(self, stream: LiveStream, token_ids: bytes) -> None:
         """The worker made the ids of a stream's prompt, packed u32."""
 
-    def on_tokens(self, slots: bytes, counts: bytes, token_ids: bytes) -> None:
-        """Token columns of many streams, packed u32 each."""
+    def on_tokens(self, link: WorkerLink, slots: bytes, counts: bytes, token_ids: bytes) -> None:
+        """Token columns of many streams, packed u32 each; rows of slots that are not the link's are dropped."""
 
-    def on_logprobs(self, slot: int, positions: list[PositionLogprobs]) -> None:
+    def on_logprobs(self, stream: LiveStream, positions: list[PositionLogprobs]) -> None:
         """Log-probabilities of the next tokens of a stream."""
 
-    def on_prompt_logprobs(self, slot: int, positions: list[PositionLogprobs]) -> None:
+    def on_prompt_logprobs(self, stream: LiveStream, positions: list[PositionLogprobs]) -> None:
         """Log-probabilities of a stream's prompt."""
 
-    def on_started(self, slot: int, cached_tokens: int) -> None:
+    def on_started(self, stream: LiveStream, cached_tokens: int) -> None:
         """The prompt is computed."""
 
-    def on_ended(self, slot: int, reason: FinishReason, stop_token_id: int | None, completion_tokens: int) -> None:
+    def on_ended(
+        self, stream: LiveStream, reason: FinishReason, stop_token_id: int | None, completion_tokens: int
+    ) -> None:
         """The engine is done with a stream."""
 
-    def on_handoff(self, slot: int, handoff: bytes) -> None:
+    def on_handoff(self, stream: LiveStream, handoff: bytes) -> None:
         """A prefill worker is done with its part; the decode worker goes on with what it hands over."""
 
-    def on_failed(self, slot: int, error: SluiceError) -> None:
+    def on_failed(self, stream: LiveStream, error: SluiceError) -> None:
         """The engine could not finish a stream."""
 
 
@@ -72,9 +80,11 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
 
     Args:
         most_start_bytes: largest message that the worker takes; a larger one would end the session with all on it.
+        batch_tokens: bounds the tokens of one message; a worker that sends more loses its session.
 
     Attributes:
-        embedding: of what is live, calls for vectors; of those the session says nothing.
+        embedding: calls for vectors under way, which the session does not carry.
+        keep: by slot, what appends a token to its stream; most rows are one token.
     """
 
     def __init__(
@@ -86,6 +96,7 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
         events: WorkerEvents,
         on_lost: Callable[[WorkerLink, SluiceError], None],
         most_start_bytes: int = MOST_START_BYTES,
+        batch_tokens: Budget = BATCH_TOKENS,
     ) -> None:
         super().__init__(f"worker {worker_id}", channel, connect_timeout_s, lambda error: on_lost(self, error))
         self.worker_id = worker_id
@@ -95,8 +106,25 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
         self.embedding = 0
         self._heard_at = 0.0
         self._most_start_bytes = most_start_bytes
+        self._batch_tokens = batch_tokens
+        self.keep: dict[int, Callable[[int], None]] = {}
         self._starts: list[tuple[worker_pb2.SessionStart, int]] = []  # each with its size, bytes
         self._cancels: list[int] = []
+
+    @property
+    def live(self) -> int:
+        """Streams and calls for vectors that the worker works on."""
+        return len(self.streams) + self.embedding
+
+    def adopt(self, stream: LiveStream) -> None:
+        """From now on the worker may send something for this stream."""
+        super().adopt(stream)
+        self.keep[stream.slot] = stream.tokens.append
+
+    def release(self, stream: LiveStream) -> None:
+        """What the worker still sends for this stream is dropped."""
+        super().release(stream)
+        self.keep.pop(stream.slot, None)
 
     @property
     def silent_s(self) -> float:
@@ -121,14 +149,17 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
         generated: array[int] = NONE_YET,
         part: Part | None = None,
     ) -> None:
-        """Starts a generation; its tokens come to the events under `slot`.
+        """Starts the generation of a stream that this link has adopted.
 
         Args:
             max_tokens: of the whole generation.
             generated: what earlier workers made of it; this one goes on after the last of them.
             part: of this worker, when two share the request.
+
+        Raises:
+            SluiceError: TOO_LARGE when the worker would not take the message.
         """
-        if self.live - self.embedding <= 1:  # it had nothing to generate
+        if len(self.streams) <= 1:  # it had nothing to generate
             self._heard_at = monotonic()
         self.breaker.try_pass()
         if generated:
@@ -158,8 +189,7 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
         start = worker_pb2.SessionStart(slot=slot, request=message)
         size = start.ByteSize()
         if size + _AROUND_START > self._most_start_bytes:
-            self._events.on_failed(slot, _too_large(size, self._most_start_bytes))
-            return
+            raise _too_large(size, self._most_start_bytes)
         self._starts.append((start, size))
         self._wake()
 
@@ -189,34 +219,54 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
 
     def _on_message(self, message: worker_pb2.TokenBatch) -> None:
         self._heard_at = monotonic()
-        events = self._events
+        if len(message.token_ids) > self._batch_tokens.limit * TOKEN_BYTES:
+            self._end_garbled(
+                self._batch_tokens.refuse(
+                    f"The {self.peer} sent {len(message.token_ids) // TOKEN_BYTES} tokens in one message; at most "
+                    f"{self._batch_tokens.limit} are accepted",
+                    kind=ErrorKind.INTERNAL,
+                )
+            )
+            return
         if message.slots:
-            events.on_tokens(message.slots, message.counts, message.token_ids)
+            self._events.on_tokens(self, message.slots, message.counts, message.token_ids)
         for extra in message.extras:
-            if extra.prompt_token_ids:
-                events.on_prompt(extra.slot, extra.prompt_token_ids)
-            if extra.prompt_logprobs:
-                events.on_prompt_logprobs(extra.slot, [_position(position) for position in extra.prompt_logprobs])
-            if extra.logprobs:
-                events.on_logprobs(extra.slot, [_position(position) for position in extra.logprobs])
-            if extra.HasField("cached_tokens"):
-                events.on_started(extra.slot, extra.cached_tokens)
-            if extra.events:
-                self._on_text_events(extra)
-            if extra.finish_reason == common_pb2.FINISH_REASON_ERROR:
-                events.on_failed(extra.slot, from_detail(extra.error))
-            elif extra.finish_reason == common_pb2.FINISH_REASON_HANDOFF:
-                events.on_handoff(extra.slot, extra.handoff)
-            elif extra.finish_reason:
-                stop_token_id = extra.stop_token_id if extra.HasField("stop_token_id") else None
-                reason = FinishReason(extra.finish_reason)
-                events.on_ended(extra.slot, reason, stop_token_id, extra.usage.completion_tokens)
+            stream = self.streams.get(extra.slot)
+            if stream is None:
+                continue
+            try:
+                self._on_extra(stream, extra)
+            except Exception as error:
+                self._events.on_broken(stream, error)
 
-    def _on_text_events(self, extra: worker_pb2.TokenExtra) -> None:
+    def _on_extra(self, stream: LiveStream, extra: worker_pb2.TokenExtra) -> None:
+        events = self._events
+        if extra.prompt_token_ids:
+            events.on_prompt(stream, extra.prompt_token_ids)
+        if extra.prompt_logprobs:
+            events.on_prompt_logprobs(stream, [_position(position) for position in extra.prompt_logprobs])
+        if extra.logprobs:
+            events.on_logprobs(stream, [_position(position) for position in extra.logprobs])
+        if extra.HasField("cached_tokens"):
+            events.on_started(stream, extra.cached_tokens)
+        if extra.events:
+            self._on_text_events(stream, extra)
+        if extra.finish_reason == common_pb2.FINISH_REASON_ERROR:
+            events.on_failed(stream, from_detail(extra.error))
+        elif extra.finish_reason == common_pb2.FINISH_REASON_HANDOFF:
+            events.on_handoff(stream, extra.handoff)
+        elif extra.finish_reason:
+            stop_token_id = extra.stop_token_id if extra.HasField("stop_token_id") else None
+            reason = FinishReason(extra.finish_reason)
+            events.on_ended(stream, reason, stop_token_id, extra.usage.completion_tokens)
+
+    def _on_text_events(self, stream: LiveStream, extra: worker_pb2.TokenExtra) -> None:
+        if not stream.request.engine_text:
+            raise invalid(f"The {self.peer} sent text for a stream whose text postprocess makes.")
         for event in extra.events:
             if event.HasField("tokens"):
-                tell_token_texts(self._events, extra.slot, event)
-            tell_event(self._events, extra.slot, event)
+                tell_token_texts(self._events, stream, event)
+            tell_event(self._events, stream, event)
 
     def _reset(self) -> None:
         self._starts.clear()

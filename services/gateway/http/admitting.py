@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections import deque
 from collections.abc import Awaitable
 from math import inf
@@ -17,14 +16,10 @@ from services.gateway.admission.gate import Gate
 from services.gateway.admission.limits import Decision
 from services.gateway.admission.permit import Permit
 from services.gateway.admission.refusals import OverLimit
+from services.gateway.http import scoped
 from services.gateway.http.errors import error_response
 from services.gateway.http.marks import DEGRADED
 from services.gateway.http.rate_headers import rate_headers
-
-OPEN_PATHS = frozenset(("/health", "/ready", "/metrics", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"))
-"""Served to everybody: they say nothing of a model or a client."""
-LIVE_PAGE = re.compile(r"/ui(/[^/]*)?")
-"""The same: the live view's page and its files. What it shows is below /ui/data, and is not."""
 
 BYTES_OF_COST_ONE = 16_384
 WAIT_SHARE = 0.5
@@ -34,25 +29,38 @@ _BEARER = "bearer "
 class Admission:
     """Lets requests in before their bodies are read, so that those in line take no memory.
 
-    Every request shows its key; those that ask for work (POST) count against limits and wait in line.
+    Every request shows its key, which must have the scopes that its path and its headers need; those that ask for work
+    (POST) count against limits and wait in line.
+
+    Args:
+        ignored: headers that name workers and have no effect here.
     """
 
-    def __init__(self, app: ASGIApp, gate: Gate) -> None:
+    def __init__(self, app: ASGIApp, gate: Gate, ignored: frozenset[bytes] = frozenset()) -> None:
         self._app = app
         self._gate = gate
+        self._ignored = ignored
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or _open(scope["path"]):
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        needed = scoped.of_path(scope["path"])
+        if needed is None:
+            permits.begin(self._gate.identify(_shown(scope)))
             await self._app(scope, receive, send)
             return
         ears = _Ears(receive)
         try:
             key = self._gate.authenticate(_shown(scope))
             auditing.known(key.id)
+            unqueued = self._gate.look_in(key)
+            unqueued.require(needed, subject=scope["path"])
             if scope["method"] != "POST":
-                permits.begin(self._gate.look_in(key))
+                permits.begin(unqueued)
                 await self._app(scope, receive, send)
                 return
+            scoped.check_headers(unqueued, scope["headers"], self._ignored)
             patience_s = deadlines.current().share(WAIT_SHARE, inf)
             permit = await self._gate.enter(key, _cost(scope), patience_s, ears.gone)
         except SluiceError as error:
@@ -126,7 +134,3 @@ class _Ears:
                 return
             if message.get("more_body"):  # the rest stays with the network until it is this request's turn
                 await asyncio.get_running_loop().create_future()
-
-
-def _open(path: str) -> bool:
-    return path in OPEN_PATHS or LIVE_PAGE.fullmatch(path) is not None

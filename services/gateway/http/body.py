@@ -9,22 +9,26 @@ import orjson
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 
+from services.common.budgets import Budget
 from services.common.errors import ErrorKind, SluiceError, invalid
 from services.gateway.admission import permit
+from services.gateway.body_values import check_values
+from services.gateway.http import scoped
 
 MAX_DEPTH = 200
 
 
-async def read_json(request: Request, limit: int, timeout_s: float) -> dict[str, Any]:
+async def read_json(request: Request, limit: int, timeout_s: float, values: Budget | None = None) -> dict[str, Any]:
     """The body as a JSON object.
 
     Args:
         limit: most bytes.
         timeout_s: longest wait for all of it.
+        values: most values in it; None: as many as fit.
 
     Raises:
-        SluiceError: TOO_LARGE, CANCELLED, PERMISSION_DENIED for a model that the key may not use, or INVALID_ARGUMENT
-            for anything that is no JSON object.
+        SluiceError: TOO_LARGE, CANCELLED, PERMISSION_DENIED for a model or a field that the key may not use, or
+            INVALID_ARGUMENT for anything that is no JSON object.
         HTTPException: 408 when it does not arrive in time, 415 when it is compressed.
     """
     # Nothing is ever unpacked here, so a small body cannot become a large one.
@@ -36,6 +40,8 @@ async def read_json(request: Request, limit: int, timeout_s: float) -> dict[str,
         raise HTTPException(408, f"The request body did not arrive within {timeout_s:g} s.") from None
     except ClientDisconnect:
         raise SluiceError(ErrorKind.CANCELLED, "The client went away before the body was complete.") from None
+    if values is not None:
+        check_values(body, values)
     try:
         parsed = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -44,9 +50,7 @@ async def read_json(request: Request, limit: int, timeout_s: float) -> dict[str,
         raise invalid("The request body is nested too deep.")
     if not isinstance(parsed, dict):
         raise invalid("The request body must be a JSON object.")
-    model = parsed.get("model")
-    if isinstance(model, str):
-        permit.current().check_model(model)
+    scoped.check_body(permit.current(), parsed)
     return parsed
 
 

@@ -166,7 +166,7 @@ def _granian(settings: GatewaySettings, app: ASGIApp, tls: ssl.SSLContext | None
         from services.gateway.http.granian_server import GranianServer, refuse_tls
     except ImportError as error:
         raise SluiceError(
-            ErrorKind.FAILED_PRECONDITION, "--http-server granian needs the package: install sluice[granian]."
+            ErrorKind.FAILED_PRECONDITION, "--http-server granian needs the package: install sluice-llm[granian]."
         ) from error
     refuse_tls(tls)
     with bind(settings.listen, settings.reuse_port) as found:  # says clearly when the port is taken

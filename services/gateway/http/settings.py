@@ -13,7 +13,7 @@ class HttpSettings(AdmissionSettings):
     """How HTTP is served, to whom, and what a connection may do."""
 
     http_server: Literal["uvicorn", "granian"] = Field(
-        "uvicorn", description="implementation of HTTP; granian needs sluice[granian] and bounds slow readers less"
+        "uvicorn", description="implementation of HTTP; granian needs sluice-llm[granian] and bounds slow readers less"
     )
     max_connections: int = Field(16_384, ge=1, description="connections open at once; more are closed at once")
     max_header_kb: int = Field(32, ge=1, le=1024, description="largest request line and headers together, KiB")

@@ -7,15 +7,19 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from services.common.errors import SluiceError, invalid
+from services.gateway.body_budgets import BodyBudgets
 from services.gateway.openai.refusals import UNSUPPORTED
 
 M = TypeVar("M", bound=BaseModel)
 
+MAX_NAME = 64
+"""Longest name of a client's field that an error repeats, characters."""
 
-def check(kind: type[M], body: dict[str, Any]) -> M:
+
+def check(kind: type[M], body: dict[str, Any], budgets: BodyBudgets) -> M:
     """The body as a request of this kind; SluiceError(INVALID_ARGUMENT) names the first field that is wrong."""
     try:
-        return kind.model_validate(body)
+        return kind.model_validate(body, context=budgets)
     except ValidationError as error:
         raise explain(error) from None
 
@@ -27,7 +31,8 @@ def explain(error: ValidationError) -> SluiceError:
     for part in first["loc"]:
         if part == "[key]":
             break
-        field += f"[{part}]" if isinstance(part, int) else f".{part}" if field else str(part)
+        name = str(part)[:MAX_NAME]
+        field += f"[{part}]" if isinstance(part, int) else f".{name}" if field else name
     if first["type"] == "extra_forbidden":
         return invalid(f"Unrecognized request argument supplied: {field}.", param=field, code="unknown_parameter")
     if first["type"] == "missing":

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from services.gateway.openai.fields import MAX_TOKEN_ID, Label, PromptInput, Strict
 from services.gateway.openai.refusals import refuse, refused
+
+MAX_INPUTS = 2_048
+
+
+def _inputs(value: Any) -> Any:
+    if isinstance(value, list) and len(value) > MAX_INPUTS and not isinstance(value[0], int):
+        raise ValueError(f"holds {len(value)} inputs, more than {MAX_INPUTS}")
+    return value
 
 
 class EmbeddingRequest(Strict):
     """POST /v1/embeddings."""
 
     model: str = Field(min_length=1)
-    input: PromptInput
+    input: Annotated[PromptInput, BeforeValidator(_inputs)]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = Field(None, ge=1, le=65_536)
     user: str | None = None

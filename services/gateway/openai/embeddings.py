@@ -26,30 +26,29 @@ from services.gateway.http.event_stream import result_unless_gone
 from services.gateway.openai.checking import check
 from services.gateway.openai.embedding_schemas import EmbeddingRequest
 from services.gateway.openai.fields import one_by_one
-from services.gateway.pipeline import Pipeline
+from services.gateway.pipelines import Pipelines
 from services.gateway.settings import GatewaySettings
 
 CLIENT_CLOSED_REQUEST = 499
-MAX_INPUTS = 2_048
 TOKENIZED_AT_ONCE = 32
 
 
 class EmbeddingEndpoints:
     """Tokenizes the inputs and asks the workers that can embed."""
 
-    def __init__(self, pipeline: Pipeline, client: EmbedClient, settings: GatewaySettings) -> None:
-        self._pipeline = pipeline
+    def __init__(self, pipelines: Pipelines, client: EmbedClient, settings: GatewaySettings) -> None:
+        self._pipelines = pipelines
         self._client = client
         self._settings = settings
+        self._budgets = settings.budgets
 
     async def embeddings(self, request: Request) -> Response:
         """Create embeddings of texts or of token ids."""
         limit = int(self._settings.max_body_mb * (1 << 20))
-        fields = check(EmbeddingRequest, await read_json(request, limit, self._settings.body_timeout_s))
+        body = await read_json(request, limit, self._settings.body_timeout_s, self._budgets.values)
+        fields = check(EmbeddingRequest, body, self._budgets)
         inputs = one_by_one(fields.input)
-        if len(inputs) > MAX_INPUTS:
-            raise invalid(f"input holds {len(inputs)} inputs, more than {MAX_INPUTS}.", param="input")
-        catalogue = self._pipeline.catalogue
+        catalogue = self._pipelines.catalogue
         catalogue.model(fields.model)
         entry = able(catalogue.of_model(fields.model), NEEDS)[0]
         adapter = fields.lora_path or ("" if entry.model == fields.model else fields.model)
@@ -85,7 +84,7 @@ class EmbeddingEndpoints:
             )
             async with at_once:
                 try:
-                    made = await self._pipeline.preprocess.tokenize(entry.model, prompt, 0, "", "")
+                    made = await self._pipelines.preprocess.tokenize(entry.model, prompt, 0, "", "")
                 except SluiceError as error:
                     error.param = "input" if error.param else ""
                     raise

@@ -42,6 +42,7 @@ from services.gateway.openai.schemas import ChatCompletionRequest, CompletionReq
 from services.gateway.openai.translate import chat_request, completion_requests
 from services.gateway.parity import Parity
 from services.gateway.pipeline import Pipeline
+from services.gateway.pipelines import Pipelines
 from services.gateway.settings import GatewaySettings
 
 CLIENT_CLOSED_REQUEST = 499
@@ -56,14 +57,15 @@ class OpenAIEndpoints:
 
     def __init__(
         self,
-        pipeline: Pipeline,
+        pipelines: Pipelines,
         settings: GatewaySettings,
         pacer: Pacer,
         parity: Parity,
         pieces: TokenPieces,
     ) -> None:
-        self._pipeline = pipeline
+        self._pipelines = pipelines
         self._settings = settings
+        self._budgets = settings.budgets
         self._pacer = pacer
         self._parity = parity
         self._pieces = pieces
@@ -72,19 +74,19 @@ class OpenAIEndpoints:
     async def chat_completions(self, request: Request) -> Response:
         """Create a chat completion."""
         body = await self._body(request)
-        fields = check(ChatCompletionRequest, body)
+        fields = check(ChatCompletionRequest, body, self._budgets)
         answer_id = ChatFormat.id_prefix + secrets.token_hex(12)
-        forces = any("guided_json" in entry.capabilities for entry in self._pipeline.catalogue.of_model(fields.model))
-        generation = chat_request(body, fields, answer_id, self._settings.max_choices, forces)
+        forces = any("guided_json" in entry.capabilities for entry in self._pipelines.catalogue.of_model(fields.model))
+        generation = chat_request(body, fields, answer_id, self._settings.max_choices, self._budgets, forces)
         form = ChatFormat(answer_id, int(time.time()), fields.model, fields.include_usage)
         return await self._answer(request, [generation], form, fields)
 
     async def completions(self, request: Request) -> Response:
         """Create a completion."""
         body = await self._body(request)
-        fields = check(CompletionRequest, body)
+        fields = check(CompletionRequest, body, self._budgets)
         answer_id = CompletionFormat.id_prefix + secrets.token_hex(12)
-        asked = fields, answer_id, self._settings.max_choices
+        asked = fields, answer_id, self._settings.max_choices, self._budgets
         if fields.prompt_embeds is None:
             generations = completion_requests(*asked)
         else:  # megabytes to read
@@ -105,13 +107,13 @@ class OpenAIEndpoints:
         """One of them; SluiceError(PERMISSION_DENIED, NOT_FOUND or UNAVAILABLE) when the key may not use it, or nobody
         serves it."""
         permits.current().check_model(name)
-        entry = self._pipeline.catalogue.model(name)
+        entry = self._pipelines.catalogue.model(name)
         await self._parity.freshen()
         return self._shown(name, entry)
 
     def _served(self) -> list[tuple[str, WorkerEntry]]:
         """Models, then the LoRA adapters that can be named in their place."""
-        catalogue = self._pipeline.catalogue
+        catalogue = self._pipelines.catalogue
         return [*catalogue.models.items(), *catalogue.adapters.items()]
 
     def _shown(self, name: str, entry: WorkerEntry) -> dict[str, Any]:
@@ -127,35 +129,27 @@ class OpenAIEndpoints:
 
     async def _body(self, request: Request) -> dict[str, Any]:
         limit = int(self._settings.max_body_mb * (1 << 20))
-        return await read_json(request, limit, self._settings.body_timeout_s)
+        return await read_json(request, limit, self._settings.body_timeout_s, self._budgets.values)
 
     async def _answer(
         self, request: Request, generations: list[GenerationRequest], form: Format, fields: GenerationFields
     ) -> Response:
         logs.request_id.set(generations[0].request_id)
-        generations = [self._pipeline.named(one) for one in generations]
+        generations = [self._pipelines.named(one) for one in generations]
+        pipeline = self._pipelines.of(fields.model)
         answer = self._stream if fields.stream else self._collect
         label = fields.request_id or fields.rid
         with telemetry.stage("gateway.request", dict(request.headers), model=fields.model, client_request_id=label):
             if needs_resolving(fields):
-                entry = self._pipeline.catalogue.model(fields.model)
-                generations = [await resolve(one, fields, entry, self._pipeline.preprocess) for one in generations]
+                entry = self._pipelines.catalogue.model(fields.model)
+                generations = [await resolve(one, fields, entry, self._pipelines.preprocess) for one in generations]
             if fields.nvext is not None:
                 directions.add(fields.nvext.directions())
             if fields.data_parallel_rank is not None:
-                self._run_at(fields.data_parallel_rank)
-            if self._pipeline.only_asks():
-                return await answer_query(self._pipeline, generations, form)
+                _run_at(pipeline, fields.data_parallel_rank)
+            if pipeline.only_asks():
+                return await answer_query(pipeline, generations, form)
             return await answer(request, generations, form, fields)
-
-    def _run_at(self, rank: int) -> None:
-        if self._pipeline.config.routing != "direct":
-            raise invalid(
-                "data_parallel_rank is not supported: the router chooses it (routing direct takes it, with a worker).",
-                param="data_parallel_rank",
-                code="unsupported_parameter",
-            )
-        directions.at_rank(rank)
 
     async def _stream(
         self, request: Request, generations: list[GenerationRequest], form: Format, fields: GenerationFields
@@ -217,10 +211,10 @@ class OpenAIEndpoints:
                     sinks = [self._annotator(sink, one, asked) for sink in sinks]
                     annotators += sinks
                 if asked.echo:
-                    text = await self._pipeline.prompt_text(one)
+                    text = await self._pipelines.of(one.model).prompt_text(one)
                     for sink in sinks:
                         sink.echo(text) if isinstance(sink, Annotator) else sink.text(text)
-                generation = await self._pipeline.start(one, sinks)
+                generation = await self._pipelines.of(one.model).start(one, sinks)
                 usage.generations.append(generation)
                 if asked.any:
                     prompt_ids = generation.prompt_ids
@@ -237,14 +231,24 @@ class OpenAIEndpoints:
         return Annotator(sink, self._pieces, request.model, self._tasks, of_prompt, asked.only_prompt)
 
     def _naming(self, fields: GenerationFields) -> Naming:
-        entry = self._pipeline.catalogue.model(fields.model)
+        entry = self._pipelines.catalogue.model(fields.model)
         return Naming(self._pieces.of(entry.model), bool(fields.return_tokens_as_token_ids))
+
+
+def _run_at(pipeline: Pipeline, rank: int) -> None:
+    if pipeline.config.routing != "direct":
+        raise invalid(
+            "data_parallel_rank is not supported: the router chooses it (routing direct takes it, with a worker).",
+            param="data_parallel_rank",
+            code="unsupported_parameter",
+        )
+    directions.at_rank(rank)
 
 
 def wishes(fields: GenerationFields) -> Wishes:
     """What a request wants to hear besides text."""
     echo = isinstance(fields, CompletionRequest) and bool(fields.echo)
-    asked = isinstance(fields, CompletionRequest | ChatCompletionRequest) and fields.logprobs not in (None, False)
+    asked = _asks_logprobs(fields)
     return Wishes(
         logprobs=asked,
         prompt_logprobs=fields.prompt_logprobs is not None,
@@ -254,6 +258,14 @@ def wishes(fields: GenerationFields) -> Wishes:
         echo=echo,
         echo_logprobs=echo and asked,
     )
+
+
+def _asks_logprobs(fields: GenerationFields) -> bool:
+    """Whether the tokens of the answer come with log-probabilities; a completion asks for none of the alternatives
+    with 0."""
+    if isinstance(fields, CompletionRequest):
+        return fields.logprobs is not None
+    return isinstance(fields, ChatCompletionRequest) and bool(fields.logprobs)
 
 
 def _drops_reasoning(generations: list[GenerationRequest]) -> bool:

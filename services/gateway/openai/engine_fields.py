@@ -14,6 +14,7 @@ from services.gateway.openai.fields import (
     MAX_TOKEN_IDS,
     JsonObject,
     Label,
+    Priority,
     TokenId,
 )
 from services.gateway.openai.guided_schemas import GuidedFields
@@ -28,9 +29,9 @@ class EngineFields(GuidedFields):
     repetition_penalty: float | None = Field(None, gt=0, le=2**31, allow_inf_nan=False)
     min_tokens: int | None = Field(None, ge=0, le=MAX_TOKEN_ID)
     ignore_eos: bool | None = None
-    stop_token_ids: list[TokenId] | None = Field(None, max_length=1024)
-    allowed_token_ids: list[TokenId] | None = Field(None, min_length=1, max_length=MAX_TOKEN_IDS)
-    bad_words: list[Annotated[str, Field(min_length=1)]] | None = Field(None, max_length=MAX_BAD_WORDS)
+    stop_token_ids: list[TokenId] | None = Field(None, max_length=1024, fail_fast=True)
+    allowed_token_ids: list[TokenId] | None = Field(None, min_length=1, max_length=MAX_TOKEN_IDS, fail_fast=True)
+    bad_words: list[Annotated[str, Field(min_length=1)]] | None = Field(None, max_length=MAX_BAD_WORDS, fail_fast=True)
     thinking_token_budget: int | None = Field(None, ge=0, le=MAX_TOKEN_ID)
     include_stop_str_in_output: bool | None = None
     no_stop_trim: bool | None = None
@@ -41,7 +42,7 @@ class EngineFields(GuidedFields):
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
+    priority: Priority | None = None
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
     extra_key: str | None = Field(None, min_length=1, max_length=1024)
     lora_path: str | None = Field(None, min_length=1, max_length=1024)

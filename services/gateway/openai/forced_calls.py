@@ -21,6 +21,9 @@ CALL_PARSER = "llama3_json"
 def forced_call(tools: list[dict[str, Any]], tool_choice: Any) -> Guided | None:
     """The schema of a demanded call; None when none is demanded, or when the tools' schemas cannot live in one.
 
+    Args:
+        tools: of a chat; `SchemaMeter` has counted their parameters.
+
     Raises:
         SluiceError: INVALID_ARGUMENT naming the tool whose parameters are no schema.
     """

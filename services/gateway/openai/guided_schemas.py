@@ -6,11 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
-from services.gateway.openai.fields import JsonObject, Strict
+from services.gateway.openai.fields import SchemaObject, Strict
 from services.gateway.openai.refusals import refuse, refused
 
-MAX_GRAMMAR = 262_144
-MAX_REGEX = 8_192
 MAX_CHOICES = 1_000
 
 
@@ -25,9 +23,12 @@ SchemaDocument = Annotated[
     BeforeValidator(_schema),
     WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "string"}, {"type": "null"}], "default": None}),
 ]
-Regex = Annotated[str, Field(min_length=1, max_length=MAX_REGEX)]
-Grammar = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR)]
-Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_CHOICES)]
+Grammar = Annotated[str, Field(min_length=1)]
+"""A grammar or a regular expression, which `SchemaMeter` bounds."""
+
+Choices = Annotated[
+    list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)
+]
 
 
 class NamedSchema(Strict):
@@ -35,7 +36,7 @@ class NamedSchema(Strict):
 
     name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
     description: str | None = None
-    schema_document: JsonObject = Field(None, alias="schema")
+    schema_document: SchemaObject = Field(None, alias="schema")
     strict: bool | None = None
 
 
@@ -51,7 +52,7 @@ class ResponseFormat(BaseModel):
     def _fits_its_type(self) -> ResponseFormat:
         more = set(self.model_extra or ())
         if self.type != "structural_tag" and more:
-            raise ValueError(f"has the unknown field {min(more)}")
+            raise ValueError(f"has the unknown field {min(more)[:64]}")
         if self.type == "structural_tag" and not more:
             raise ValueError("of type structural_tag needs a format, or structures and triggers")
         if self.json_schema is not None and self.type != "json_schema":
@@ -65,7 +66,7 @@ class StructuredOutputs(Strict):
     """vLLM's `structured_outputs`: one of the six constraints."""
 
     json_: SchemaDocument = Field(None, alias="json")
-    regex: Regex | None = None
+    regex: Grammar | None = None
     choice: Choices | None = None
     grammar: Grammar | None = None
     json_object: bool | None = None
@@ -91,12 +92,12 @@ class GuidedFields(Strict):
     structured_outputs: StructuredOutputs | None = None
     # vLLM's earlier names
     guided_json: SchemaDocument = None
-    guided_regex: Regex | None = None
+    guided_regex: Grammar | None = None
     guided_choice: Choices | None = None
     guided_grammar: Grammar | None = None
     guided_decoding_backend: Any = refused("each engine has its own")
     guided_whitespace_pattern: Any = refused("white space is the engine's own affair")
     # SGLang's
     json_schema: SchemaDocument = None
-    regex: Regex | None = None
+    regex: Grammar | None = None
     ebnf: Grammar | None = None

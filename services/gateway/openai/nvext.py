@@ -23,7 +23,7 @@ class Nvext(Strict):
     )
     prefill_worker_id: WorkerName | None = Field(None, description="the worker that computes the prompt")
     token_data: list[TokenId] | None = Field(
-        None, min_length=1, max_length=MAX_TOKEN_IDS, description="token ids in place of the prompt"
+        None, min_length=1, max_length=MAX_TOKEN_IDS, fail_fast=True, description="token ids in place of the prompt"
     )
     annotations: list[Literal["query_instance_id:"]] | None = Field(
         None, max_length=8, description="query_instance_id: answers which worker would run it, and runs nothing"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, WithJsonSchema, model_validator
 
 from services.gateway.openai.documented import MESSAGES, TOOL_CHOICE
 from services.gateway.openai.engine_fields import EngineFields
@@ -15,15 +15,20 @@ from services.gateway.openai.fields import (
     MAX_LOGPROBS,
     MAX_TOKEN_ID,
     JsonObject,
-    Label,
     LogitBias,
+    Metadata,
     PromptInput,
+    SchemaObject,
     StopStrings,
     Strict,
+    check_list_items,
     one_by_one,
+    within_list_items,
 )
 from services.gateway.openai.nvext import Nvext
 from services.gateway.openai.refusals import refuse, refused
+
+MAX_TOOLS = 1_024
 
 
 class StreamOptions(Strict):
@@ -85,7 +90,7 @@ class Function(BaseModel):
 
     name: str = Field(min_length=1)
     description: str | None = None
-    parameters: JsonObject = None
+    parameters: SchemaObject = None
     strict: bool | None = None
 
 
@@ -112,13 +117,20 @@ def _check_tool_choice(choice: Any) -> None:
         raise ValueError("tool_choice.function.name must be a non-empty string")
 
 
-def _messages(value: Any) -> Any:
+def _messages(value: Any, info: ValidationInfo) -> Any:
+    within_list_items(value, info)
     if not isinstance(value, list) or not value:
         raise ValueError("must be a list of at least one message")
+    for index, message in enumerate(value):
+        if isinstance(message, dict):
+            check_list_items(message.get("content"), f"messages[{index}].content", info)
+            check_list_items(message.get("tool_calls"), f"messages[{index}].tool_calls", info)
     return value
 
 
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 ToolChoice = Annotated[Any, WithJsonSchema(TOOL_CHOICE)]
+Documents = Annotated[list[Any], BeforeValidator(within_list_items)]
 Messages = Annotated[list[Any], BeforeValidator(_messages), WithJsonSchema(MESSAGES)]
 
 
@@ -128,16 +140,16 @@ class ChatCompletionRequest(GenerationFields):
     messages: Messages
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKEN_ID)
     max_tokens: int | None = Field(None, ge=1, le=MAX_TOKEN_ID)
-    tools: list[Tool] | None = Field(None, max_length=1024)
+    tools: Tools | None = None
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    modalities: list[str] | None = Field(None, max_length=8)
+    modalities: list[str] | None = Field(None, max_length=8, fail_fast=True)
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
 
     # Bookkeeping of OpenAI's own platform, without effect on the answer.
-    metadata: dict[Annotated[str, Field(max_length=64)], Label] | None = Field(None, max_length=16)
+    metadata: Metadata | None = None
     store: bool | None = None
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
     safety_identifier: str | None = None
@@ -149,7 +161,7 @@ class ChatCompletionRequest(GenerationFields):
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: JsonObject = None
-    documents: list[Any] | None = None
+    documents: Documents | None = None
     include_reasoning: bool | None = None
     separate_reasoning: bool | None = None
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from pydantic import Field, model_validator
 
-from services.gateway.openai.fields import Strict, TokenId
-from services.gateway.openai.schemas import Messages, Tool
+from services.gateway.openai.fields import JsonObject, Strict, TokenId
+from services.gateway.openai.schemas import Messages, Tools
 
 
 class TokenizeRequest(Strict):
@@ -22,8 +20,8 @@ class TokenizeRequest(Strict):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[Tool] | None = Field(None, max_length=1024)
+    chat_template_kwargs: JsonObject = None
+    tools: Tools | None = None
 
     @model_validator(mode="after")
     def _one_of_both(self) -> TokenizeRequest:
@@ -47,4 +45,4 @@ class DetokenizeRequest(Strict):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: list[TokenId] = Field(fail_fast=True)

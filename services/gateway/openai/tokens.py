@@ -19,30 +19,33 @@ from services.gateway.generation import ChatPrompt, GenerationRequest, Prompt, T
 from services.gateway.http.body import read_json
 from services.gateway.openai.answers import ChatFormat
 from services.gateway.openai.checking import check
+from services.gateway.openai.schema_meter import SchemaMeter
 from services.gateway.openai.schemas import ChatCompletionRequest
 from services.gateway.openai.token_schemas import DetokenizeRequest, TokenizeRequest
-from services.gateway.openai.translate import chat_request
-from services.gateway.pipeline import Pipeline
+from services.gateway.openai.translate import chat_request, count_tools
+from services.gateway.pipelines import Pipelines
 from services.gateway.settings import GatewaySettings
 
 
 class TokenEndpoints:
     """Answers from preprocess; no worker computes anything."""
 
-    def __init__(self, pipeline: Pipeline, settings: GatewaySettings) -> None:
-        self._pipeline = pipeline
+    def __init__(self, pipelines: Pipelines, settings: GatewaySettings) -> None:
+        self._pipelines = pipelines
         self._settings = settings
+        self._budgets = settings.budgets
 
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize."""
         body = await self._body(request)
-        fields = check(TokenizeRequest, body)
+        fields = check(TokenizeRequest, body, self._budgets)
+        count_tools(fields.tools, SchemaMeter(self._budgets))
         entry = self._entry(fields.model)
         with telemetry.stage("gateway.tokenize", parent=dict(request.headers), model=entry.model):
             prompt = await self._tokens(entry, _prompt(body, fields))
             texts = None
             if fields.return_token_strs:
-                texts = await self._pipeline.preprocess.token_texts(entry.model, prompt.token_ids)
+                texts = await self._pipelines.preprocess.token_texts(entry.model, prompt.token_ids)
         return _json(
             {
                 "count": prompt.length,
@@ -54,12 +57,12 @@ class TokenEndpoints:
 
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize."""
-        fields = check(DetokenizeRequest, await self._body(request))
+        fields = check(DetokenizeRequest, await self._body(request), self._budgets)
         entry = self._entry(fields.model)
         with telemetry.stage("gateway.detokenize", parent=dict(request.headers), model=entry.model):
             await _pay(len(fields.tokens))
             try:
-                text = await self._pipeline.preprocess.detokenize(
+                text = await self._pipelines.preprocess.detokenize(
                     entry.model, pack_u32(fields.tokens), skip_special_tokens=False
                 )
             except SluiceError as error:
@@ -70,14 +73,14 @@ class TokenEndpoints:
     async def render(self, request: Request) -> Response:
         """POST /v1/chat/completions/render: the chat completion as its worker would get it."""
         body = await self._body(request)
-        fields = check(ChatCompletionRequest, body)
+        fields = check(ChatCompletionRequest, body, self._budgets)
         request_id = ChatFormat.id_prefix + secrets.token_hex(12)
-        generation = chat_request(body, fields, request_id, self._settings.max_choices)
+        generation = chat_request(body, fields, request_id, self._settings.max_choices, self._budgets)
         assert isinstance(generation.prompt, ChatPrompt)
-        entry = self._pipeline.catalogue.model(generation.model)
+        entry = self._pipelines.catalogue.model(generation.model)
         with telemetry.stage("gateway.render", parent=dict(request.headers), model=entry.model):
             prompt = await self._tokens(entry, generation.prompt)
-            text = await self._pipeline.preprocess.render(entry.model, generation.prompt)
+            text = await self._pipelines.preprocess.render(entry.model, generation.prompt)
         return _json(
             {
                 "request_id": request_id,
@@ -92,20 +95,20 @@ class TokenEndpoints:
 
     async def _body(self, request: Request) -> dict[str, Any]:
         limit = int(self._settings.max_body_mb * (1 << 20))
-        return await read_json(request, limit, self._settings.body_timeout_s)
+        return await read_json(request, limit, self._settings.body_timeout_s, self._budgets.values)
 
     def _entry(self, model: str | None) -> WorkerEntry:
         """The model named, or the only one there is."""
         if model is not None:
-            return self._pipeline.catalogue.model(model)
-        entries = list(self._pipeline.catalogue.models.values())
+            return self._pipelines.catalogue.model(model)
+        entries = list(self._pipelines.catalogue.models.values())
         if len(entries) != 1:
             raise invalid("Missing required parameter: model.", param="model", code="missing_required_parameter")
         permits.current().check_model(entries[0].model)
         return entries[0]
 
     async def _tokens(self, entry: WorkerEntry, prompt: Prompt) -> Tokenized:
-        made = await self._pipeline.preprocess.tokenize(entry.model, prompt, 0, "", "")
+        made = await self._pipelines.preprocess.tokenize(entry.model, prompt, 0, "", "")
         await _pay(made.length)
         return made
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import orjson
 
 from services.common.errors import SluiceError, invalid
 from services.common.packing import pack_u32
+from services.gateway.body_budgets import BodyBudgets
 from services.gateway.generation import (
     ChatPrompt,
     GenerationRequest,
@@ -20,9 +22,10 @@ from services.gateway.generation import (
     TokenPrompt,
 )
 from services.gateway.openai.forced_calls import CALL_PARSER, forced_call
-from services.gateway.openai.guided import constraint
+from services.gateway.openai.guided import Constraint, constraint
 from services.gateway.openai.prompt_embeds import read_prompt_embeds
-from services.gateway.openai.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields
+from services.gateway.openai.schema_meter import SchemaMeter
+from services.gateway.openai.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields, Tool
 
 COMPLETION_TOKENS = 16
 """OpenAI's default of max_tokens for completions."""
@@ -33,16 +36,21 @@ def chat_request(
     fields: ChatCompletionRequest,
     request_id: str,
     max_choices: int,
+    budgets: BodyBudgets,
     forces_calls: bool = False,
 ) -> GenerationRequest:
     """A chat completion.
 
     Args:
+        budgets: of the schemas of its tools and of its constraint, together.
         forces_calls: an engine of the model can be held to a schema, so a demanded tool call is.
 
     Raises:
         SluiceError: INVALID_ARGUMENT names what cannot be honoured.
     """
+    meter = SchemaMeter(budgets)
+    count_tools(fields.tools, meter)
+    asked = constraint(fields, meter)
     prompt = ChatPrompt(
         messages_json=orjson.dumps(body["messages"]),
         tools_json=_dump(body.get("tools")),
@@ -57,10 +65,19 @@ def chat_request(
     parsing = _parsing(fields, prompt, demanded)
     max_tokens = fields.max_completion_tokens if fields.max_completion_tokens is not None else fields.max_tokens
     logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
-    return _request(fields, prompt, request_id, max_tokens, max_choices, logprobs, parsing, demanded)
+    return _request(fields, prompt, request_id, max_tokens, max_choices, logprobs, asked, parsing, demanded)
 
 
-def completion_requests(fields: CompletionRequest, request_id: str, max_choices: int) -> list[GenerationRequest]:
+def count_tools(tools: Sequence[Tool] | None, meter: SchemaMeter) -> None:
+    """Adds the schemas of a chat's tools; SluiceError(INVALID_ARGUMENT) names the one that is over a budget."""
+    for index, tool in enumerate(tools or ()):
+        if tool.function.parameters is not None:
+            meter.add_schema(tool.function.parameters, f"tools[{index}].function.parameters")
+
+
+def completion_requests(
+    fields: CompletionRequest, request_id: str, max_choices: int, budgets: BodyBudgets
+) -> list[GenerationRequest]:
     """A completion, one request per prompt; SluiceError(INVALID_ARGUMENT) names what cannot be honoured."""
     if fields.best_of is not None and fields.best_of != (fields.n or 1):
         raise _unsupported("best_of", "it is accepted only where it equals n")
@@ -70,9 +87,10 @@ def completion_requests(fields: CompletionRequest, request_id: str, max_choices:
             f"{len(prompts)} prompts times n are more than {max_choices} choices.", param="prompt", code="invalid_value"
         )
     max_tokens = COMPLETION_TOKENS if fields.max_tokens is None else max(fields.max_tokens, 1)
+    asked = constraint(fields, SchemaMeter(budgets))
 
     def request(prompt: Prompt, index: int) -> GenerationRequest:
-        return _request(fields, prompt, f"{request_id}-{index}", max_tokens, max_choices, fields.logprobs)
+        return _request(fields, prompt, f"{request_id}-{index}", max_tokens, max_choices, fields.logprobs, asked)
 
     if fields.prompt_embeds is not None:
         return [request(read_prompt_embeds(fields.prompt_embeds), 0)]
@@ -92,6 +110,7 @@ def _request(
     max_tokens: int | None,
     max_choices: int,
     logprobs: int | None,
+    asked: Constraint | None,
     parsing: Parsing | None = None,
     demanded: Guided | None = None,
 ) -> GenerationRequest:
@@ -103,7 +122,6 @@ def _request(
     min_tokens = fields.min_tokens or 0
     if max_tokens is not None and min_tokens > max_tokens:
         raise invalid(f"min_tokens is {min_tokens}, more than the {max_tokens} of max_tokens.", param="min_tokens")
-    asked = constraint(fields)
     if asked is not None and demanded is not None:
         raise invalid(f"{asked.field} and a tool_choice that demands a call exclude each other.", param=asked.field)
     prompt_logprobs = _prompt_logprobs(fields, logprobs)

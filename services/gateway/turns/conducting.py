@@ -17,7 +17,8 @@ from services.gateway.http.marks import Marked, mark
 from services.gateway.http.pacing import Pacer
 from services.gateway.openai.annotating import Annotator
 from services.gateway.openai.logprobs import Naming
-from services.gateway.pipeline import Generation, Pipeline
+from services.gateway.pipeline import Generation
+from services.gateway.pipelines import Pipelines
 from services.gateway.settings import GatewaySettings
 from services.gateway.turns.listening import CollectedTurn, StreamedTurn, Teller
 
@@ -39,8 +40,8 @@ class Conductor:
         pieces: what single tokens stand for, for log-probabilities.
     """
 
-    def __init__(self, pipeline: Pipeline, settings: GatewaySettings, pacer: Pacer, pieces: TokenPieces) -> None:
-        self.pipeline = pipeline
+    def __init__(self, pipelines: Pipelines, settings: GatewaySettings, pacer: Pacer, pieces: TokenPieces) -> None:
+        self.pipelines = pipelines
         self._max_unsent = settings.max_unsent_kb << 10
         self._pacer = pacer
         self._pieces = pieces
@@ -48,11 +49,11 @@ class Conductor:
 
     def can(self, model: str, capability: str) -> bool:
         """Whether an engine that serves the model has this capability."""
-        return any(capability in entry.capabilities for entry in self.pipeline.catalogue.of_model(model))
+        return any(capability in entry.capabilities for entry in self.pipelines.catalogue.of_model(model))
 
     def naming(self, model: str) -> Naming:
         """How the model's tokens are called."""
-        return Naming(self._pieces.of(self.pipeline.catalogue.model(model).model))
+        return Naming(self._pieces.of(self.pipelines.catalogue.model(model).model))
 
     async def stream(
         self,
@@ -101,13 +102,13 @@ class Conductor:
     async def _start(
         self, request: GenerationRequest, turn: StreamedTurn | CollectedTurn, respell: Respell
     ) -> Generation:
-        if self.pipeline.only_asks():
+        if self.pipelines.of(request.model).only_asks():
             raise respell(_only_asked())
         shows = request.logprobs is not None
         request = self._named(request, respell)
         sink = Annotator(turn, self._pieces, request.model, self._tasks) if shows else turn
         try:
-            generation = turn.generation = await self.pipeline.start(request, [sink])
+            generation = turn.generation = await self.pipelines.of(request.model).start(request, [sink])
         except SluiceError as error:
             raise respell(error) from None
         if isinstance(sink, Annotator):
@@ -116,7 +117,7 @@ class Conductor:
 
     def _named(self, request: GenerationRequest, respell: Respell) -> GenerationRequest:
         try:
-            return self.pipeline.named(request)
+            return self.pipelines.named(request)
         except SluiceError as error:
             raise respell(error) from None
 

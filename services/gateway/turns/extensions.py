@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from services.gateway.openai.fields import MAX_TOKEN_ID, JsonObject, Strict, TokenId
+from services.gateway.openai.fields import MAX_TOKEN_ID, JsonObject, Priority, Strict, TokenId
 
 
 class EngineExtensions(Strict):
@@ -19,9 +19,9 @@ class EngineExtensions(Strict):
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     min_tokens: int | None = Field(None, ge=0, le=MAX_TOKEN_ID)
     ignore_eos: bool | None = None
-    stop_token_ids: list[TokenId] | None = Field(None, max_length=1024)
+    stop_token_ids: list[TokenId] | None = Field(None, max_length=1024, fail_fast=True)
     skip_special_tokens: bool | None = None
-    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
+    priority: Priority | None = None
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
     lora_path: str | None = Field(None, min_length=1, max_length=1024)
     chat_template_kwargs: JsonObject = None

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
+from services.common.budgets import Budget
 from services.common.errors import SluiceError, invalid
 
 PathStyle = Literal["[]", "."]
@@ -13,14 +14,19 @@ PathStyle = Literal["[]", "."]
 
 
 class Place:
-    """A JSON value and its path in the body."""
+    """A JSON value and its path in the body.
 
-    __slots__ = ("_style", "path", "value")
+    Args:
+        list_items: longest list that `items` goes through.
+    """
 
-    def __init__(self, value: Any, path: str, style: PathStyle) -> None:
+    __slots__ = ("_list_items", "_style", "path", "value")
+
+    def __init__(self, value: Any, path: str, style: PathStyle, list_items: Budget) -> None:
         self.value = value
         self.path = path
         self._style = style
+        self._list_items = list_items
 
     def wrong(self, what: str) -> SluiceError:
         """INVALID_ARGUMENT; `what` completes a sentence that begins with the path."""
@@ -36,7 +42,14 @@ class Place:
 
     def under(self, name: str) -> Place:
         """A field of this object; its value is None when it is not there."""
-        return Place(self.value.get(name), f"{self.path}.{name}" if self.path else name, self._style)
+        return self._at(self.value.get(name), f"{self.path}.{name}" if self.path else name)
+
+    def instead(self, value: Any) -> Place:
+        """Another value at the same place: what is written there, in its long form."""
+        return self._at(value, self.path)
+
+    def _at(self, value: Any, path: str) -> Place:
+        return Place(value, path, self._style, self._list_items)
 
     def fields(self, *known: str) -> Place:
         """Itself, after a check that it is an object with no other fields than these."""
@@ -61,11 +74,16 @@ class Place:
         return place.value
 
     def items(self) -> Iterator[Place]:
-        """The places of a list's members."""
+        """The places of a list's members; SluiceError(INVALID_ARGUMENT) for one that is too long."""
         if not isinstance(self.value, list):
             raise self.wrong("must be a list")
+        most = self._list_items.limit
+        if len(self.value) > most:
+            colon = ":" if self._style == "." else ""
+            said = f"{self.path}{colon} has {len(self.value)} items, more than {most}"
+            raise self._list_items.refuse(said, param=self.path)
         form = "{}[{}]" if self._style == "[]" else "{}.{}"
-        return (Place(member, form.format(self.path, index), self._style) for index, member in enumerate(self.value))
+        return (self._at(member, form.format(self.path, index)) for index, member in enumerate(self.value))
 
     def text(self, *, empty: bool = True, most: int | None = None) -> str:
         """A string that has to be there."""

@@ -1,7 +1,7 @@
 """The paths of the live view; all of them only read.
 
-The page and its files hold no data and are open to everybody. What the suite does comes from `DATA`, which belongs
-behind the API keys where there are some.
+The page and its files hold no data and need no key. What the suite does comes from `DATA`, which needs the scope
+`operate` (`http/scoped.py`): it shows the requests of every tenant.
 """
 
 from __future__ import annotations

@@ -81,11 +81,11 @@ class WatchedSwitchboard(Switchboard):
             self.ledger.over(stream, error.code or error.kind.name.lower())
         super().give_up(stream, error)
 
-    def on_finished(self, slot: int, finish: Finish) -> None:
+    def on_finished(self, stream: LiveStream, finish: Finish) -> None:
         """As the switchboard's own."""
-        stream = self._streams.get(slot)
-        super().on_finished(slot, finish)
-        if self.ledger is not None and stream is not None:
+        live = stream.slot in self._streams
+        super().on_finished(stream, finish)
+        if self.ledger is not None and live:
             self.ledger.over(stream, "finished")
 
 

@@ -67,7 +67,7 @@ def _load_error(engine: str, error: Exception) -> dict[str, Any]:
     if isinstance(error, ImportError):
         missing = error.name or str(error)
         said = (
-            f"The processor {engine} needs the package {missing.split('.')[0]}: install sluice[{engine}] "
+            f"The processor {engine} needs the package {missing.split('.')[0]}: install sluice-llm[{engine}] "
             f"({engine}=={TESTED_VERSIONS.get(engine, '')}), or name an interpreter that has it with --{engine}-python."
         )
         return error_form(SluiceError(ErrorKind.FAILED_PRECONDITION, said, param="model", code="missing_extra"))

@@ -45,7 +45,7 @@ async def text_reader(subject: Subject) -> Reader:
     try:
         from services.postprocess.library import load
     except ImportError as error:
-        raise NotChecked(f"Reading text needs the package {error.name}: install sluice[worker].") from error
+        raise NotChecked(f"Reading text needs the package {error.name}: install sluice-llm[worker].") from error
     with tempfile.TemporaryDirectory(prefix="sluice-conformance-") as folder:
         try:
             files = await fetch_tokenizer(subject, Path(folder))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -113,6 +113,7 @@ class Watcher:
         self._host = listen.rpartition(":")[0]
         self._context: Context | None = None
         self._changed = asyncio.Event()
+        self._closing = asyncio.Event()
         self.registration: router_pb2.Registration | None = None
         self.heartbeats = 0
         self.ranks: dict[int, RankView] = {}
@@ -130,7 +131,8 @@ class Watcher:
         await self._server.set_serving(True)
 
     async def close(self) -> None:
-        """Stops listening."""
+        """Ends the workers' streams, which gRPC would otherwise cancel with a traceback, and stops listening."""
+        self._closing.set()
         await self._server.stop(0.2)
 
     async def until(self, condition: Callable[[], bool], within_s: float) -> bool:
@@ -160,9 +162,13 @@ class Watcher:
             )
 
     async def _attach(self, _: object, context: Context) -> None:
+        closing = asyncio.create_task(self._closing.wait())
         with self._attachment(context):
-            while (message := await context.read()) is not grpc.aio.EOF:
-                await self._take(cast(router_pb2.AttachRequest, message), context)
+            try:
+                while (message := await _first(context.read(), closing)) not in (None, grpc.aio.EOF):
+                    await self._take(cast(router_pb2.AttachRequest, message), context)
+            finally:
+                closing.cancel()
 
     @contextmanager
     def _attachment(self, context: Context) -> Iterator[None]:
@@ -192,3 +198,13 @@ class Watcher:
 
     def _rank(self, rank: int) -> RankView:
         return self.ranks.setdefault(rank, RankView())
+
+
+async def _first(reading: Awaitable[object], closing: asyncio.Task[bool]) -> object:
+    """What was read; None when the end comes before it."""
+    task = asyncio.ensure_future(reading)
+    try:
+        await asyncio.wait({task, closing}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        task.cancel()

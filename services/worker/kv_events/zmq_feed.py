@@ -166,7 +166,7 @@ def _context() -> Any:
         import zmq.asyncio
     except ImportError as error:
         raise SluiceError(
-            ErrorKind.FAILED_PRECONDITION, "KV events over ZMQ need pyzmq: install sluice[zmq]."
+            ErrorKind.FAILED_PRECONDITION, "KV events over ZMQ need pyzmq: install sluice-llm[zmq]."
         ) from error
     return zmq.asyncio.Context.instance()
 

@@ -91,7 +91,7 @@ class Processing:
             raise SluiceError(
                 ErrorKind.FAILED_PRECONDITION,
                 f"Making prompts needs the package {error.name}, which is not installed beside this engine; install "
-                "what sluice[worker] lists, or set --processing none.",
+                "what sluice-llm[worker] lists, or set --processing none.",
             ) from error
         options, bounds = self._options, self._options.bounds
         spec = ModelSpec(config.model, config.source, config.processor, config.chat_template)

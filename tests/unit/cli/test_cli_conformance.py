@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import io
+import json
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from rich.console import Console
 
 from services.common.errors import SluiceError
 from services.worker.conformance import Report, Result, Rule, Verdict, junit, select
@@ -30,6 +33,9 @@ def run(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> int:
         (("127.0.0.1:1", "--rule", "no-such-rule"), "no-such-rule"),
         (("127.0.0.1:1", "--patience", "0"), "--patience"),
         (("127.0.0.1:1", "--tls-ca", "/no/such/file"), "tls-ca"),
+        (("127.0.0.1:1", "--tls", "/no/such/folder"), "--tls /no/such/folder holds no ca.pem"),
+        (("127.0.0.1:1", "--tls", "/no/such/folder", "--tls-ca", "/no/such/file"), "leave --tls-ca"),
+        (("127.0.0.1:1", "--tls-cert", "/no/such/file"), "--tls-key"),
         (("127.0.0.1:1", "--stop-command", "kill 'me"), "--stop-command"),
     ],
 )
@@ -47,6 +53,32 @@ def test_the_list_names_every_rule(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert run("--list", monkeypatch=monkeypatch) == 0
     shown = capsys.readouterr().out
     assert [rule.name for rule in select() if rule.name not in shown] == []
+
+
+def test_list_as_json_holds_every_rule(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--list", "--json", monkeypatch=monkeypatch) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [rule["rule"] for rule in listed] == [rule.name for rule in select()]
+    assert all(rule["proves"] and rule["clause"] for rule in listed)
+
+
+def printed(report: Report, width: int) -> list[str]:
+    """The table's lines in a terminal of this width."""
+    console = Console(width=width, force_terminal=False, record=True, file=io.StringIO())
+    console.print(conformance._table(report, width))
+    return console.export_text().splitlines()
+
+
+def test_narrow_terminal_has_a_line_for_each_rule_that_is_kept() -> None:
+    report = Report("127.0.0.1:1", "mock 1")
+    long = "a sentence that is longer than what is left of a line of eighty characters, by far"
+    report.results = [result(verdict, long) for verdict in (Verdict.PASSED, Verdict.NOT_CLAIMED)] * 20
+    assert all(len(line) <= 80 for line in printed(report, 80))
+    assert len([line for line in printed(report, 80) if "rule-" in line]) == 40
+    assert len(printed(report, 80)) == 42, "a title, the names of the columns, a line each"
+    report.results = [result(Verdict.FAILED, long)]
+    assert "by far" in " ".join(printed(report, 80)), "what is wrong is never cut"
+    assert "It holds." in " ".join(printed(report, 160))
 
 
 def test_the_page_lists_the_rules_of_the_code() -> None:

@@ -15,6 +15,7 @@ from sluice.cli import certs, examining_certificates, examining_redis
 from sluice.cli.finding import Finding, State, clock
 from sluice.cli.main import main
 from sluice.cli.place import Place
+from sluice.cli.trust import Trust
 
 NOW = datetime.now(UTC)
 DAY = timedelta(days=1)
@@ -45,7 +46,7 @@ def test_certificates(begins: datetime, ends: datetime, state: State, said: str)
 def test_every_certificate_of_the_folder_is_looked_at(tmp_path: Path) -> None:
     list(certs.make(tmp_path, certs.Options(names=("router",), hosts=(), days=5)))
     (tmp_path / "broken.pem").write_text("no certificate")
-    found = {one.check: one for one in examining_certificates.examine(Place(tls=tmp_path))}
+    found = {one.check: one for one in examining_certificates.examine(Place(trust=Trust(tmp_path)))}
     assert found["certificate router.pem"].state is State.WARN
     assert found["certificate broken.pem"].state is State.FAIL
     assert "--renew" in found["certificate router.pem"].advice

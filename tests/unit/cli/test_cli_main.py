@@ -9,8 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 
-from sluice.cli import main, up
+from services.worker.settings import WorkerSettings
+from sluice.cli import main, up, worker
+from sluice.cli.commands import app
 from sluice.cli.plan import Process
 from sluice.cli.progress import View
 
@@ -55,6 +58,39 @@ def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     assert re.fullmatch(r"\d+\.\d+\.\d+\n", capsys.readouterr().out)
 
 
+TLS_FLAGS = {"--tls", "--tls-ca", "--tls-cert", "--tls-key"}
+
+
+def flags_of(command: str) -> set[str]:
+    found = typer.main.get_command(app).commands[command]  # type: ignore[attr-defined]
+    return {option for one in found.params for option in one.opts}
+
+
+@pytest.mark.parametrize("command", ["top", "route", "workers", "doctor", "conformance"])
+def test_commands_that_reach_a_suite_have_the_same_tls_flags(command: str) -> None:
+    assert {flag for flag in flags_of(command) if "tls" in flag} == TLS_FLAGS
+
+
+def test_suite_and_worker_take_the_folder_of_certificates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "--tls" in flags_of("up")
+    assert run(monkeypatch, "worker", "--tls", str(tmp_path)) == 2
+    assert f"--tls {tmp_path} holds no worker.pem; `sluice certs" in capsys.readouterr().err
+    assert run(monkeypatch, "certs", str(tmp_path)) == 0
+    loaded: list[WorkerSettings] = []
+    monkeypatch.setattr(worker, "run", lambda name, settings, serve: loaded.append(settings))
+    for given in (("--tls", str(tmp_path)), (f"--tls={tmp_path}",)):
+        worker.run_worker(["--model", "m=/x", *given, "--", "--tls", "of-the-engine"])
+    for settings in loaded:
+        assert settings.tls_cert == tmp_path / "worker.pem"
+        assert settings.tls_key == tmp_path / "worker.key"
+        assert settings.tls_ca == tmp_path / "ca.pem"
+        assert settings.tls_require_client_cert
+        assert settings.engine_flags == ("--tls", "of-the-engine")
+    assert len(loaded) == 2
+
+
 @pytest.mark.parametrize("arguments", [(), ("--help",), ("up", "--help")])
 def test_help_is_plain_text(
     arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -95,4 +131,4 @@ def test_ctrl_c_while_it_still_imports_is_an_exit_code(tmp_path: Path) -> None:
 def test_without_its_packages_it_says_what_to_install(tmp_path: Path) -> None:
     ended = started_with("raise ModuleNotFoundError('no typer', name='typer')", tmp_path)
     assert (ended.returncode, ended.stdout) == (2, "")
-    assert ended.stderr == "sluice: This command needs the package typer: install sluice[all].\n"
+    assert ended.stderr == "sluice: This command needs the package typer: install sluice-llm[all].\n"

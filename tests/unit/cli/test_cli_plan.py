@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.common import models
+from sluice.cli import commands, up
+from sluice.cli.pipeline import PipelineFlags
 from sluice.cli.plan import BadFlag, Options, Process, check, plan
+from sluice.cli.processing import ProcessingFlags
+from sluice.cli.up import KEYS_FILE, KEYS_FLAG, invitation
 
 
 def no_free_port() -> int:
@@ -43,6 +49,18 @@ def test_default_suite() -> None:
         assert value(process, "--listen") == process.address
         assert float(value(process, "--drain-s")) < 4
         assert "--log-level" not in process.arguments
+
+
+def test_the_printed_command_has_a_key_where_clients_need_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(KEYS_FILE, raising=False)
+    gateway = by_name(Options())["gateway"]
+    header = '-H "Authorization: Bearer $SLUICE_API_KEY" '
+    printed = invitation(gateway, "m")
+    assert header not in printed
+    for guarded in (replace(gateway, env={KEYS_FILE: "keys.json"}), replace(gateway, arguments=(KEYS_FLAG, "k"))):
+        assert invitation(guarded, "m") == printed.replace("-d ", f"{header}-d ")
+    monkeypatch.setenv(KEYS_FILE, "keys.json")
+    assert header in invitation(gateway, "m")
 
 
 def test_gateway_comes_last_so_that_it_finds_the_others() -> None:
@@ -116,20 +134,82 @@ def test_optional_flags_are_passed_on_when_given() -> None:
     assert "--speedup" not in by_name(Options())["worker-0"].arguments
 
 
+@pytest.mark.parametrize("routers", [1, 3])
+def test_tokenizing_services_get_the_operators_model_and_learn_others_from_the_routers(routers: int) -> None:
+    suite = by_name(Options(routers=routers, redis="redis://h:1/0", model_name="mine"))
+    for service in ("preprocess", "postprocess"):
+        assert value(suite[service], "--models") == f"mine={models.DEFAULT_SOURCE}"
+        assert value(suite[service], "--routers") == value(suite["gateway"], "--router")
+
+
 @pytest.mark.parametrize(
-    ("changes", "flags"),
+    ("flags", "wanted"),
     [
-        ({}, []),
-        ({"vllm_processing": True}, ["--vllm-processing"]),
-        ({"sglang_processing": True}, ["--sglang-processing"]),
-        ({"native_framework_processing": True}, []),  # the mock engine has no code of its own
+        (("--direct-route", "--no-migration-enabled"), {"--direct-route", "--no-migration"}),
+        (("--migration-enabled",), {"--migration"}),
+        ((), set()),
     ],
 )
-def test_whose_code_makes_the_ids_is_told_to_preprocess(changes: dict[str, bool], flags: list[str]) -> None:
-    suite = by_name(replace(Options(), **changes))  # type: ignore[arg-type]
-    given = {name: [flag for flag in one.arguments if flag.endswith("-processing")] for name, one in suite.items()}
-    assert given.pop("preprocess") == flags
+def test_other_gateways_names_of_knobs_reach_the_gateway(
+    flags: tuple[str, ...], wanted: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Process] = []
+    monkeypatch.setattr(up, "run", lambda processes, *more: started.extend(processes) or 0)
+    assert commands.invoke(["up", "--port", "0", "--base-grpc-port", "0", *flags]) == 0
+    given = {flag for flag in started[-1].arguments if flag.endswith(("-route", "migration", "migration-enabled"))}
+    assert given == wanted
+
+
+def processing_of(processing: ProcessingFlags, **changes: object) -> dict[str, list[str]]:
+    """The processing flags that each service is given."""
+    suite = by_name(replace(Options(processing=processing), **changes))  # type: ignore[arg-type]
+    return {name: [flag for flag in one.arguments if flag.endswith("-processing")] for name, one in suite.items()}
+
+
+@pytest.mark.parametrize("name", ["vllm_processing", "sglang_processing", "native_framework_processing"])
+def test_processing_flag_reaches_the_services_before_and_after_the_engine(name: str) -> None:
+    flag = [f"--{name.replace('_', '-')}"]
+    given = processing_of(ProcessingFlags(**{name: True}))  # type: ignore[arg-type]
+    assert given.pop("preprocess") == flag
+    assert given.pop("postprocess") == flag
     assert not any(given.values())
+
+
+def test_native_parsers_switched_off_leaves_answers_to_the_built_in_parsers() -> None:
+    given = processing_of(ProcessingFlags(vllm_processing=True, native_parsers=False))
+    assert given.pop("preprocess") == ["--vllm-processing"]
+    assert not any(given.values())
+
+
+@pytest.mark.parametrize(
+    ("engine", "processor"), [("vllm", "vllm"), ("vllm-grpc", "vllm"), ("sglang", "sglang"), ("mock", "mistral")]
+)
+def test_native_processing_loads_the_operators_model_without_waiting_for_a_worker(engine: str, processor: str) -> None:
+    suite = by_name(Options(engine=engine, processing=ProcessingFlags(native_framework_processing=True)))
+    for service in ("preprocess", "postprocess"):
+        assert value(suite[service], "--models").endswith(f"@{processor}")
+    assert "@" not in value(suite["worker-0"], "--model")
+
+
+def test_native_processing_leaves_a_hub_model_to_its_workers_engine() -> None:
+    suite = by_name(Options(model="org/name", processing=ProcessingFlags(native_framework_processing=True)))
+    assert value(suite["preprocess"], "--models") == "org/name=org/name"
+
+
+@pytest.mark.parametrize(
+    ("engine", "noted"), [("vllm", False), ("sglang", False), ("mock", True), ("transformers", True)]
+)
+def test_native_processing_without_native_code_is_noted(engine: str, noted: bool) -> None:
+    note = ProcessingFlags(native_framework_processing=True).note(engine)
+    assert (f"the engine {engine} brings no code" in note) is noted
+    assert ProcessingFlags(vllm_processing=True).note(engine) == ""
+
+
+def test_interpreters_of_the_engines_reach_both_services() -> None:
+    suite = by_name(Options(processing=ProcessingFlags(vllm_processing=True, vllm_python="/opt/vllm/bin/python")))
+    for service in ("preprocess", "postprocess"):
+        assert value(suite[service], "--vllm-python") == "/opt/vllm/bin/python"
+        assert "--sglang-python" not in suite[service].arguments
 
 
 def test_host_is_the_gateways_alone() -> None:
@@ -170,7 +250,12 @@ def test_zero_stands_for_free_ports() -> None:
         ({"model": ""}, "--model"),
         ({"model": "a@b"}, "--model"),
         ({"model_name": "a=b"}, "--model-name"),
-        ({"vllm_processing": True, "native_framework_processing": True}, "--native-framework-processing"),
+        (
+            {"processing": ProcessingFlags(vllm_processing=True, native_framework_processing=True)},
+            "--native-framework-processing",
+        ),
+        ({"processing": ProcessingFlags(trtllm_processing=True)}, "docs/preprocessing.md"),
+        ({"processing": ProcessingFlags(native_parsers=False)}, "--no-native-parsers"),
     ],
 )
 def test_refusals_are_one_sentence_that_names_the_flag(changes: dict[str, object], says: str) -> None:
@@ -227,3 +312,31 @@ def test_redis_may_be_wherever_routers_find_it_and_nowhere_else() -> None:
     assert plan(Options(redis="rediss+sentinel://a:1,b:2/mine/0"), no_free_port)
     with pytest.raises(BadFlag, match=r"--redis is no Redis URL: its scheme is 'http'"):
         plan(Options(redis="http://h"), no_free_port)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (PipelineFlags(stage=("route=no_such_module:Sticky",)), "no_such_module"),
+        (PipelineFlags(stage=("route=my_own_stages:Sticki",)), "my_own_stages has no Sticki"),
+        (PipelineFlags(stage=("route=my_own_stages:Sticky",)), "async def route"),
+        (PipelineFlags(handler="my_own_stages:Sticki"), "handler: my_own_stages has no Sticki"),
+        (PipelineFlags(stage=("rout=my_own_stages:Sticky",)), "stage 'rout' is unknown"),
+    ],
+)
+def test_class_that_no_gateway_can_load_is_refused_before_anything_starts(
+    flags: PipelineFlags, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_own_stages.py").write_text("class Sticky:\n    pass\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BadFlag) as refused:
+        check(Options(pipeline=flags))
+    assert says in str(refused.value)
+
+
+def test_class_in_the_working_directory_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_sound_stages.py").write_text("class Sticky:\n    async def route(self, wanted, workers): ...\n")
+    monkeypatch.chdir(tmp_path)
+    path = list(sys.path)
+    check(Options(pipeline=PipelineFlags(stage=("route=my_sound_stages:Sticky",))))
+    assert sys.path == path

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import re
+from datetime import datetime
 from typing import Any
 
 import pytest
@@ -24,6 +26,8 @@ def row(name: str, health: str = "ok") -> dict[str, Any]:
         "address": "127.0.0.1:50061",
         "running": 1,
         "waiting": 0,
+        "live": 0,
+        "requests_s": 2.5,
         "tokens_s": 350.0,
         "used": 0.25,
         "cached": 0.5,
@@ -34,7 +38,13 @@ def row(name: str, health: str = "ok") -> dict[str, Any]:
 def request(number: int) -> dict[str, Any]:
     times = dict.fromkeys(("tokenize_ms", "route_ms", "first_ms", "rest_ms"), 1.5)
     counts = {"prompt_tokens": 12, "cached_tokens": 8, "output_tokens": 20}
-    more = {"workers": ["worker-0"], "outcome": "finished", "degraded": []}
+    more = {
+        "workers": ["worker-0"],
+        "outcome": "finished",
+        "degraded": [],
+        "model": "m",
+        "began_unix_ms": 1_700_000_000_000,
+    }
     return {"id": f"chatcmpl-{number:024}", **times, **counts, **more}
 
 
@@ -76,6 +86,22 @@ def test_a_terminal_that_is_too_small_says_so_and_still_shows_the_summary() -> N
     assert "The terminal has 40×6" in text
     assert f"{SMALLEST[0]}×{SMALLEST[1]}" in text
     assert "3.5 requests/s" in text
+
+
+def test_requests_have_time_model_and_outcome() -> None:
+    began = datetime.fromtimestamp(1_700_000_000).strftime("%H:%M:%S")
+    (line, *_) = [line for line in shown(160, 30) if "00000039" in line]
+    assert re.search(rf"{began}\s+m\s+worker-0\b", line)
+    assert "finished" in line
+
+
+def test_own_streams_of_the_gateway_count_as_running_until_the_worker_reports_them() -> None:
+    busy = state()
+    busy["workers"] = [{**row("worker-7"), "running": 0, "live": 3}]
+    console = Console(file=io.StringIO(), width=120, height=24, color_system=None, record=True)
+    console.print(frame(busy, "", 120, 24))
+    (line,) = [line for line in console.export_text().splitlines() if "worker-7" in line]
+    assert re.search(r"worker-7 +ok +3 +0 +2\.5 +350 ", line), line
 
 
 def test_what_is_wrong_is_shown_beside_what_is_known() -> None:

@@ -18,6 +18,7 @@ from sluice.cli.finding import State
 from sluice.cli.place import Place
 from sluice.cli.plan import BadFlag
 from sluice.cli.running import NotReached, Running, reached
+from sluice.cli.trust import Trust
 
 Answer = Callable[[httpx.Request], httpx.Response]
 
@@ -93,7 +94,7 @@ async def test_files_that_do_not_fit_are_a_wrong_flag(
     shutil.copytree(sound, folder)
     spoil(folder)
     with pytest.raises(BadFlag, match=f"--tls {folder}: .*{said}"):
-        async with reached(Place("https://h", tls=folder)):
+        async with reached(Place("https://h", trust=Trust(folder))):
             pass
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -28,11 +30,20 @@ SETTINGS: dict[str, type[ServiceSettings]] = {
     "router": RouterSettings,
     "postprocess": PostprocessSettings,
     "worker": WorkerSettings,
+    "worker-transformers": WorkerSettings,
     "worker-vllm": WorkerSettings,
     "worker-sglang": WorkerSettings,
 }
-PROFILES = {"balancer", "redis-ha", "observability", "gpu", "gpu-sglang"}
-VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^}]*))?\}")
+PROFILES = {"balancer", "redis-ha", "observability", "gpu", "gpu-sglang", "transformers"}
+PROCESSING = {"vllm": "vllm", "sglang": "sglang", "native-framework": ""}
+REPLICAS = {
+    "gateway": "SLUICE_GATEWAYS",
+    "preprocess": "SLUICE_PREPROCESS",
+    "router": "SLUICE_ROUTERS",
+    "postprocess": "SLUICE_POSTPROCESS",
+    "worker": "SLUICE_WORKERS",
+}
+VARIABLE = re.compile(r"\$\{(\w+)(?:(:?[-+])([^}]*))?\}")
 
 
 def suite() -> dict[str, Any]:
@@ -40,9 +51,16 @@ def suite() -> dict[str, Any]:
     return found
 
 
-def defaulted(text: str) -> str:
-    """A value with every variable at its default."""
-    return VARIABLE.sub(lambda match: match[2] or "", text)
+def defaulted(text: str, variables: Mapping[str, str] = MappingProxyType({})) -> str:
+    """A value as Compose interpolates it, with every variable that is not given at its default."""
+
+    def value(match: re.Match[str]) -> str:
+        given = variables.get(match[1], "")
+        if match[2] in (":+", "+"):
+            return match[3] if given else ""
+        return given or match[3] or ""
+
+    return VARIABLE.sub(value, text)
 
 
 def env_file(name: str) -> dict[str, str]:
@@ -67,6 +85,13 @@ def test_every_variable_of_a_service_is_a_setting_and_its_value_is_accepted(
     assert settings.load([]).drain_s < 20, "the containers are killed after 20 s"
 
 
+def test_the_gateway_is_as_open_as_the_address_that_publishes_its_port() -> None:
+    gateway = suite()["services"]["gateway"]
+    published = gateway["environment"]["SLUICE_GATEWAY_PUBLISHED_HOST"]
+    assert defaulted(published) == "127.0.0.1"
+    assert all(port.startswith(published) for port in gateway["ports"]), "one variable decides both"
+
+
 def test_profiles_have_a_file_each_that_switches_them_on_and_sets_variables_that_are_used() -> None:
     text = (COMPOSE / "compose.yaml").read_text()
     used = {profile for service in suite()["services"].values() for profile in service.get("profiles", ())}
@@ -77,6 +102,52 @@ def test_profiles_have_a_file_each_that_switches_them_on_and_sets_variables_that
         assert variables.pop("COMPOSE_PROFILES") == "${COMPOSE_PROFILES:+${COMPOSE_PROFILES-},}" + profile
         assert variables
         assert all(f"${{{name}" in text for name in variables), variables
+
+
+@pytest.mark.parametrize("file", PROCESSING)
+@pytest.mark.parametrize("service", ["preprocess", "postprocess"])
+def test_processing_file_sets_the_flag_and_the_image_of_both_services(
+    service: str, file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert {path.stem for path in (COMPOSE / "processing").glob("*.env")} == PROCESSING.keys()
+    variables = env_file(f"processing/{file}")
+    engine = PROCESSING[file]
+    assert variables.get("SLUICE_PROCESSING_ENGINE", "") == engine
+    container = suite()["services"][service]
+    assert defaulted(container["image"], variables) == f"sluice-{service}{f'-{engine}' if engine else ''}:local"
+    assert defaulted(container["build"]["target"], variables) == f"{service}{'-engine' if engine else ''}"
+    assert defaulted(container["build"]["args"]["ENGINE"], variables) == (engine or "vllm")
+    for name, value in container["environment"].items():
+        given = variables.get(name) if value is None else defaulted(value, variables)
+        if given:
+            monkeypatch.setenv(name, given)
+    loaded = (PreprocessSettings if service == "preprocess" else PostprocessSettings).load([])
+    flags = {
+        name
+        for name in ("vllm_processing", "sglang_processing", "native_framework_processing", "trtllm_processing")
+        if getattr(loaded, name)
+    }
+    assert flags == {f"{file.replace('-', '_')}_processing"}
+
+
+@pytest.mark.parametrize("service", ["preprocess", "postprocess"])
+def test_trtllm_processing_reaches_the_service_that_refuses_it(service: str) -> None:
+    assert f"SLUICE_{service.upper()}_TRTLLM_PROCESSING" in suite()["services"][service]["environment"]
+
+
+@pytest.mark.parametrize("service", REPLICAS)
+def test_replicas_of_every_service_are_a_variable(service: str) -> None:
+    """What only --scale sets, the next `up` for another service takes back."""
+    scale = suite()["services"][service]["scale"]
+    assert defaulted(scale) == "1"
+    assert defaulted(scale, {REPLICAS[service]: "3"}) == "3"
+
+
+def test_workers_read_models_from_a_volume_or_a_folder_of_the_host() -> None:
+    for name in ("worker", "worker-transformers", "worker-vllm", "worker-sglang"):
+        (volume,) = suite()["services"][name]["volumes"]
+        assert defaulted(volume) == "models:/models"
+        assert defaulted(volume, {"SLUICE_MODEL_FOLDER": "/home/me/model"}) == "/home/me/model:/models"
 
 
 def test_the_failover_profile_sends_routers_to_the_sentinels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,10 +177,11 @@ def test_images_are_ours_or_public_ones_with_a_version() -> None:
     for name, service in suite()["services"].items():
         image = defaulted(service["image"])
         if "build" in service:
-            assert service["build"]["target"] in targets
-            engine = service["build"].get("args", {}).get("ENGINE")
-            assert engine is None or f"engine-{engine}" in targets
-            assert image == f"sluice-{f'worker-{engine}' if engine else service['build']['target']}:local"
+            target = defaulted(service["build"]["target"])
+            assert target in targets
+            engine = defaulted(service["build"].get("args", {}).get("ENGINE", ""))
+            assert not engine or f"engine-{engine}" in targets
+            assert image == f"sluice-{f'worker-{engine}' if target == 'worker-gpu' else target}:local"
         else:
             assert re.fullmatch(r"[a-z/]+:v?\d[\d.]*", image), name
             assert re.match(r"\$\{SLUICE_[A-Z]+_IMAGE:-", service["image"]), name

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import kubernetes_validate
 import pytest
+import yaml
 
 from services.common.health import LIVE
 from services.common.settings import SECRETS_DIR
 from tests.support.kustomized import (
+    KUBERNETES,
     OVERLAYS,
     ROOT,
     SETTINGS,
@@ -197,7 +201,85 @@ def test_images_are_those_that_are_built(overlay: str) -> None:
         assert tag not in ("", "latest")
         # The image of a worker on accelerators is called after its engine.
         built = image.rpartition("/")[2].removeprefix("sluice-")
+        assert engine_of_image(built) in ("", "vllm", "sglang")
         assert built in targets or built.replace("worker-", "engine-") in targets
+
+
+def engine_of_image(built: str) -> str:
+    """The engine that an image such as `worker-vllm` or `preprocess-vllm` brings along; empty for none."""
+    return built.partition("-")[2]
+
+
+def model_folders() -> list[Path]:
+    return sorted((KUBERNETES / "overlays").glob("*/models/*/kustomization.yaml"))
+
+
+@pytest.mark.parametrize("file", model_folders(), ids=lambda file: f"{file.parts[-4]}-{file.parts[-2]}")
+def test_model_folder_names_the_image_of_its_engine(file: Path) -> None:
+    """Else another engine in a copied folder keeps the image of the first one."""
+    folder = yaml.safe_load(file.read_text())
+    (image,) = folder["images"]
+    assert image["name"] == "sluice-worker"
+    settings = dict(line.split("=", 1) for map_ in folder["configMapGenerator"] for line in map_["literals"])
+    engine = settings["SLUICE_WORKER_ENGINE"]
+    built = image.get("newName", image["name"]).rpartition("/")[2].removeprefix("sluice-")
+    assert engine_of_image(built) == ("" if engine == "mock" else engine)
+    overlay = yaml.safe_load(file.parents[2].joinpath("kustomization.yaml").read_text())
+    assert "sluice-worker" not in [one["name"] for one in overlay["images"]]
+
+
+@pytest.mark.parametrize("overlay", ["mock", "guarded"])
+def test_first_look_fits_on_a_small_machine(overlay: str) -> None:
+    requested = {}
+    for workload in workloads(overlay):
+        cpu = str(container_of(workload)["resources"]["requests"]["cpu"])
+        one = float(cpu[:-1]) / 1000 if cpu.endswith("m") else float(cpu)
+        requested[workload["metadata"]["name"]] = one * workload["spec"].get("replicas", 1)
+        assert workload["spec"].get("replicas", 1) == 1
+    assert sum(requested.values()) <= 2, requested
+    assert {scaler["spec"]["minReplicas"] for scaler in of_kind(overlay, "HorizontalPodAutoscaler")} == {1}
+
+
+def test_hub_token_is_a_file_that_the_hubs_client_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    objects = with_components(tmp_path / "overlay", "model-download", "hub-token")
+    (worker,) = [one for one in objects if one["kind"] == "Deployment" and name_of(one) == "worker"]
+    kubernetes_validate.validate(worker, kubernetes_validate.latest_version(), strict=True)
+    given = {one["name"]: one.get("value") for one in container_of(worker)["env"]}
+    mounts = {mount["name"]: mount["mountPath"] for mount in container_of(worker)["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in worker["spec"]["template"]["spec"]["volumes"]}
+    assert given["HF_TOKEN_PATH"] == f"{mounts['hub-token']}/hf_token"
+    assert volumes["hub-token"]["secret"]["secretName"] == "sluice-hub"
+    assert not any("TOKEN" in name and name != "HF_TOKEN_PATH" for name in given)
+
+    token = tmp_path / "hf_token"
+    token.write_text("hf_secret\n")
+    code = "import huggingface_hub; print(huggingface_hub.get_token())"
+    environment = {"HF_TOKEN_PATH": str(token), "HOME": str(tmp_path)}
+    read = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert read.stdout.strip() == "hf_secret", read.stderr
+
+
+@pytest.mark.parametrize("flag", ["vllm-processing", "sglang-processing", "native-framework-processing"])
+def test_processing_component_sets_the_flag_and_the_image_of_both_services(
+    flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objects = with_components(tmp_path, flag)
+    maps = {one["metadata"]["name"]: one["data"] for one in objects if one["kind"] == "ConfigMap"}
+    engine = flag.removesuffix("-processing") if flag != "native-framework-processing" else ""
+    for name in ("preprocess", "postprocess"):
+        (workload,) = [one for one in objects if one["kind"] == "Deployment" and name_of(one) == name]
+        kubernetes_validate.validate(workload, kubernetes_validate.latest_version(), strict=True)
+        (source,) = container_of(workload)["envFrom"]
+        with monkeypatch.context() as patched:
+            for key, value in maps[source["configMapRef"]["name"]].items():
+                patched.setenv(key, value)
+            loaded = SETTINGS[name].load([])
+        flags = {field for field in SETTINGS[name].model_fields if field.endswith("_processing")}
+        assert {field for field in flags if getattr(loaded, field)} == {flag.replace("-", "_")}
+        image = container_of(workload)["image"]
+        assert image == f"sluice-{name}{f'-{engine}' if engine else ''}:0.1.0"
+    others = [one for one in objects if one["kind"] == "ConfigMap" and "router" in one["metadata"]["name"]]
+    assert not any("PROCESSING" in key for one in others for key in one["data"])
 
 
 def test_workers_on_accelerators_request_them() -> None:

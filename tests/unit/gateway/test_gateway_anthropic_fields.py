@@ -16,6 +16,7 @@ from services.gateway.anthropic.checking import check
 from services.gateway.anthropic.schemas import CountTokensRequest, MessagesRequest
 from services.gateway.anthropic.translate import Able, Translated, translate
 from services.gateway.generation import ChatPrompt
+from tests.support.bodies import BUDGETS
 
 VALUES: list[Any] = [
     None,
@@ -52,8 +53,8 @@ BODIES: dict[type[BaseModel], dict[str, Any]] = {
 
 
 def request_of(kind: type[BaseModel], body: dict[str, Any]) -> Translated:
-    fields: Any = check(kind, body)
-    return translate(fields, "msg_1", ABLE)
+    fields: Any = check(kind, body, BUDGETS)
+    return translate(fields, "msg_1", ABLE, BUDGETS)
 
 
 @pytest.mark.parametrize("kind", list(BODIES))
@@ -189,6 +190,7 @@ def test_blocks_become_messages_of_a_chat() -> None:
             },
             {"role": "user", "content": "!"},
         ],
+        BUDGETS.list_items,
     )
     call = {"id": "t", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}
     texts = [{"type": "text", "text": text} for text in ("and", "?", "!")]

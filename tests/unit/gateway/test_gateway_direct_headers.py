@@ -11,6 +11,7 @@ from services.gateway.direction_headers import of_headers
 from services.gateway.directions import Directions
 from services.gateway.openai.checking import check
 from services.gateway.openai.schemas import CompletionRequest
+from tests.support.bodies import BUDGETS
 
 
 @pytest.mark.parametrize(
@@ -63,7 +64,7 @@ def test_who_is_allowed() -> None:
 
 
 def nvext(**fields: object) -> Directions:
-    found = check(CompletionRequest, {"model": "m", "prompt": "x", "nvext": fields}).nvext
+    found = check(CompletionRequest, {"model": "m", "prompt": "x", "nvext": fields}, BUDGETS).nvext
     assert found is not None
     return found.directions()
 

@@ -25,6 +25,7 @@ from services.gateway.openai.embeddings import EmbeddingEndpoints
 from services.gateway.silent_workers import SilentWorkers
 from services.gateway.switchboard import Switchboard
 from sluice.v1 import common_pb2, worker_pb2
+from tests.support.bodies import BUDGETS
 
 
 class Stub:
@@ -71,7 +72,7 @@ class Workers:
 
     def least_busy(self, worker_ids: list[str]) -> WorkerLink | None:
         links = [self.links[worker_id] for worker_id in worker_ids]
-        return cast(WorkerLink, min(links, key=lambda link: link.live)) if links else None
+        return cast(WorkerLink, min(links, key=lambda link: link.embedding)) if links else None
 
     async def embed(self, *inputs: int) -> list[float]:
         found = await self.client.embed("r", "m", [pack_u32([one]) for one in inputs], 0)
@@ -85,7 +86,7 @@ async def test_many_inputs_are_several_calls_in_order() -> None:
     assert await workers.embed(*inputs) == inputs
     assert sum(len(stub.asked) for stub in workers.stubs.values()) == 4
     assert all(stub.asked for stub in workers.stubs.values())
-    assert all(link.live == 0 for link in workers.links.values())
+    assert all(link.embedding == 0 for link in workers.links.values())
 
 
 async def test_only_workers_that_embed_are_asked() -> None:
@@ -155,7 +156,7 @@ async def test_the_time_that_a_request_has_is_that_of_its_vectors_too() -> None:
     deadlines.begin(2.0)
     assert await workers.embed(7) == [7]
     assert all(timeout <= 2 for timeout in workers.stubs["a"].timeouts)
-    assert all((link.live, link.embedding) == (0, 0) for link in workers.links.values())
+    assert all(link.embedding == 0 for link in workers.links.values())
 
 
 async def test_vectors_that_nobody_waits_for_any_more_are_not_computed() -> None:
@@ -175,7 +176,7 @@ async def test_vectors_that_nobody_waits_for_any_more_are_not_computed() -> None
 
     catalogue = Workers({"a": Stub()}).catalogue
     pipeline = SimpleNamespace(catalogue=catalogue, preprocess=Preprocess())
-    settings = SimpleNamespace(max_body_mb=1, body_timeout_s=5)
+    settings = SimpleNamespace(max_body_mb=1, body_timeout_s=5, budgets=BUDGETS)
     endpoints = EmbeddingEndpoints(cast(Any, pipeline), cast(Any, Slow()), cast(Any, settings))
     body = [{"type": "http.request", "body": b'{"model":"m","input":"x"}', "more_body": False}]
 
@@ -198,8 +199,7 @@ async def test_a_worker_that_only_embedded_so_far_is_not_taken_for_silent_when_i
     board = Switchboard(10, lambda reservation: None, lambda *_: None, GatewayMetrics())
     link = WorkerLink("w", "", grpc.aio.insecure_channel("127.0.0.1:1"), 1.0, board, board.on_worker_lost)
     link._connected.set()
-    link.live += 1  # vectors are on their way all the time
-    link.embedding = 1
+    link.embedding = 1  # vectors are under way all the time
     link._heard_at -= 1000
     request = GenerationRequest("r", "m", TextPrompt("x"), 1, Sampling(), StopRules())
     prompt = Tokenized(b"\1\0\0\0", b"", "", b"", b"", 100, b"")

@@ -33,12 +33,14 @@ from services.gateway.metrics import GatewayMetrics
 from services.gateway.migration import AT_ONCE, Migrator
 from services.gateway.moving import MigrationPolicy
 from services.gateway.openai.answers import stop_reason
+from services.gateway.openai.checking import check
 from services.gateway.openai.schemas import ChatCompletionRequest
 from services.gateway.openai.translate import chat_request
 from services.gateway.placement import Placed, Placement, Wanted
 from services.gateway.switchboard import Switchboard
 from services.gateway.text_replicas import MOST_REPLAYS
 from sluice.v1 import worker_pb2
+from tests.support.bodies import BUDGETS
 from tests.unit.gateway.test_gateway_survive import EOS, MAX_TOKENS, PROMPT, REQUEST, Board, Sink
 
 
@@ -146,7 +148,6 @@ def test_a_pair_that_breaks_after_the_last_token_is_done() -> None:
 
 def test_usage_of_text_that_the_worker_made_and_did_not_count() -> None:
     desk = Board()
-    desk.board.path.text_here = False
     sink = Sink()
     request = replace(REQUEST, engine_text=True)
     route = Route("w0", reservation_id=desk.book())
@@ -173,12 +174,14 @@ def test_a_stream_that_is_opened_again_on_its_replica_gets_each_token_once() -> 
     link = PostLink(cast(Replica[Any], FakeReplica()), 1.0, desk.board)
     link._connected.set()
     prompt = PROMPT
-    link.open(7, "r", REQUEST, prompt, None)
-    link.open(8, "r", REQUEST, prompt, None)
+    link.open(7, "r", REQUEST, prompt, None, MAX_TOKENS)
+    link.open(8, "r", REQUEST, prompt, None, MAX_TOKENS)
     link._drain()
     link.feed(words(7, 8), words(1, 2), words(100, 200, 201))
     link.feed(words(7), words(1), words(101))
-    link.open(7, "r", REQUEST, prompt, None, array("I", [100, 101]), Sent())  # refused; its tokens still wait here
+    link.open(
+        7, "r", REQUEST, prompt, None, MAX_TOKENS, array("I", [100, 101]), Sent()
+    )  # refused; its tokens still wait here
     link.feed(words(7), words(1), words(102))
     message = link._drain()
     assert message is not None
@@ -234,7 +237,7 @@ def test_openings_with_much_to_carry_do_not_travel_in_one_message() -> None:
     link._connected.set()
     request = replace(REQUEST, parsing=Parsing(tool_parser="auto", tools_json=b"[" + b" " * 500_000 + b"]"))
     for slot in range(40):
-        link.open(slot, "r", request, PROMPT, None, array("I", [1, 2, 3]), Sent())
+        link.open(slot, "r", request, PROMPT, None, MAX_TOKENS, array("I", [1, 2, 3]), Sent())
         link.feed(words(slot), words(1), words(4))
     sizes, opened = [], 0
     while (message := link._drain()) is not None:
@@ -331,7 +334,7 @@ def test_the_stop_id_that_was_asked_for_is_told() -> None:
         route = Route("w0", reservation_id=desk.book())
         worker = cast(WorkerLink, desk.workers[0])
         stream = desk.board.connect(request, 0, PROMPT, route, worker, MAX_TOKENS, cast(Any, sink))
-        desk.board.on_finished(stream.slot, Finish(FinishReason.STOP, stop_token_id=hit, completion_tokens=1))
+        desk.board.on_finished(stream, Finish(FinishReason.STOP, stop_token_id=hit, completion_tokens=1))
         (finish,) = sink.ends
         assert isinstance(finish, Finish)
         told.append(stop_reason(finish))
@@ -350,7 +353,7 @@ def test_choices_that_are_being_placed_count_against_the_bound() -> None:
 
 def test_a_parser_hears_how_the_template_was_told_to_think_whatever_the_prompt_became() -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"thinking": False}}
-    request = chat_request(body, ChatCompletionRequest.model_validate(body), "r", 1)
+    request = chat_request(body, check(ChatCompletionRequest, body, BUDGETS), "r", 1, BUDGETS)
     cut = replace(request, prompt=TokenPrompt(b"\1\0\0\0"))  # as truncate_prompt_tokens makes it
     for one in (request, cut):
         assert stream_options(one, PROMPT).chat_template_kwargs_json == b'{"thinking":false}'
@@ -376,7 +379,6 @@ class Call:
 
 
 GARBLED = {
-    "an unknown end": worker_pb2.TokenBatch(extras=[worker_pb2.TokenExtra(slot=1, finish_reason=cast(Any, 99))]),
     "columns of two lengths": worker_pb2.TokenBatch(slots=words(1, 1), counts=words(1, 1), token_ids=words(5)),
     "half a number": worker_pb2.TokenBatch(slots=b"\1\0\0", counts=words(1), token_ids=words(5)),
 }
@@ -386,7 +388,7 @@ GARBLED = {
 async def test_a_worker_that_cannot_be_understood_fails_its_own_generations(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link_module, "BACKOFF_S", (0.001, 0.001))
+    monkeypatch.setattr(link_module, "INVALID_BACKOFF_S", (0.001, 0.001))
     deaths: list[str] = []
     tasks = TaskOwner(on_death=lambda task, error: deaths.append(task))
     desk = Board()
@@ -467,7 +469,7 @@ class BrokenStage:
 def test_a_text_that_cannot_begin_leaves_nothing_on_its_worker() -> None:
     desk = Board(posts=0)
     own = OwnTextLink(BrokenStage(), desk.board)
-    desk.board.texts.links["own stage"] = cast(PostLink, own)
+    desk.board.texts.custom = lambda model: cast(PostLink, own)
     _, sink = desk.connect()
     (error,) = sink.ends
     assert isinstance(error, SluiceError)

@@ -15,8 +15,8 @@ from starlette.responses import Response
 
 from services.common.errors import SluiceError
 from services.gateway.generation import Route, Score
-from services.gateway.http.admitting import LIVE_PAGE
 from services.gateway.http.errors import error_response
+from services.gateway.http.scoped import LIVE_PAGE
 from services.gateway.ui.endpoints import DATA, add_live_view
 from services.gateway.ui.feed import BEHIND, Feed
 from services.gateway.ui.files import page_files

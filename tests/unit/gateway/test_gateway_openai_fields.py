@@ -19,6 +19,7 @@ from services.gateway.openai.embedding_schemas import EmbeddingRequest
 from services.gateway.openai.schemas import ChatCompletionRequest, CompletionRequest
 from services.gateway.openai.token_schemas import DetokenizeRequest, TokenizeRequest
 from services.gateway.openai.translate import chat_request, completion_requests
+from tests.support.bodies import BUDGETS
 
 BODIES: dict[type[BaseModel], dict[str, Any]] = {
     ChatCompletionRequest: {"model": "m", "messages": [{"role": "user", "content": "hi"}]},
@@ -59,11 +60,11 @@ VALUES: list[Any] = [
 
 
 def request_of(kind: type[BaseModel], body: dict[str, Any]) -> Any:
-    fields = check(kind, body)
+    fields = check(kind, body, BUDGETS)
     if isinstance(fields, ChatCompletionRequest):
-        return chat_request(body, fields, "r", 8, forces_calls=True)
+        return chat_request(body, fields, "r", 8, BUDGETS, forces_calls=True)
     if isinstance(fields, CompletionRequest):
-        return completion_requests(fields, "r", 8)
+        return completion_requests(fields, "r", 8, BUDGETS)
     return fields
 
 
@@ -154,14 +155,16 @@ def test_every_field_of_a_chat_is_known_by_name(field: str) -> None:
 )
 def test_what_cannot_be_honoured_is_refused_with_the_reason(field: str, neutral: Any, asking: Any) -> None:
     body = BODIES[ChatCompletionRequest]
-    check(ChatCompletionRequest, {**body, field: neutral})
+    check(ChatCompletionRequest, {**body, field: neutral}, BUDGETS)
     with pytest.raises(SluiceError, match="not supported: ") as caught:
-        check(ChatCompletionRequest, {**body, field: asking})
+        check(ChatCompletionRequest, {**body, field: asking}, BUDGETS)
     assert (caught.value.param, caught.value.code) == (field, "unsupported_parameter")
 
 
 def complete(**fields: Any) -> GenerationRequest:
-    return completion_requests(check(CompletionRequest, {"model": "m", "prompt": "x", **fields}), "cmpl-1", 8)[0]
+    return completion_requests(
+        check(CompletionRequest, {"model": "m", "prompt": "x", **fields}, BUDGETS), "cmpl-1", 8, BUDGETS
+    )[0]
 
 
 def test_options_of_the_engines_arrive() -> None:
@@ -202,7 +205,9 @@ def npy(rows: int, width: int, kind: str = "<f4", order: str = "False", cut: int
 
 
 def test_prompt_embeddings_arrive() -> None:
-    request = completion_requests(check(CompletionRequest, {"model": "m", "prompt_embeds": npy(3, 4)}), "c", 8)[0]
+    request = completion_requests(
+        check(CompletionRequest, {"model": "m", "prompt_embeds": npy(3, 4)}, BUDGETS), "c", 8, BUDGETS
+    )[0]
     assert isinstance(request.prompt, EmbedsPrompt)
     assert (request.prompt.length, request.prompt.width) == (3, 4)
     assert request.needs == (("prompt_embeds", "prompt_embeds"),)
@@ -214,5 +219,7 @@ def test_prompt_embeddings_arrive() -> None:
 )
 def test_prompt_embeddings_that_are_none(encoded: str) -> None:
     with pytest.raises(SluiceError) as caught:
-        completion_requests(check(CompletionRequest, {"model": "m", "prompt_embeds": encoded}), "c", 8)
+        completion_requests(
+            check(CompletionRequest, {"model": "m", "prompt_embeds": encoded}, BUDGETS), "c", 8, BUDGETS
+        )
     assert caught.value.param == "prompt_embeds"

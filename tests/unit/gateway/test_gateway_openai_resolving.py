@@ -16,6 +16,7 @@ from services.gateway.openai.naming import client_names, renamed
 from services.gateway.openai.resolving import needs_resolving, resolve
 from services.gateway.openai.schemas import CompletionRequest
 from services.gateway.openai.translate import completion_requests
+from tests.support.bodies import BUDGETS
 
 ENTRY = WorkerEntry("w", "127.0.0.1:1", 1, "m", 16, 20, 256, frozenset(), 0)
 
@@ -36,8 +37,8 @@ class Preprocess:
 
 
 async def resolved(preprocess: Preprocess, **fields: Any) -> GenerationRequest:
-    checked = check(CompletionRequest, {"model": "m", "prompt": "abc", **fields})
-    request = completion_requests(checked, "r", 8)[0]
+    checked = check(CompletionRequest, {"model": "m", "prompt": "abc", **fields}, BUDGETS)
+    request = completion_requests(checked, "r", 8, BUDGETS)[0]
     assert needs_resolving(checked)
     return await resolve(request, checked, ENTRY, cast(PreprocessClient, preprocess))
 
@@ -83,8 +84,9 @@ def test_errors_of_workers_name_the_clients_field() -> None:
     fields = check(
         CompletionRequest,
         {"model": "m", "prompt": "x", "guided_regex": "a", "custom_params": {"a": 1}, "extra_key": "k"},
+        BUDGETS,
     )
-    names = client_names(fields, completion_requests(fields, "r", 8)[0])
+    names = client_names(fields, completion_requests(fields, "r", 8, BUDGETS)[0])
     for said, heard in (
         ("response_format", "guided_regex"),
         ("engine_options", "custom_params"),

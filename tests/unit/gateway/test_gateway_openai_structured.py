@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +14,10 @@ from services.common.errors import ErrorKind, SluiceError
 from services.gateway.generation import GenerationRequest, Guided
 from services.gateway.openai.checking import check
 from services.gateway.openai.forced_calls import forced_call
-from services.gateway.openai.json_schema import check_regex, check_schema
+from services.gateway.openai.json_schema import check_schema
 from services.gateway.openai.schemas import ChatCompletionRequest, CompletionRequest
 from services.gateway.openai.translate import chat_request, completion_requests
+from tests.support.bodies import BUDGETS
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 TEXT = '{"type":"object","properties":{"a":{"type":"integer"}},"required":["a"]}'
@@ -27,11 +27,13 @@ TAG = {"type": "structural_tag", "structures": [], "triggers": ["<f"]}
 
 def chat(forces: bool = False, **fields: Any) -> GenerationRequest:
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}
-    return chat_request(body, check(ChatCompletionRequest, body), "chatcmpl-1", 8, forces)
+    return chat_request(body, check(ChatCompletionRequest, body, BUDGETS), "chatcmpl-1", 8, BUDGETS, forces)
 
 
 def complete(**fields: Any) -> GenerationRequest:
-    return completion_requests(check(CompletionRequest, {"model": "m", "prompt": "x", **fields}), "cmpl-1", 8)[0]
+    return completion_requests(
+        check(CompletionRequest, {"model": "m", "prompt": "x", **fields}, BUDGETS), "cmpl-1", 8, BUDGETS
+    )[0]
 
 
 @pytest.mark.parametrize("make", [chat, complete])
@@ -119,9 +121,8 @@ def test_text_is_no_constraint() -> None:
         ({"structured_outputs": {"structural_tag": "[]"}}, "structured_outputs.structural_tag"),
         ({"guided_json": {"type": "object", "required": "a"}}, "guided_json"),
         ({"guided_json": []}, "guided_json"),
-        ({"guided_regex": "("}, "guided_regex"),
         ({"guided_regex": ""}, "guided_regex"),
-        ({"regex": "a" * 5000}, "regex"),
+        ({"regex": "a" * 20_000}, "regex"),
         ({"guided_choice": []}, "guided_choice"),
         ({"guided_choice": [""]}, "guided_choice[0]"),
         ({"guided_grammar": "  "}, "guided_grammar"),
@@ -169,8 +170,8 @@ def test_schemas_that_are_some(schema: Any) -> None:
         ({"enum": []}, "/enum"),
         ({"maxLength": -1}, "/maxLength"),
         ({"minimum": "1"}, "/minimum"),
-        ({"pattern": "("}, "/pattern"),
-        ({"patternProperties": {"[": {}}}, "/patternProperties"),
+        ({"pattern": 5}, "/pattern"),
+        ({"patternProperties": []}, "/patternProperties"),
         ({"properties": []}, "/properties"),
     ],
 )
@@ -180,16 +181,21 @@ def test_schemas_that_are_none_say_where(schema: Any, place: str) -> None:
     assert caught.value.param == "response_format"
 
 
-def test_hostile_schemas_are_refused_in_bounded_time() -> None:
+def test_schemas_nested_too_deep_are_refused() -> None:
     deep: Any = {}
     for _ in range(900):
         deep = {"items": deep}
-    wide = {"properties": {str(index): {} for index in range(50_000)}}
-    started = time.monotonic()
-    for schema in (deep, wide, {"pattern": "(" * 4000}, {"pattern": "a{1,60000}" * 400 + "("}):
-        with pytest.raises(SluiceError):
-            check_schema(schema, "f")
-    assert time.monotonic() - started < 20
+    with pytest.raises(SluiceError, match="nested more than 64 deep"):
+        check_schema(deep, "f")
+
+
+@pytest.mark.parametrize("pattern", ["(", "[", "a{2,1}", "(?<=a+)b", "\\"])
+def test_patterns_are_left_to_engines_to_compile(pattern: str) -> None:
+    assert chat(guided_regex=pattern).guided == Guided("regex", pattern)
+    document = {"properties": {"a": {"pattern": pattern}}, "patternProperties": {pattern: {}}}
+    request = chat(guided_json=document)
+    assert request.guided is not None
+    assert json.loads(str(request.guided.grammar)) == document
 
 
 def assert_typed(checks: Callable[[], None], param: str) -> None:
@@ -200,11 +206,6 @@ def assert_typed(checks: Callable[[], None], param: str) -> None:
     except SluiceError as error:
         failure = error
     assert failure is None or failure.param == param
-
-
-@given(st.text(max_size=80))
-def test_any_text_is_a_pattern_or_a_typed_error(pattern: str) -> None:
-    assert_typed(lambda: check_regex(pattern, "regex"), "regex")
 
 
 KEYWORDS = st.sampled_from(

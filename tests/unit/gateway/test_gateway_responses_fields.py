@@ -16,6 +16,7 @@ from services.gateway.openai.responses.items import SEALED, read_items, reasonin
 from services.gateway.openai.responses.schemas import InputTokensRequest, ResponsesRequest
 from services.gateway.openai.responses.tools import read_tools
 from services.gateway.openai.responses.translate import Translated, translate
+from tests.support.bodies import BUDGETS
 
 VALUES: list[Any] = [
     None,
@@ -47,10 +48,10 @@ TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
 
 
 def request_of(kind: type[BaseModel], body: dict[str, Any]) -> Translated:
-    fields: Any = check(kind, body)
-    tools = read_tools(fields.tools, fields.tool_choice)
-    items = read_items(fields.input) if fields.input is not None else read_items("earlier")
-    return translate(fields, conversation(fields.instructions, items), tools, "resp_1", True)
+    fields: Any = check(kind, body, BUDGETS)
+    tools = read_tools(fields.tools, fields.tool_choice, BUDGETS.list_items)
+    items = read_items("earlier" if fields.input is None else fields.input, BUDGETS.list_items)
+    return translate(fields, conversation(fields.instructions, items), tools, "resp_1", BUDGETS, True)
 
 
 @pytest.mark.parametrize("kind", [ResponsesRequest, InputTokensRequest])
@@ -162,7 +163,7 @@ def test_combinations_that_are_wrong(body: dict[str, Any], param: str) -> None:
 
 
 def messages_of(*items: Any, instructions: str | None = None) -> list[dict[str, Any]]:
-    return conversation(instructions, read_items(list(items))).messages
+    return conversation(instructions, read_items(list(items), BUDGETS.list_items)).messages
 
 
 def test_one_turn_of_the_model_is_one_message() -> None:
@@ -200,13 +201,13 @@ def test_sealed_reasoning_comes_back_as_it_was(text: str) -> None:
         text.encode()
     except UnicodeEncodeError:
         return
-    (item,) = read_items([{"type": "reasoning", "encrypted_content": seal(text)}])
+    (item,) = read_items([{"type": "reasoning", "encrypted_content": seal(text)}], BUDGETS.list_items)
     assert reasoning_text(item.stored) == text
 
 
 @given(st.lists(st.sampled_from(["user", "assistant"]), min_size=1, max_size=12), st.booleans(), st.data())
 def test_turns_are_left_out_from_the_beginning(roles: list[str], system: bool, data: st.DataObject) -> None:
-    items = read_items([{"role": role, "content": f"{index}"} for index, role in enumerate(roles)])
+    items = read_items([{"role": role, "content": f"{index}"} for index, role in enumerate(roles)], BUDGETS.list_items)
     whole = conversation("Be brief." if system else None, items)
     turns = data.draw(st.integers(0, len(whole.turn_starts()) - 1))
     cut = whole.without_oldest(turns)

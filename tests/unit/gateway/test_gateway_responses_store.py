@@ -15,6 +15,7 @@ from services.gateway.openai.responses.listing import page
 from services.gateway.openai.responses.store import PER_RESPONSE, Kept, MemoryStore
 
 MOST, MOST_BYTES, LONGEST_S = 5, 20 * PER_RESPONSE, 10.0
+OF_OWNER = (3, 12 * PER_RESPONSE)
 OWNERS = st.sampled_from(["", "a", "b"])
 IDS = st.sampled_from([f"resp_{index}" for index in range(8)])
 
@@ -38,7 +39,7 @@ class Keeping(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.store = MemoryStore(MOST, MOST_BYTES, LONGEST_S, lambda: self.now)
+        self.store = MemoryStore(MOST, MOST_BYTES, LONGEST_S, lambda: self.now, OF_OWNER)
         self.known: dict[tuple[str, str], tuple[float, Kept]] = {}
 
     @rule(owner=OWNERS, response_id=IDS, size=st.integers(0, 24 * PER_RESPONSE))
@@ -47,7 +48,7 @@ class Keeping(RuleBasedStateMachine):
         self.store.keep(owner, response_id, kept)
         self.known[owner, response_id] = (self.now, kept)
         found = at_once(self.store.find(owner, response_id))
-        assert (found == kept) == (kept.size <= MOST_BYTES)
+        assert (found == kept) == (kept.size <= OF_OWNER[1])
 
     @rule(owner=OWNERS, response_id=IDS)
     def find(self, owner: str, response_id: str) -> None:
@@ -72,6 +73,9 @@ class Keeping(RuleBasedStateMachine):
         assert len(self.store) <= MOST
         assert 0 <= self.store.size <= MOST_BYTES
         assert (len(self.store) == 0) == (self.store.size == 0)
+        for owner, of_owner in self.store._owners.items():
+            assert 0 < len(of_owner) <= OF_OWNER[0]
+            assert self.store._sizes[owner] <= OF_OWNER[1]
 
 
 Keeping.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
@@ -87,6 +91,25 @@ async def test_one_key_that_keeps_much_pushes_out_its_own_responses_only() -> No
     assert await store.find("loud", "resp_99") is not None
     assert await store.find("loud", "resp_0") is None
     assert await store.find("loud", "resp_q") is None
+
+
+async def test_a_tenant_at_its_bound_takes_nothing_from_one_that_keeps_more_bytes() -> None:
+    store = MemoryStore(10, 30 * PER_RESPONSE, 60, of_owner=(4, 16 * PER_RESPONSE))
+    large = Kept(b"x" * (3 * PER_RESPONSE - 2), b"[]")  # 4 * PER_RESPONSE with what keeping costs
+    for index in range(5):
+        store.keep("other", f"resp_{index}", large)
+    for index in range(100):
+        store.keep("loud", f"resp_{index}", Kept(b"{}", b"[]"))
+    assert [await store.find("other", f"resp_{index}") is not None for index in range(5)] == [False, *[True] * 4]
+    assert [await store.find("loud", f"resp_{index}") is not None for index in (95, 96, 99)] == [False, True, True]
+
+
+async def test_of_tenants_that_keep_the_same_the_one_that_adds_loses_its_own() -> None:
+    store = MemoryStore(4, 1 << 20, 60)
+    for owner, name in (("a", "resp_1"), ("a", "resp_2"), ("b", "resp_3"), ("b", "resp_4"), ("b", "resp_5")):
+        store.keep(owner, name, Kept(b"{}", b"[]"))
+    assert await store.find("a", "resp_1") is not None
+    assert await store.find("b", "resp_3") is None
 
 
 async def test_nothing_is_kept_where_nothing_shall_be() -> None:

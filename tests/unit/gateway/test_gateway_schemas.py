@@ -6,13 +6,13 @@ from typing import Any
 
 import orjson
 import pytest
-from pydantic import ValidationError
 
 from services.common.errors import ErrorKind, SluiceError
 from services.gateway.generation import ChatPrompt, GenerationRequest, TextPrompt, TokenPrompt
-from services.gateway.openai.checking import explain
+from services.gateway.openai.checking import check
 from services.gateway.openai.schemas import ChatCompletionRequest, CompletionRequest
 from services.gateway.openai.translate import chat_request, completion_requests
+from tests.support.bodies import BUDGETS
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -20,20 +20,12 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 
 def chat(**fields: Any) -> GenerationRequest:
     body = {"model": "m", "messages": MESSAGES, **fields}
-    try:
-        checked = ChatCompletionRequest.model_validate(body)
-    except ValidationError as error:
-        raise explain(error) from None
-    return chat_request(body, checked, "chatcmpl-1", max_choices=8)
+    return chat_request(body, check(ChatCompletionRequest, body, BUDGETS), "chatcmpl-1", 8, BUDGETS)
 
 
 def complete(**fields: Any) -> list[GenerationRequest]:
     body = {"model": "m", "prompt": "once", **fields}
-    try:
-        checked = CompletionRequest.model_validate(body)
-    except ValidationError as error:
-        raise explain(error) from None
-    return completion_requests(checked, "cmpl-1", max_choices=8)
+    return completion_requests(check(CompletionRequest, body, BUDGETS), "cmpl-1", 8, BUDGETS)
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from services.gateway.live_stream import LiveStream
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.switchboard import Switchboard
 from services.gateway.text_replicas import MOST_REPLAYS, REPLACED
+from tests.support.fake_links import FakeLink
 
 EOS = 2
 MAX_TOKENS = 40
@@ -37,14 +38,14 @@ PROMPT = Tokenized(b"\1\0\0\0", b"", "", b"", array("I", [EOS]).tobytes(), 100, 
 LOST = SluiceError(ErrorKind.DISCONNECTED, "gone")
 
 
-class Worker:
+class Worker(FakeLink):
     """Runs what it is given; knows which slots it runs."""
 
     def __init__(self, name: str) -> None:
         self.worker_id = name
         self.peer = f"worker {name}"
+        super().__init__()
         self.connected = True
-        self.live = 0
         self.breaker = Breaker()
         self.slots: set[int] = set()
 
@@ -56,42 +57,44 @@ class Worker:
         self.slots.discard(slot)
 
 
-class Post:
+class Post(FakeLink):
     """Keeps what a replica would: the tokens of each stream it was told to open."""
 
     def __init__(self) -> None:
-        self.live = 0
+        super().__init__()
         self.connected = True
         self.retired = False
         self.leaving = False
-        self.streams: dict[int, list[int]] = {}
+        self.held: dict[int, list[int]] = {}
         self.opened: list[tuple[Any, ...]] = []
         self.ends: dict[int, FinishReason] = {}
 
-    def open(self, slot: int, name: str, request: Any, prompt: Any, trace: Any, tokens: Any, sent: Any) -> None:
+    def open(
+        self, slot: int, name: str, request: Any, prompt: Any, trace: Any, max_tokens: int, tokens: Any, sent: Any
+    ) -> None:
         assert self.connected
-        assert slot not in self.streams
+        assert slot not in self.held
         assert (tokens is None) == (sent is None)
-        self.streams[slot] = list(tokens or ())
+        self.held[slot] = list(tokens or ())
         self.opened.append((name, list(tokens or ()), None if sent is None else replace(sent)))
 
     def feed(self, slots: bytes, counts: bytes, token_ids: bytes) -> None:
         ids, start = unpack_u32(token_ids), 0
         for slot, number in zip(unpack_u32(slots), unpack_u32(counts), strict=True):
-            if slot in self.streams and self.connected:
-                self.streams[slot] += ids[start : start + number]
+            if slot in self.held and self.connected:
+                self.held[slot] += ids[start : start + number]
             start += number
 
     def end(self, slot: int, reason: FinishReason, stop_token_id: int | None) -> None:
-        assert slot in self.streams
+        assert slot in self.held
         self.ends[slot] = reason
 
     def close_stream(self, slot: int) -> None:
-        self.streams.pop(slot, None)
+        self.held.pop(slot, None)
         self.ends.pop(slot, None)
 
     def clear(self) -> None:
-        self.streams.clear()
+        self.held.clear()
         self.ends.clear()
 
     abandon = clear
@@ -157,11 +160,14 @@ class Board:
         self.board.resume(stream, Route(link.worker_id, reservation_id=self.book()), cast(WorkerLink, link))
 
     def tokens(self, rows: list[tuple[LiveStream, list[int]]]) -> None:
-        self.board.on_tokens(
-            array("I", [stream.slot for stream, _ in rows]).tobytes(),
-            array("I", [len(ids) for _, ids in rows]).tobytes(),
-            array("I", [token for _, ids in rows for token in ids]).tobytes(),
-        )
+        for worker in self.workers:
+            own = [(stream, ids) for stream, ids in rows if cast(Any, stream.worker) is worker]
+            self.board.on_tokens(
+                cast(WorkerLink, worker),
+                array("I", [stream.slot for stream, _ in own]).tobytes(),
+                array("I", [len(ids) for _, ids in own]).tobytes(),
+                array("I", [token for _, ids in own for token in ids]).tobytes(),
+            )
 
     def lose_worker(self, index: int) -> None:
         self.workers[index].slots.clear()
@@ -184,16 +190,16 @@ class Board:
     def check(self) -> None:
         live = self.board._streams
         for link in self.workers:
-            assert link.live == sum(cast(Any, stream.worker) is link for stream in live.values())
+            assert link.live == sum(cast(Any, one.worker) is link and one.end is None for one in live.values())
         for post in self.posts:
             assert post.live == sum(cast(Any, stream.post) is post for stream in live.values())
-            assert post.streams.keys() <= live.keys()
+            assert post.held.keys() <= live.keys()
         for stream in live.values():
             if stream.post is None:
                 assert stream.slot in self.board.texts._waiting
                 continue
             held = cast(Post, stream.post)
-            assert held.streams[stream.slot] == list(stream.tokens), "a gap or a repeat"
+            assert held.held[stream.slot] == list(stream.tokens), "a gap or a repeat"
             assert (stream.slot in held.ends) == (stream.end is not None)
         assert self.board.texts.waiting <= len(live)
         assert self.booked == {stream.reservation_id for stream in live.values()} - {""}
@@ -229,28 +235,28 @@ class AnyTrouble(RuleBasedStateMachine):
     @rule(data=st.data(), cached=st.integers(0, 1))
     def started(self, data: st.DataObject, cached: int) -> None:
         if (stream := self.live(data)) is not None and stream.worker is not None:
-            self.desk.board.on_started(stream.slot, cached)
+            self.desk.board.on_started(stream, cached)
 
     @rule(data=st.data())
     def engine_ends(self, data: st.DataObject) -> None:
         stream = self.live(data)
         if stream is not None and stream.worker is not None and stream.end is None:
             cast(Any, stream.worker).slots.discard(stream.slot)
-            self.desk.board.on_ended(stream.slot, FinishReason.LENGTH, None, len(stream.tokens) - stream.resumed)
+            self.desk.board.on_ended(stream, FinishReason.LENGTH, None, len(stream.tokens) - stream.resumed)
 
     @rule(data=st.data(), retryable=st.booleans())
     def engine_fails(self, data: st.DataObject, retryable: bool) -> None:
         stream = self.live(data)
         if stream is not None and stream.worker is not None and stream.end is None:
             cast(Any, stream.worker).slots.discard(stream.slot)
-            self.desk.board.on_failed(stream.slot, LOST if retryable else invalid("x"))
+            self.desk.board.on_failed(stream, LOST if retryable else invalid("x"))
 
     @rule(data=st.data())
     def engine_aborts(self, data: st.DataObject) -> None:
         stream = self.live(data)
         if stream is not None and stream.worker is not None and stream.end is None:
             cast(Any, stream.worker).slots.discard(stream.slot)
-            self.desk.board.on_ended(stream.slot, FinishReason.CANCELLED, None, 0)
+            self.desk.board.on_ended(stream, FinishReason.CANCELLED, None, 0)
 
     @rule(index=st.integers(0, 1))
     def worker_lost(self, index: int) -> None:
@@ -290,19 +296,19 @@ class AnyTrouble(RuleBasedStateMachine):
         if stream is not None and stream.post is not None:
             cast(Any, stream.post).close_stream(stream.slot)
             error = invalid("never") if how == "never" else unavailable("no", code=how)
-            self.desk.board.on_text_failed(stream.slot, error)
+            self.desk.board.on_text_failed(stream, error)
 
     @rule(data=st.data())
     def text(self, data: st.DataObject) -> None:
         if (stream := self.live(data)) is not None:
-            self.desk.board.on_text(stream.slot, "x")
+            self.desk.board.on_text(stream, "x")
 
     @rule(data=st.data())
     def finished(self, data: st.DataObject) -> None:
         stream = self.live(data)
         if stream is not None and stream.post is not None:
             cast(Any, stream.post).close_stream(stream.slot)
-            self.desk.board.on_finished(stream.slot, Finish(FinishReason.STOP, completion_tokens=len(stream.tokens)))
+            self.desk.board.on_finished(stream, Finish(FinishReason.STOP, completion_tokens=len(stream.tokens)))
 
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
@@ -319,7 +325,6 @@ class AnyTrouble(RuleBasedStateMachine):
         if not hasattr(self, "desk"):
             return
         self.desk.check()
-        assert self.desk.board.path._keep.keys() == self.desk.board._streams.keys()
         live = self.desk.board._streams
         for stream, sink in self.streams:
             over = stream.slot not in live
@@ -337,7 +342,7 @@ def test_a_lost_replica_is_replaced_and_only_the_rest_is_asked_for() -> None:
     desk = Board(posts=2)
     stream, sink = desk.connect()
     desk.tokens([(stream, [10, 11, 12])])
-    desk.board.on_text(stream.slot, "abc")
+    desk.board.on_text(stream, "abc")
     first = cast(Any, stream.post)
     other = next(post for post in desk.posts if post is not first)
     desk.lose_post(desk.posts.index(first))
@@ -345,8 +350,8 @@ def test_a_lost_replica_is_replaced_and_only_the_rest_is_asked_for() -> None:
     assert other.opened == [("r-0", [10, 11, 12], Sent(text=3))]
     assert stream.degraded == (REPLACED,)
     desk.tokens([(stream, [13])])
-    assert other.streams[stream.slot] == [10, 11, 12, 13]
-    desk.board.on_finished(stream.slot, Finish(FinishReason.STOP, completion_tokens=4))
+    assert other.held[stream.slot] == [10, 11, 12, 13]
+    desk.board.on_finished(stream, Finish(FinishReason.STOP, completion_tokens=4))
     assert cast(Finish, sink.ends[0]).degraded == (REPLACED,)
 
 
@@ -401,7 +406,7 @@ def test_without_replicas_streams_wait_and_then_hear_a_typed_error() -> None:
 def test_an_engine_that_was_done_needs_no_worker_any_more() -> None:
     desk = Board()
     stream, sink = desk.connect()
-    desk.board.on_ended(stream.slot, FinishReason.LENGTH, None, 5)
+    desk.board.on_ended(stream, FinishReason.LENGTH, None, 5)
     desk.lose_worker(0)
     assert not desk.moving
     assert not sink.ends
@@ -427,15 +432,15 @@ def test_usage_and_bookings_after_a_move() -> None:
     outcomes: list[tuple[str, int | None, int]] = []
     desk.board._free = lambda *outcome: outcomes.append(outcome)
     stream, sink = desk.connect(0)
-    desk.board.on_started(stream.slot, 1)
+    desk.board.on_started(stream, 1)
     desk.tokens([(stream, [5, 6, 7])])
     desk.lose_worker(0)
     desk.resume(stream, 1)
-    desk.board.on_started(stream.slot, 0)
+    desk.board.on_started(stream, 0)
     desk.tokens([(stream, [8, 9])])
-    desk.board.on_ended(stream.slot, FinishReason.LENGTH, None, 2)
+    desk.board.on_ended(stream, FinishReason.LENGTH, None, 2)
     assert stream.completion_tokens == 5
-    desk.board.on_finished(stream.slot, Finish(FinishReason.LENGTH, completion_tokens=5))
+    desk.board.on_finished(stream, Finish(FinishReason.LENGTH, completion_tokens=5))
     assert outcomes == [("res-1", 1, 3), ("res-2", 0, 2)]
     assert desk.computed == ["res-1", "res-2"]
     assert (stream.prompt_tokens, stream.cached_tokens) == (1, 1)

@@ -24,18 +24,19 @@ from services.gateway.generation import (
 from services.gateway.live_stream import LiveStream
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.switchboard import Switchboard
+from tests.support.fake_links import FakeLink
 
 REQUEST = GenerationRequest("r", "m", TextPrompt("x"), 1, Sampling(seed=5), StopRules())
-PROMPT = Tokenized(b"\1\0\0\0", b"", "", b"", b"", 100, b"")
+PROMPT = Tokenized(b"\1\0\0\0" * 4, b"", "", b"", b"", 100, b"")
 
 
-class FakeWorker:
+class FakeWorker(FakeLink):
     worker_id = "w"
     peer = "worker w"
     connected = True
 
     def __init__(self) -> None:
-        self.live = 0
+        super().__init__()
         self.breaker = Breaker()
         self.started: list[int] = []
         self.seeds: list[int | None] = []
@@ -49,13 +50,13 @@ class FakeWorker:
         self.cancelled.append(slot)
 
 
-class FakePost:
+class FakePost(FakeLink):
     connected = True
     retired = False
     leaving = False
 
     def __init__(self) -> None:
-        self.live = 0
+        super().__init__()
         self.fed: list[tuple[bytes, bytes, bytes]] = []
         self.ended: list[int] = []
         self.closed: list[int] = []
@@ -113,6 +114,9 @@ class Desk:
         self.freed.append(reservation_id)
         self.outcomes.append((cached_tokens, output_tokens))
 
+    def tokens(self, slots: bytes, counts: bytes, token_ids: bytes) -> None:
+        self.board.on_tokens(cast(WorkerLink, self.worker), slots, counts, token_ids)
+
     def connect(self, post: int = 0, index: int = 0) -> tuple[LiveStream, FakeSink]:
         sink = FakeSink()
         route = Route("w", reservation_id=f"res-{len(self.worker.started)}")
@@ -129,10 +133,11 @@ def packed(*values: int) -> bytes:
     return array("I", values).tobytes()
 
 
-def test_tokens_pass_untouched_when_there_is_one_replica() -> None:
+def test_tokens_with_one_replica_pass_untouched() -> None:
     desk = Desk()
-    columns = packed(7, 8), packed(1, 2), packed(1, 2, 3)
-    desk.board.on_tokens(*columns)
+    (first, _), (second, _) = desk.connect(), desk.connect()
+    columns = packed(first.slot, second.slot), packed(1, 1), packed(1, 2)
+    desk.tokens(*columns)
     assert desk.posts[0].fed == [columns]
 
 
@@ -141,9 +146,7 @@ def test_tokens_are_split_between_replicas_and_unknown_slots_dropped() -> None:
     first, _ = desk.connect(post=0)
     second, _ = desk.connect(post=1)
     third, _ = desk.connect(post=0)
-    desk.board.on_tokens(
-        packed(first.slot, 999, second.slot, third.slot), packed(1, 2, 2, 1), packed(10, 90, 91, 20, 21, 30)
-    )
+    desk.tokens(packed(first.slot, 999, second.slot, third.slot), packed(1, 2, 2, 1), packed(10, 90, 91, 20, 21, 30))
     assert desk.posts[0].fed == [(packed(first.slot, third.slot), packed(1, 1), packed(10, 30))]
     assert desk.posts[1].fed == [(packed(second.slot), packed(2), packed(20, 21))]
 
@@ -158,10 +161,10 @@ def test_choices_have_their_own_seed() -> None:
 def test_a_stop_string_stops_the_engine() -> None:
     desk = Desk()
     stream, sink = desk.connect()
-    desk.board.on_started(stream.slot, 3)
-    desk.board.on_text(stream.slot, "a")
+    desk.board.on_started(stream, 3)
+    desk.board.on_text(stream, "a")
     finish = Finish(FinishReason.STOP, stop_string="END", completion_tokens=4)
-    desk.board.on_finished(stream.slot, finish)
+    desk.board.on_finished(stream, finish)
     assert desk.worker.cancelled == [stream.slot]
     assert sink.ends == [finish]
     assert (stream.cached_tokens, stream.completion_tokens) == (3, 4)
@@ -174,12 +177,12 @@ def test_the_router_hears_how_a_request_ended_however_it_did() -> None:
     never_started, _ = desk.connect()
     desk.board.cancel(never_started)
     broken_off, _ = desk.connect()
-    desk.board.on_started(broken_off.slot, 0)
-    desk.board.on_failed(broken_off.slot, unavailable("x"))
+    desk.board.on_started(broken_off, 0)
+    desk.board.on_failed(broken_off, unavailable("x"))
     finished, _ = desk.connect()
-    desk.board.on_started(finished.slot, 2)
-    desk.board.on_ended(finished.slot, FinishReason.LENGTH, None, 9)
-    desk.board.on_finished(finished.slot, Finish(FinishReason.LENGTH, completion_tokens=8))
+    desk.board.on_started(finished, 2)
+    desk.board.on_ended(finished, FinishReason.LENGTH, None, 9)
+    desk.board.on_finished(finished, Finish(FinishReason.LENGTH, completion_tokens=8))
     assert desk.freed == ["res-0", "res-1", "res-2"]
     assert desk.outcomes == [(None, 0), (0, 0), (2, 8)]
 
@@ -187,10 +190,10 @@ def test_the_router_hears_how_a_request_ended_however_it_did() -> None:
 def test_an_engine_that_is_done_is_not_cancelled() -> None:
     desk = Desk()
     stream, sink = desk.connect()
-    desk.board.on_ended(stream.slot, FinishReason.LENGTH, None, 9)
+    desk.board.on_ended(stream, FinishReason.LENGTH, None, 9)
     assert desk.posts[0].ended == [stream.slot]
     assert not sink.ends
-    desk.board.on_finished(stream.slot, Finish(FinishReason.LENGTH, completion_tokens=9))
+    desk.board.on_finished(stream, Finish(FinishReason.LENGTH, completion_tokens=9))
     assert len(sink.ends) == 1
     assert desk.worker.cancelled == []
 
@@ -200,7 +203,7 @@ def test_a_silent_stream_is_given_up_at_the_second_sweep() -> None:
     silent, silent_sink = desk.connect()
     talking, talking_sink = desk.connect()
     desk.board.sweep_stalled()
-    desk.board.on_text(talking.slot, "x")
+    desk.board.on_text(talking, "x")
     desk.board.sweep_stalled()
     assert [type(end) for end in silent_sink.ends] == [SluiceError]
     assert desk.worker.cancelled == [silent.slot]
@@ -212,7 +215,7 @@ def test_tokens_that_a_parser_holds_back_for_long_are_no_silence_of_the_worker()
     stream, sink = desk.connect()
     for token in range(4):
         desk.board.sweep_stalled()
-        desk.board.on_tokens(packed(stream.slot), packed(1), packed(token))
+        desk.tokens(packed(stream.slot), packed(1), packed(token))
     assert not sink.ends
     desk.board.sweep_stalled()
     desk.board.sweep_stalled()
@@ -231,20 +234,20 @@ def test_the_bound_on_streams() -> None:
 def test_what_parsers_find_goes_to_the_sink_in_order() -> None:
     desk = Desk()
     stream, sink = desk.connect()
-    desk.board.on_reasoning(stream.slot, "hm")
+    desk.board.on_reasoning(stream, "hm")
     assert stream.first_text_at
-    desk.board.on_text(stream.slot, "a")
-    desk.board.on_tool_call(stream.slot, 0, "id", "f", "{")
-    desk.board.on_tool_call(stream.slot, 0, "", "", "}")
+    desk.board.on_text(stream, "a")
+    desk.board.on_tool_call(stream, 0, "id", "f", "{")
+    desk.board.on_tool_call(stream, 0, "", "", "}")
     for reason in ("one", "two", "one"):
-        desk.board.on_degraded(stream.slot, reason)
-    desk.board.on_finished(stream.slot, Finish(FinishReason.TOOL_CALLS, completion_tokens=9, reasoning_tokens=4))
+        desk.board.on_degraded(stream, reason)
+    desk.board.on_finished(stream, Finish(FinishReason.TOOL_CALLS, completion_tokens=9, reasoning_tokens=4))
     assert sink.pieces == ["(hm)", "a", "0:f:{", "0::}"]
     assert sink.ends == [
         Finish(FinishReason.TOOL_CALLS, completion_tokens=9, reasoning_tokens=4, degraded=("one", "two"))
     ]
     assert stream.reasoning_tokens == 4
-    desk.board.on_reasoning(stream.slot, "late")
-    desk.board.on_tool_call(stream.slot, 1, "id", "g", "")
-    desk.board.on_degraded(stream.slot, "late")
+    desk.board.on_reasoning(stream, "late")
+    desk.board.on_tool_call(stream, 1, "id", "g", "")
+    desk.board.on_degraded(stream, "late")
     assert len(sink.pieces) == 4

@@ -111,7 +111,7 @@ def test_bad_models_are_refused_at_the_start(models: list[str], capsys: pytest.C
 
 
 def test_the_default_model_needs_no_network() -> None:
-    assert [str(spec) for spec in PostprocessSettings.load([]).specs] == ["tekken=mistral-common:tekken_240911"]
+    assert [str(spec) for spec in PostprocessSettings.load([]).served] == ["tekken=mistral-common:tekken_240911"]
 
 
 async def test_the_cards_parsers_count_unless_the_operator_says_otherwise() -> None:

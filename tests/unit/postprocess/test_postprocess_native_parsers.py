@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from services.common.errors import ErrorKind, SluiceError
 from services.common.models import DEFAULT_SOURCE, ModelSpec
+from services.common.tokenizer_delivery import Learned
 from services.postprocess.library import VocabularyLibrary, chosen, load
 from services.postprocess.opening import Opener, OwnParsers
 from services.postprocess.parsers.contract import ParserContext
@@ -159,7 +161,7 @@ async def test_what_is_not_usable_is_said_of_the_pair() -> None:
 async def test_what_is_only_preferred_gives_way_where_it_cannot_work(asked: bool) -> None:
     opener, loaded = Opener(Limits(), OwnParsers(engines={"vllm": ""})), load(ModelSpec("m", DEFAULT_SOURCE))
     given = ParserNames("vllm:mistral") if asked else ParserNames()
-    library = VocabularyLibrary([ModelSpec("m", "x")], 30, lambda spec: loaded, {"m": given}, ["vllm"])
+    library = VocabularyLibrary([ModelSpec("m", "x")], 30, lambda spec: loaded, {"m": given}, lambda spec: ["vllm"])
     vocabulary = await library.get("m")
     host = opener.host("vllm:mistral")
     assert isinstance(host, EngineHost)
@@ -189,3 +191,59 @@ async def test_template_arguments_must_be_an_object() -> None:
         with pytest.raises(SluiceError) as caught:
             opener.plan(StreamOptions("m", tool_parser="hermes", template_kwargs_json=text), vocabulary, "r")
         assert caught.value.param == "chat_template_kwargs"
+
+
+def preferred(*flags: str, engine: str = "") -> Sequence[str]:
+    """The engines whose parsers `auto` prefers, for a configured model or one learned from a worker of this engine."""
+    settings = PostprocessSettings.load(list(flags))
+    spec = ModelSpec("new", "/delivered", "hf")
+    return settings.native_of(
+        settings.learned_spec(Learned(spec, engine, "0" * 64)) if engine else settings.configured[0]
+    )
+
+
+def test_processing_flag_makes_auto_mean_the_engines_parsers() -> None:
+    routers = ("--routers", "localhost:1")
+    assert preferred() == []
+    assert preferred("--vllm-processing") == ["vllm"]
+    assert preferred("--sglang-processing", *routers, engine="mock") == ["sglang"]
+    assert preferred("--native-framework-processing", *routers, engine="sglang") == ["sglang"]
+    assert preferred("--native-framework-processing", *routers, engine="mock") == []
+    assert preferred("--models", "a=/x@vllm", "--native-parsers", "sglang") == ["sglang"]
+    assert preferred("--models", "a=/x@vllm", "--sglang-processing") == ["vllm"]
+
+
+def test_processing_flag_starts_the_engines_parsers() -> None:
+    routers = ("--routers", "localhost:1")
+    settings = PostprocessSettings.load(["--vllm-processing", "--vllm-python", "/opt/python"])
+    assert (settings.engines, settings.later_engines) == ({"vllm": "/opt/python"}, {})
+    settings = PostprocessSettings.load(["--native-framework-processing", *routers])
+    assert (settings.engines, settings.later_engines) == ({}, {"sglang": "", "vllm": ""})
+    settings = PostprocessSettings.load(["--native-framework-processing", "--models", "a=/x@vllm", *routers])
+    assert (settings.engines, settings.later_engines) == ({"vllm": ""}, {"sglang": ""})
+
+
+def test_family_without_a_native_parser_keeps_the_built_in_pair() -> None:
+    vocabulary = tekken().vocabulary
+    found, vocabulary.parsers = vocabulary.parsers, ParserNames("granite", "think")
+    try:
+        assert chosen(ParserNames(), vocabulary, ["sglang"]) == ParserNames("granite", "think")
+        assert chosen(ParserNames(), vocabulary, ["sglang", "vllm"]) == ParserNames("vllm:granite", "vllm:qwen3")
+    finally:
+        vocabulary.parsers = found
+
+
+async def test_missing_package_of_a_later_engine_is_an_error_and_no_silent_fallback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "")
+    loaded = load(ModelSpec("m", DEFAULT_SOURCE))
+    loaded.parsers, loaded.built_in = ParserNames("vllm:mistral"), ParserNames("mistral")
+    opener = Opener(Limits(), OwnParsers(later={"vllm": ""}))
+    await opener.start()
+    try:
+        with pytest.raises(SluiceError, match=r"install sluice-llm\[vllm\]") as caught:
+            await opener.prepare_for(loaded)
+        assert caught.value.code == "missing_extra"
+    finally:
+        await opener.close()

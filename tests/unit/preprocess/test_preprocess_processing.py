@@ -17,7 +17,7 @@ def load(*flags: str) -> PreprocessSettings:
 
 
 def processors(settings: PreprocessSettings) -> dict[str, str]:
-    return {spec.name: spec.processor for spec in settings.specs()}
+    return {spec.name: spec.processor for spec in settings.served}
 
 
 def test_a_processing_is_for_models_that_name_no_processor() -> None:
@@ -30,7 +30,13 @@ def test_a_processing_is_for_models_that_name_no_processor() -> None:
 def test_native_processing_waits_for_a_worker_that_says_its_engine() -> None:
     settings = load(*MODELS, "--native-framework-processing", "--workers", "localhost:1")
     assert processors(settings) == {"b": "hf"}
-    for engine, expected in (("vllm", "vllm"), ("sglang", "sglang"), ("mock", ""), ("module:Class", "")):
+    for engine, expected in (
+        ("vllm", "vllm"),
+        ("vllm-grpc", "vllm"),
+        ("sglang", "sglang"),
+        ("mock", ""),
+        ("module:Class", ""),
+    ):
         learned = Learned(ModelSpec("a", "/delivered", "hf"), engine, "0" * 64)
         assert settings.learned_spec(learned) == ModelSpec("a", "/x", expected)
 
@@ -39,13 +45,17 @@ def test_a_learned_model_is_processed_as_the_others() -> None:
     learned = Learned(ModelSpec("new", "/delivered"), "mock", "0" * 64)
     assert load("--routers", "localhost:1").learned_spec(learned) == learned.spec
     settings = load("--routers", "localhost:1", "--vllm-processing")
-    assert settings.learned_spec(learned) == ModelSpec("new", "/delivered", "vllm")
+    for format_of_the_files in ("", "hf", "mistral"):
+        learned = Learned(ModelSpec("new", "/delivered", format_of_the_files), "mock", "0" * 64)
+        assert settings.learned_spec(learned) == ModelSpec("new", "/delivered", "vllm")
+    learned = Learned(ModelSpec("new", "/delivered", "sglang"), "sglang", "0" * 64)
+    assert settings.learned_spec(learned) == learned.spec, "the worker names an engine's code"
 
 
 def test_who_learns_serves_the_default_model_only_if_it_is_named() -> None:
-    assert load("--routers", "localhost:1").specs() == []
+    assert load("--routers", "localhost:1").served == []
     assert processors(load("--routers", "localhost:1", *MODELS)) == {"a": "", "b": "hf"}
-    assert PostprocessSettings.load(["--workers", "localhost:1"]).specs == []
+    assert PostprocessSettings.load(["--workers", "localhost:1"]).served == []
 
 
 def test_engines_are_run_as_the_settings_say() -> None:
@@ -60,10 +70,17 @@ def test_engines_are_run_as_the_settings_say() -> None:
         (["--vllm-processing", "--sglang-processing"], "only one can be set"),
         (["--vllm-processing", "--native-framework-processing"], "only one can be set"),
         (["--native-framework-processing"], "needs routers or workers"),
+        (["--trtllm-processing"], "section TensorRT-LLM of docs/preprocessing.md"),
     ],
 )
-def test_what_cannot_be_is_one_sentence(flags: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("service", [PreprocessSettings, PostprocessSettings])
+def test_what_cannot_be_is_one_sentence(
+    service: type[PreprocessSettings | PostprocessSettings],
+    flags: list[str],
+    sentence: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(SystemExit) as caught:
-        load(*flags)
+        service.load(flags)
     assert caught.value.code == 2
     assert sentence in capsys.readouterr().err

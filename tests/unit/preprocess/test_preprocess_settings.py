@@ -10,14 +10,14 @@ from services.preprocess.speed import Speed
 
 
 def test_the_default_works_offline() -> None:
-    assert PreprocessSettings.load([]).specs() == [ModelSpec(DEFAULT_NAME, DEFAULT_SOURCE)]
+    assert PreprocessSettings.load([]).served == [ModelSpec(DEFAULT_NAME, DEFAULT_SOURCE)]
 
 
 def test_models_come_as_flags_or_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = [ModelSpec("a", "/x"), ModelSpec("b", "/y", "hf")]
-    assert PreprocessSettings.load(["--models", "a=/x", "--models", "b=/y@hf"]).specs() == expected
+    assert PreprocessSettings.load(["--models", "a=/x", "--models", "b=/y@hf"]).served == expected
     monkeypatch.setenv("SLUICE_PREPROCESS_MODELS", "a=/x,b=/y@hf")
-    assert PreprocessSettings.load([]).specs() == expected
+    assert PreprocessSettings.load([]).served == expected
 
 
 def test_chat_templates_and_speed() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import typer
 
-from services.common.settings import ServiceSettings
+from services.common.settings import GrpcServiceSettings, ServiceSettings
 from services.gateway.settings import GatewaySettings
 from services.postprocess.settings import PostprocessSettings
 from services.preprocess.settings import PreprocessSettings
@@ -82,7 +82,7 @@ def known_variables() -> set[str]:
         for settings in SETTINGS.values()
         for name in settings.model_fields
     }
-    ours |= {f"SLUICE_SERVICE_{name}".upper() for name in ServiceSettings.model_fields}  # SERVICE stands for any
+    ours |= {f"SLUICE_SERVICE_{name}".upper() for name in GrpcServiceSettings.model_fields}  # SERVICE stands for any
     files = [*ROOT.glob("deploy/compose/**/*.*"), *ROOT.glob("sluice/cli/*.py")]
     ours |= {name for file in files for name in re.findall(r"\bSLUICE_[A-Z0-9_]*[A-Z0-9]", file.read_text())}
     tests = [file.read_text() for file in ROOT.glob("tests/*/*.py")]

@@ -17,7 +17,7 @@ from services.worker.engines.transformers.options import Options
 from services.worker.engines.transformers.starting import start_engine
 from services.worker.engines.transformers.step import Listener
 from services.worker.settings import WorkerSettings
-from tests.support import tiny_weights
+from sluice.cli import tiny_weights
 from tests.support.tiny_models import CONTEXT_LENGTH, ServableFolders, build_servable
 
 
@@ -94,7 +94,7 @@ def test_without_torch_the_extra_is_named(folders: ServableFolders, monkeypatch:
     monkeypatch.setitem(sys.modules, "torch", None)
     phases: list[str] = []
     listener = Listener(lambda step: None, lambda: None, phases.append)
-    with pytest.raises(SluiceError, match=r"needs torch; .*sluice\[transformers\]"):
+    with pytest.raises(SluiceError, match=r"needs torch; .*sluice-llm\[transformers\]"):
         start_engine(settings(folders), Options(), listener)
     assert phases == ["reading the model's files", "importing torch and transformers"]
 

@@ -44,11 +44,21 @@ def conversation(instructions: str | None, items: Iterable[Item]) -> Conversatio
     """The chat of instructions and items; the system's and developer's messages at the beginning become one."""
     made = Conversation()
     if instructions:
-        made.add({"role": "system", "content": instructions}, "instructions")
+        made.add({"role": "system", "content": [instructions]}, "instructions")
     for item in items:
         _add(made, item)
+    _join(made.messages)
     made.head = int(bool(made.messages) and made.messages[0]["role"] == "system")
     return made
+
+
+def _join(messages: list[dict[str, Any]]) -> None:
+    """Makes texts of what `_add` keeps as lists: items that become one message would each copy what came before."""
+    for message in messages:
+        if message["role"] == "system":
+            message["content"] = "\n\n".join(message["content"])
+        elif "reasoning_content" in message:
+            message["reasoning_content"] = "".join(message["reasoning_content"])
 
 
 def _add(made: Conversation, item: Item) -> None:
@@ -60,7 +70,7 @@ def _add(made: Conversation, item: Item) -> None:
         made.add({"role": "tool", "tool_call_id": stored["call_id"], "content": text}, item.path)
     elif kind == "reasoning":
         answer = _answer(made, item, fresh=True)
-        answer["reasoning_content"] = answer.get("reasoning_content", "") + reasoning_text(stored)
+        answer.setdefault("reasoning_content", []).append(reasoning_text(stored))
     elif kind == "function_call":
         answer = _answer(made, item, fresh=False)
         answer.setdefault("tool_calls", []).append(
@@ -88,12 +98,13 @@ def _answer(made: Conversation, item: Item, fresh: bool) -> dict[str, Any]:
 
 
 def _add_message(made: Conversation, item: Item) -> None:
-    role = "user" if item.stored["role"] == "user" else "system"
     text = _joined(item.stored["content"])
-    if role == "system" and len(made.messages) == 1 and made.messages[0]["role"] == "system":
-        made.messages[0]["content"] += "\n\n" + text
+    if item.stored["role"] == "user":
+        made.add({"role": "user", "content": text}, item.path)
+    elif len(made.messages) == 1 and made.messages[0]["role"] == "system":
+        made.messages[0]["content"].append(text)
     else:
-        made.add({"role": role, "content": text}, item.path)
+        made.add({"role": "system", "content": [text]}, item.path)
 
 
 def _joined(parts: list[dict[str, Any]]) -> str:

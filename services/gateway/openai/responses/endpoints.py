@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +12,7 @@ from starlette.responses import Response
 
 from services.common import logs, telemetry
 from services.common.errors import SluiceError, invalid, not_found
+from services.gateway.admission import permit as permits
 from services.gateway.http.body import read_json
 from services.gateway.http.marks import mark
 from services.gateway.openai.checking import check
@@ -52,12 +52,13 @@ class ResponsesEndpoints:
     def __init__(self, conductor: Conductor, settings: GatewaySettings, store: ResponseStore) -> None:
         self._conductor = conductor
         self._settings = settings
+        self._budgets = settings.budgets
         self._store = store
 
     async def create(self, request: Request) -> Response:
         """Create a response."""
-        fields = check(ResponsesRequest, await self._body(request))
-        owner = owner_of(request)
+        fields = check(ResponsesRequest, await self._body(request), self._budgets)
+        owner = permits.current().owner
         context = await self._context(fields, owner)
         response_id = new_id("resp")
         logs.request_id.set(response_id)
@@ -67,7 +68,7 @@ class ResponsesEndpoints:
             translated = self._translated(fields, context, response_id)
             if fields.truncation == "auto":
                 chat = await fitted(
-                    self._conductor.pipeline,
+                    self._conductor.pipelines,
                     context.chat,
                     fields.max_output_tokens or 1,
                     lambda chat: self._translated(fields, replace(context, chat=chat), response_id).generation,
@@ -99,7 +100,7 @@ class ResponsesEndpoints:
     async def delete(self, request: Request) -> Response:
         """Forget a response."""
         response_id = request.path_params["response_id"]
-        if not await self._store.drop(owner_of(request), response_id):
+        if not await self._store.drop(permits.current().owner, response_id):
             raise _unknown(response_id)
         return _json({"id": response_id, "object": "response", "deleted": True})
 
@@ -115,25 +116,25 @@ class ResponsesEndpoints:
 
     async def input_tokens(self, request: Request) -> Response:
         """Count the tokens of a prompt without answering it."""
-        fields = check(InputTokensRequest, await self._body(request))
-        context = await self._context(fields, owner_of(request))
-        pipeline = self._conductor.pipeline
-        entry = pipeline.catalogue.model(fields.model)
+        fields = check(InputTokensRequest, await self._body(request), self._budgets)
+        context = await self._context(fields, permits.current().owner)
+        pipelines = self._conductor.pipelines
+        entry = pipelines.catalogue.model(fields.model)
         translated = self._translated(fields, context, new_id("resp"))
         with telemetry.stage("gateway.tokenize", parent=dict(request.headers), model=entry.model):
             try:
-                prompt = await pipeline.preprocess.tokenize(entry.model, translated.generation.prompt, 0, "", "")
+                prompt = await pipelines.preprocess.tokenize(entry.model, translated.generation.prompt, 0, "", "")
             except SluiceError as error:
                 raise translated.spelling.of(error) from None
         return _json({"object": "response.input_tokens", "input_tokens": prompt.length})
 
     async def _body(self, request: Request) -> dict[str, Any]:
         limit = int(self._settings.max_body_mb * (1 << 20))
-        return await read_json(request, limit, self._settings.body_timeout_s)
+        return await read_json(request, limit, self._settings.body_timeout_s, self._budgets.values)
 
     async def _context(self, fields: ContextFields, owner: str) -> Context:
-        tools = read_tools(fields.tools, fields.tool_choice)
-        own = [] if fields.input is None else read_items(fields.input)
+        tools = read_tools(fields.tools, fields.tool_choice, self._budgets.list_items)
+        own = [] if fields.input is None else read_items(fields.input, self._budgets.list_items)
         items = [*await self._earlier(fields.previous_response_id, owner), *own]
         chat = conversation(fields.instructions, items)
         if not chat.messages:
@@ -157,11 +158,11 @@ class ResponsesEndpoints:
 
     def _translated(self, fields: ContextFields, context: Context, response_id: str) -> Translated:
         forces = self._conductor.can(fields.model, "guided_json")
-        return translate(fields, context.chat, context.tools, response_id, forces)
+        return translate(fields, context.chat, context.tools, response_id, self._budgets, forces)
 
     async def _kept(self, request: Request) -> Kept:
         response_id = request.path_params["response_id"]
-        kept = await self._store.find(owner_of(request), response_id)
+        kept = await self._store.find(permits.current().owner, response_id)
         if kept is None:
             raise _unknown(response_id)
         return kept
@@ -200,13 +201,6 @@ class ResponsesEndpoints:
         answer = _json(response)
         mark(answer, [generation])
         return answer
-
-
-def owner_of(request: Request) -> str:
-    """Whose responses a request sees: those of its API key, which itself is not kept."""
-    given = request.headers.get("authorization") or request.headers.get("x-api-key") or ""
-    key = given.removeprefix("Bearer ").strip()
-    return hashlib.sha256(key.encode()).hexdigest()[:32] if key else ""
 
 
 def _resource(fields: ResponsesRequest, translated: Translated, generation: Generation) -> Resource:

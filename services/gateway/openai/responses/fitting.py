@@ -7,11 +7,11 @@ from collections.abc import Callable
 from services.common.errors import SluiceError
 from services.gateway.generation import GenerationRequest
 from services.gateway.openai.responses.conversation import Conversation
-from services.gateway.pipeline import Pipeline
+from services.gateway.pipelines import Pipelines
 
 
 async def fitted(
-    pipeline: Pipeline,
+    pipelines: Pipelines,
     chat: Conversation,
     reserved: int,
     translated: Callable[[Conversation], GenerationRequest],
@@ -25,22 +25,22 @@ async def fitted(
         translated: a conversation as a generation.
     """
     starts = chat.turn_starts()
-    if len(starts) == 1 or await _fits(pipeline, translated(chat), reserved):
+    if len(starts) == 1 or await _fits(pipelines, translated(chat), reserved):
         return chat
     too_few, enough = 0, len(starts) - 1
     while enough - too_few > 1:
         middle = (too_few + enough) // 2
-        if await _fits(pipeline, translated(chat.without_oldest(middle)), reserved):
+        if await _fits(pipelines, translated(chat.without_oldest(middle)), reserved):
             enough = middle
         else:
             too_few = middle
     return chat.without_oldest(enough)
 
 
-async def _fits(pipeline: Pipeline, generation: GenerationRequest, reserved: int) -> bool:
-    entry = pipeline.catalogue.model(generation.model)
+async def _fits(pipelines: Pipelines, generation: GenerationRequest, reserved: int) -> bool:
+    entry = pipelines.catalogue.model(generation.model)
     try:
-        prompt = await pipeline.preprocess.tokenize(entry.model, generation.prompt, 0, "", "")
+        prompt = await pipelines.preprocess.tokenize(entry.model, generation.prompt, 0, "", "")
     except SluiceError as error:
         if error.code == "prompt_too_large":
             return False

@@ -11,6 +11,7 @@ import secrets
 from dataclasses import dataclass
 from typing import Any
 
+from services.common.budgets import Budget
 from services.gateway.turns.places import Place
 
 SEALED = "sluice1."
@@ -39,11 +40,15 @@ class Item:
     path: str
 
 
-def read_items(given: Any) -> list[Item]:
-    """The items of a request's `input`; SluiceError(INVALID_ARGUMENT) names what is wrong with one."""
+def read_items(given: Any, list_items: Budget) -> list[Item]:
+    """The items of a request's `input`; SluiceError(INVALID_ARGUMENT) names what is wrong with one.
+
+    Args:
+        list_items: longest list of items, or of an item's parts.
+    """
     if isinstance(given, str):
         return [Item(_message("user", [{"type": "input_text", "text": given}]), "input")]
-    return [Item(_read(place), place.path) for place in Place(given, "input", "[]").items()]
+    return [Item(_read(place), place.path) for place in Place(given, "input", "[]", list_items).items()]
 
 
 def seal(reasoning: str) -> str:
@@ -144,8 +149,8 @@ def _read_reasoning(place: Place) -> dict[str, Any]:
     summary = _texts(place.under("summary"), "summary_text")
     content = _texts(place.under("content"), "reasoning_text")
     sealed = place.under("encrypted_content")
-    if sealed.optional(str):
-        _unseal(sealed)
+    if sealed.optional(str) and _unsealed(sealed.value) is None:
+        raise sealed.wrong("was not written here; send reasoning items as they came, or leave them out")
     return {
         "id": place.value.get("id") or new_id("rs"),
         "type": "reasoning",
@@ -166,20 +171,20 @@ def _texts(place: Place, kind: str) -> list[str]:
     return texts
 
 
-def _unseal(place: Place) -> str:
-    sealed = place.text()
+def _unsealed(sealed: str) -> str | None:
+    """Returns what was sealed; None when it was not sealed here."""
+    if not sealed.startswith(SEALED):
+        return None
     try:
-        if sealed.startswith(SEALED):
-            return base64.b64decode(sealed.removeprefix(SEALED), validate=True).decode()
+        return base64.b64decode(sealed.removeprefix(SEALED), validate=True).decode()
     except (binascii.Error, ValueError):
-        pass
-    raise place.wrong("was not written here; send reasoning items as they came, or leave them out")
+        return None
 
 
 def reasoning_text(item: dict[str, Any]) -> str:
     """What a reasoning item says: its content, or what is sealed in it, or its summary."""
     if item.get("content"):
         return "".join(part["text"] for part in item["content"])
-    if item.get("encrypted_content"):
-        return _unseal(Place(item["encrypted_content"], "encrypted_content", "[]"))
+    if item.get("encrypted_content") and (reasoning := _unsealed(item["encrypted_content"])) is not None:
+        return reasoning
     return "\n\n".join(part["text"] for part in item.get("summary") or ())

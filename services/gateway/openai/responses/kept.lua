@@ -1,4 +1,4 @@
--- Responses of one API key: values by id, when each was kept, and the bytes of all of them.
+-- Responses of one owner: values by id, when each was kept, and the bytes of all of them.
 -- KEYS: values, times, bytes. ARGV: "keep" id value ttl_ms most most_bytes | "drop" id | "find" id ttl_ms
 local values, times, bytes = KEYS[1], KEYS[2], KEYS[3]
 local what, id = ARGV[1], ARGV[2]

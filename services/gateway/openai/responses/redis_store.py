@@ -16,18 +16,20 @@ log = logging.getLogger(__name__)
 
 WAITING = 256
 """Responses on their way to Redis at once; more are not kept."""
+WAITING_OF_OWNER = WAITING // 4
+"""Of one owner, so that none keeps out the responses of others."""
 _LENGTH = 8
 
 
 class RedisStore(ResponseStore):
-    """See ResponseStore; the bounds are those of each API key.
+    """See ResponseStore; the bounds are those of each owner.
 
     A response can be found here from the moment it is kept, by other gateways once Redis has it.
 
     Args:
         url: as the router's, see `services.common.redis.target`.
-        most: responses of a key.
-        most_bytes: of all of a key's together.
+        most: responses of an owner.
+        most_bytes: of all responses of an owner together.
         longest_s: from keeping to forgetting, seconds.
         tasks: owns what is on its way.
         prefix: first part of every key.
@@ -59,7 +61,8 @@ class RedisStore(ResponseStore):
 
     def keep(self, owner: str, response_id: str, kept: Kept) -> None:
         """See ResponseStore; one that cannot be kept is a line in the log."""
-        if len(self._waiting) >= WAITING:
+        of_owner = sum(one == owner for one, _ in self._waiting)
+        if len(self._waiting) >= WAITING or of_owner >= WAITING_OF_OWNER:
             log.warning("a response is not kept: too many are on their way to Redis", extra={"response": response_id})
             return
         self._waiting[owner, response_id] = kept

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, WithJsonSchema, model_validator
 
-from services.gateway.openai.fields import MAX_LOGPROBS, MAX_TOKEN_ID, JsonObject, StopStrings, Strict
+from services.gateway.openai.fields import (
+    MAX_LOGPROBS,
+    MAX_TOKEN_ID,
+    JsonObject,
+    Metadata,
+    SchemaObject,
+    StopStrings,
+    Strict,
+    within_list_items,
+)
 from services.gateway.openai.refusals import refuse, refused
 from services.gateway.openai.responses.documented import INPUT, MAX_TOOLS, TOOL_CHOICE, TOOLS
 from services.gateway.turns.extensions import EngineExtensions
@@ -21,15 +30,12 @@ Includable = Literal[
     "reasoning.encrypted_content",
     "message.output_text.logprobs",
 ]
-Label = Annotated[str, Field(max_length=512)]
-MAX_ITEMS = 100_000
 
 
-def _input(value: Any) -> Any:
+def _input(value: Any, info: ValidationInfo) -> Any:
+    within_list_items(value, info)
     if not isinstance(value, str | list) or not value:
         raise ValueError("must be a non-empty string or a list of at least one item")
-    if len(value) > MAX_ITEMS and isinstance(value, list):
-        raise ValueError(f"has more than {MAX_ITEMS} items")
     return value
 
 
@@ -76,7 +82,7 @@ class TextFormat(Strict):
     type: Literal["text", "json_object", "json_schema"]
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")] | None = None
     description: str | None = None
-    schema_document: JsonObject = Field(None, alias="schema")
+    schema_document: SchemaObject = Field(None, alias="schema")
     strict: bool | None = None
 
     @model_validator(mode="after")
@@ -165,8 +171,8 @@ class ResponsesRequest(ContextFields, EngineExtensions):
     temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
     top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    include: list[Includable] | None = Field(None, max_length=64)
-    metadata: dict[Annotated[str, Field(max_length=64)], Label] | None = Field(None, max_length=16)
+    include: list[Includable] | None = Field(None, max_length=64, fail_fast=True)
+    metadata: Metadata | None = None
     store: bool | None = None
     top_k: int | None = Field(None, ge=-1, lt=2**31)
     stop: StopStrings = ()

@@ -1,7 +1,8 @@
 """What is kept of responses, so that they can be read again and gone on from.
 
-Every owner of an API key sees its own responses only. What is kept is bounded in number, bytes and time; when it is too
-much, whoever keeps most loses the oldest.
+Every tenant sees its own responses only. What is kept is bounded in number, bytes and time, for each tenant and for all
+of them together. A tenant over its bounds loses its own oldest response; when all together keep too much, the one that
+keeps most does.
 """
 
 from __future__ import annotations
@@ -56,13 +57,23 @@ class MemoryStore(ResponseStore):
         most: responses.
         most_bytes: of all of them together.
         longest_s: from keeping to forgetting, seconds.
+        clock: seconds, monotonic.
+        of_owner: most responses and bytes of one owner; None: as many as of all.
     """
 
     def __init__(
-        self, most: int, most_bytes: int, longest_s: float, clock: Callable[[], float] = time.monotonic
+        self,
+        most: int,
+        most_bytes: int,
+        longest_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        of_owner: tuple[int, int] | None = None,
     ) -> None:
         self._most = most
         self._most_bytes = most_bytes
+        most_of_owner, bytes_of_owner = of_owner or (most, most_bytes)
+        self._most_of_owner = min(most_of_owner, most)
+        self._bytes_of_owner = min(bytes_of_owner, most_bytes)
         self._longest_s = longest_s
         self._clock = clock
         self._owners: dict[str, OrderedDict[str, tuple[float, Kept]]] = {}
@@ -77,13 +88,15 @@ class MemoryStore(ResponseStore):
         """See ResponseStore; one that alone is over the limit is not kept."""
         self._forget(owner, response_id)
         self._expire()
-        if not self._most or kept.size > self._most_bytes:
+        if not self._most_of_owner or kept.size > self._bytes_of_owner:
             return
         now = self._clock()
         self._owners.setdefault(owner, OrderedDict())[response_id] = (now, kept)
         self._sizes[owner] = self._sizes.get(owner, 0) + kept.size
         self._ages[owner, response_id] = now
         self.size += kept.size
+        while len(self._owners[owner]) > self._most_of_owner or self._sizes[owner] > self._bytes_of_owner:
+            self._forget(owner, next(iter(self._owners[owner])))
         while len(self._ages) > self._most or self.size > self._most_bytes:
             self._make_room(owner)
 
@@ -102,7 +115,8 @@ class MemoryStore(ResponseStore):
         """Forgets a response, but not the one that `keeper` just kept."""
         too_many = len(self._ages) > self._most
         others = [one for one, kept in self._owners.items() if one != keeper or len(kept) > 1]
-        owner = max(others, key=lambda one: len(self._owners[one]) if too_many else self._sizes[one])
+        # Of several that keep the same, the one that is adding loses its own.
+        owner = max(others, key=lambda one: (len(self._owners[one]) if too_many else self._sizes[one], one == keeper))
         self._forget(owner, next(iter(self._owners[owner])))
 
     def _expire(self) -> None:

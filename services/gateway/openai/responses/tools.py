@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
+from services.common.budgets import Budget
 from services.gateway.turns.places import Place
 
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
@@ -27,22 +28,22 @@ class Tools:
     choice: Any
 
 
-def read_tools(tools: list[Any] | None, tool_choice: Any) -> Tools:
+def read_tools(tools: list[Any] | None, tool_choice: Any, list_items: Budget) -> Tools:
     """Checked tools; SluiceError(INVALID_ARGUMENT) names what is wrong, or what only OpenAI can run."""
     chat = []
     paths = []
-    for place in Place(tools or [], "tools", "[]").items():
+    for place in Place(tools or [], "tools", "[]", list_items).items():
         chat.append(_function(place))
         paths.append(place.path)
-    names = [tool["function"]["name"] for tool in chat]
-    choice = Place(tool_choice, "tool_choice", "[]")
+    names = {tool["function"]["name"] for tool in chat}
+    choice = Place(tool_choice, "tool_choice", "[]", list_items)
     if not isinstance(tool_choice, dict):
         if tool_choice is not None:
             choice.choice("none", "auto", "required")
         return Tools(chat, paths, tool_choice)
     if choice.under("type").value == "allowed_tools":
         allowed = _allowed(choice, names)
-        kept = [index for index, name in enumerate(names) if name in allowed]
+        kept = [index for index, tool in enumerate(chat) if tool["function"]["name"] in allowed]
         return Tools([chat[index] for index in kept], [paths[index] for index in kept], tool_choice["mode"])
     return Tools(chat, paths, {"type": "function", "function": {"name": _named(choice, names)}})
 
@@ -79,7 +80,7 @@ def _function(place: Place) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _allowed(choice: Place, names: list[str]) -> set[str]:
+def _allowed(choice: Place, names: Set[str]) -> set[str]:
     choice.fields("type", "mode", "tools")
     choice.under("mode").choice("auto", "required")
     allowed = {_named(place, names) for place in choice.under("tools").items()}
@@ -88,7 +89,7 @@ def _allowed(choice: Place, names: list[str]) -> set[str]:
     return allowed
 
 
-def _named(place: Place, names: list[str]) -> str:
+def _named(place: Place, names: Set[str]) -> str:
     kind = place.value.get("type") if isinstance(place.value, dict) else None
     if isinstance(kind, str) and kind != "function":
         raise place.under("type").unsupported(f"{kind[:64]!r} cannot run here; functions can")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.common.errors import SluiceError
+from services.gateway.body_budgets import BodyBudgets
 from services.gateway.generation import GenerationRequest
 from services.gateway.openai.checking import check
 from services.gateway.openai.responses.conversation import Conversation
@@ -38,7 +39,12 @@ class Translated:
 
 
 def translate(
-    fields: ContextFields, conversation: Conversation, tools: Tools, request_id: str, forces_calls: bool
+    fields: ContextFields,
+    conversation: Conversation,
+    tools: Tools,
+    request_id: str,
+    budgets: BodyBudgets,
+    forces_calls: bool,
 ) -> Translated:
     """The chat that a request comes to.
 
@@ -54,8 +60,8 @@ def translate(
     )
     body = _chat(fields, conversation, tools)
     try:
-        chat = check(ChatCompletionRequest, body)
-        return Translated(chat_request(body, chat, request_id, 1, forces_calls), spelling)
+        chat = check(ChatCompletionRequest, body, budgets)
+        return Translated(chat_request(body, chat, request_id, 1, budgets, forces_calls), spelling)
     except SluiceError as error:
         raise spelling.of(error) from None
 

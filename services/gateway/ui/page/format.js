@@ -13,6 +13,9 @@ export function duration(ms) {
   return ms >= 10 ? `${Math.round(ms)} ms` : `${ms.toFixed(1)} ms`;
 }
 
+// The time of day in this browser's zone.
+export const clock = (unixMs) => new Date(unixMs).toLocaleTimeString("en-GB");
+
 export const percent = (share) => (share === null || share === undefined ? "–" : `${Math.round(share * 100)} %`);
 
 export const plural = (number, word) => `${number} ${word}${number === 1 ? "" : "s"}`;

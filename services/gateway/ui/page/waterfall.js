@@ -1,7 +1,7 @@
 // The last requests, newest first: how long each stage took, on one scale.
 
 import { el, part } from "./dom.js";
-import { count, duration, plural } from "./format.js";
+import { clock, count, duration, plural } from "./format.js";
 
 const STAGES = ["tokenize", "route", "first", "rest"];
 const ROWS = 14;
@@ -34,16 +34,19 @@ function line(request, most) {
     part(piece, request[`${stage}_ms`] / most);
     bar.append(piece);
   }
+  const who = el("span", { class: "who", title: request.id }, el("b", { text: request.workers.join(" → ") }));
+  who.append(el("span", { class: "sub", text: `${clock(request.began_unix_ms)} · ${request.model}` }));
   const sum = el("span", { class: "sum" }, el("b", { text: duration(total(request)) }));
-  sum.append(el("span", { class: "more", text: ` · ${count(request.prompt_tokens)}→${count(request.output_tokens)}` }));
-  sum.title = `${request.prompt_tokens} prompt tokens, ${request.cached_tokens} cached, ${request.output_tokens} generated`;
-  const who = el("span", { class: "who", text: request.workers.join(" → "), title: request.id });
+  sum.append(el("span", { class: "outcome", text: ` ${request.outcome}` }), el("span", { class: "sub", text: tokens(request) }));
+  sum.title = `${plural(request.cached_tokens, "prompt token")} came from the worker's cache`;
   const marks = notes(request);
   const failed = request.outcome !== "finished" && request.outcome !== "cancelled";
-  return el("li", { class: failed ? "failed" : "" }, who, bar, sum, ...(marks ? [el("span", { class: "marks", text: marks })] : []));
+  return el("li", { class: failed ? "failed" : request.outcome }, who, bar, sum, ...(marks ? [el("span", { class: "marks", text: marks })] : []));
 }
 
-function notes({ outcome, degraded, migrations }) {
+const tokens = ({ prompt_tokens, output_tokens }) => `${count(prompt_tokens)} → ${count(output_tokens)} tokens`;
+
+function notes({ degraded, migrations }) {
   const moved = migrations ? [`moved ${plural(migrations, "time")}`] : [];
-  return [...(outcome === "finished" ? [] : [outcome]), ...moved, ...degraded].join(" · ");
+  return [...moved, ...degraded].join(" · ");
 }

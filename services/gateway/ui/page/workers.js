@@ -47,12 +47,18 @@ export class Workers {
   }
 }
 
+// A worker reports its load now and then; this gateway's own streams are counted at once, and short requests per second.
+function load({ running, waiting, live, requests_s }) {
+  const parts = [`${Math.max(running, live)} running`, ...(waiting ? [`${waiting} waiting`] : [])];
+  return [...parts, ...(requests_s ? [`${count(requests_s)} requests/s`] : [])].join(", ");
+}
+
 function fill(shown, row) {
   mark(shown.line, row.health);
   shown.line.title = `${row.model} at ${row.address}`;
   write(shown.about, [row.role, row.engine].filter(Boolean).join(" · "));
   write(shown.health, row.health);
-  write(shown.load, `${row.running} running${row.waiting ? `, ${row.waiting} waiting` : ""}`);
+  write(shown.load, load(row));
   part(shown.cached, row.cached);
   part(shown.used, row.used);
   shown.meter.setAttribute("aria-valuenow", Math.round(row.cached * 100));

@@ -72,7 +72,7 @@ def _missing(name: str, error: Exception) -> str:
     if isinstance(error, ImportError):
         missing = (error.name or str(error)).split(".")[0]
         return (
-            f"The parsers of {name} need the package {missing}: install sluice[{name}] "
+            f"The parsers of {name} need the package {missing}: install sluice-llm[{name}] "
             f"({name}=={ENGINES[name].version}), or name an interpreter that has it with --{name}-python."
         )
     return f"The parsers of {name} cannot be loaded ({type(error).__name__}: {_first_line(error)})."

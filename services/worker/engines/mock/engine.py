@@ -6,6 +6,7 @@ import asyncio
 from array import array
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Self
 
 from services.common.errors import ErrorKind, SluiceError, invalid
@@ -17,6 +18,8 @@ from services.worker.engines.mock.blocks import BlockPool
 from services.worker.engines.mock.claims import ACCEPTED, CAPABILITIES, capabilities_of
 from services.worker.engines.mock.embeddings import embed
 from services.worker.engines.mock.faults import Faults, injected
+from services.worker.engines.mock.guided.answers import GuidedAnswers
+from services.worker.engines.mock.guided.effort import Effort
 from services.worker.engines.mock.loading import Loaded, load, timing
 from services.worker.engines.mock.operations import Operations
 from services.worker.engines.mock.rank import Rank
@@ -55,6 +58,14 @@ class MockEngine(LLMEngine):
         self._loaded: Loaded | None = None
         self._context_length = self._vocab_size = 0
         self._statistics = Statistics()
+        self._guided = GuidedAnswers(
+            self._answer,
+            self._enqueue,
+            self.tasks,
+            settings.grammar_timeout_s,
+            settings.grammar_threads,
+            settings.max_waiting,
+        )
 
     @classmethod
     def from_args(cls, settings: WorkerSettings) -> Self:
@@ -99,15 +110,16 @@ class MockEngine(LLMEngine):
         )
 
     def submit(self, request: GenerateRequest, context: GenerateContext, sink: Sink) -> None:
-        loaded = self._awake()
+        self._awake()
         room = self._context_length - len(request.token_ids)
         limit = room if request.stop.max_tokens is None else min(request.stop.max_tokens, room)
         if limit < 1:
             raise invalid(f"The prompt leaves no room in the context of {self._context_length} tokens.", param="prompt")
-        loaded.storyteller.check(request)
         sequence = Running(request, limit, self._arrivals, sink)
-        rank = self._rank_for(request)
-        rank.submit(sequence, self._take_over(sequence, loaded))
+        if request.guided is None:
+            self._enqueue(sequence)
+        else:
+            self._guided.begin(sequence)
         self._arrivals += 1
 
     async def generate(self, request: GenerateRequest, context: GenerateContext) -> AsyncGenerator[Delta, None]:
@@ -122,20 +134,27 @@ class MockEngine(LLMEngine):
 
     def abort(self, context: GenerateContext) -> None:
         context.cancelled = True
+        self._guided.abort(context.request_id)
         for rank in self._ranks:
             rank.abort(context.request_id)
 
     async def drain(self) -> None:
+        await self._guided.drain()
         for rank in self._ranks:
             await rank.idle.wait()
 
     async def cleanup(self) -> None:
+        self._guided.close()
         await self.tasks.close()
         for rank in self._ranks:
             rank.abort_all()
 
     def load(self) -> Sequence[Load]:
-        return [rank.load() for rank in self._ranks] or [Load()] * len(self._sources)
+        # The first rank counts the requests that are in none yet.
+        loads = [rank.load() for rank in self._ranks]
+        if loads:
+            loads[0] = replace(loads[0], waiting_requests=loads[0].waiting_requests + len(self._guided))
+        return loads or [Load()] * len(self._sources)
 
     def kv_event_sources(self) -> Sequence[KvEventSource]:
         return () if self._role is Role.DECODE else tuple(self._sources)
@@ -170,6 +189,11 @@ class MockEngine(LLMEngine):
         )
         return Rank(scheduler, source, self._operations, self._statistics, self._vocab_size, self._hand_over)
 
+    def _enqueue(self, sequence: Running) -> None:
+        """Gives a sequence to its rank; SluiceError(OVERLOADED) when too many wait."""
+        assert self._loaded is not None
+        self._rank_for(sequence.request).submit(sequence, self._take_over(sequence, self._loaded))
+
     def _rank_for(self, request: GenerateRequest) -> Rank:
         """The rank asked for, else the one with the fewest requests."""
         if request.data_parallel_rank is not None:
@@ -190,9 +214,9 @@ class MockEngine(LLMEngine):
             raise injected("requests are refused", ErrorKind.ENGINE_SHUTDOWN)
         return self._loaded
 
-    def _answer(self, request: GenerateRequest, limit: int) -> Answer:
+    def _answer(self, request: GenerateRequest, limit: int, effort: Effort | None = None) -> Answer:
         assert self._loaded is not None
-        answer = self._loaded.storyteller.answer(request, limit)
+        answer = self._loaded.storyteller.answer(request, limit, effort)
         if self._role is Role.PREFILL and len(answer.token_ids) > 1:
             return Answer(answer.token_ids[:1], FinishReason.HANDOFF)
         return answer
@@ -205,7 +229,7 @@ class MockEngine(LLMEngine):
         request = sequence.request
         if request.disaggregation is None or request.disaggregation.role is not Role.DECODE:
             return 0.0
-        answer = loaded.storyteller.answer(request, sequence.limit)
+        answer = sequence.answer or loaded.storyteller.answer(request, sequence.limit)
         transfer = accepted(request.disaggregation.handoff, request, answer, self._settings.block_size)
         sequence.hand_over(answer)
         return transfer.cache_bytes * 8e-9 / self._settings.transfer_gbps / self._settings.speedup

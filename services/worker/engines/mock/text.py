@@ -17,6 +17,7 @@ from xxhash import xxh3_64_intdigest
 
 from services.common.packing import pack_u32
 from services.worker.engines.mock.guided import guided_text
+from services.worker.engines.mock.guided.effort import Effort
 from services.worker.engines.mock.vocabulary import Vocabulary
 from services.worker.generation import FinishReason, GenerateRequest, Stop
 
@@ -69,15 +70,22 @@ class Storyteller:
         self._vocabulary = vocabulary
         self._sentences = _sentences(vocabulary)
 
-    def answer(self, request: GenerateRequest, limit: int) -> Answer:
-        """At least one and at most `limit` tokens, a stop or end-of-sequence id included."""
+    def answer(self, request: GenerateRequest, limit: int, effort: Effort | None = None) -> Answer:
+        """At least one and at most `limit` tokens, a stop or end-of-sequence id included.
+
+        Args:
+            effort: what guided decoding may cost; it belongs off the event loop.
+
+        Raises:
+            SluiceError: INVALID_ARGUMENT for guided decoding that cannot be followed.
+        """
         stop = request.stop
         resumed = request.resumed_tokens
         prompt = request.token_ids[: len(request.token_ids) - resumed] if resumed else request.token_ids
         random = self._random(request, prompt)
         wanted = max(random.randint(SHORTEST, LONGEST), resumed + stop.min_tokens)
         endless = stop.ignore_eos and request.guided is None
-        forced = None if endless else self._forced(request, prompt, random)
+        forced = None if endless else self._forced(request, prompt, random, effort)
         if forced is not None:
             wanted = len(forced)
         elif endless:
@@ -90,21 +98,18 @@ class Storyteller:
         rest = story[resumed : resumed + limit] or array("I", eos or self._sentences[0][:1])
         return _cut(rest, stop, self._vocabulary.eos_ids, ended and len(story) - resumed <= limit, eos)
 
-    def check(self, request: GenerateRequest) -> None:
-        """Raises SluiceError(INVALID_ARGUMENT) for guided decoding that cannot be followed."""
-        if request.guided is not None:
-            guided_text(request.guided, Random(0))
-
     def _random(self, request: GenerateRequest, prompt: array[int]) -> Random:
         seed = request.sampling.seed
         if seed is None and (choice := CHOICE.search(request.request_id)):
             seed = int(choice[1])
         return Random(_seed(prompt, seed))
 
-    def _forced(self, request: GenerateRequest, prompt: array[int], random: Random) -> array[int] | None:
+    def _forced(
+        self, request: GenerateRequest, prompt: array[int], random: Random, effort: Effort | None
+    ) -> array[int] | None:
         """The answer that guided decoding, or else the prompt's last script, asks for; None without either."""
         if request.guided is not None:
-            return array("I", self._vocabulary.encode(guided_text(request.guided, random)))
+            return array("I", self._vocabulary.encode(guided_text(request.guided, random, effort)))
         scripts = SCRIPT.findall(self._vocabulary.decode(prompt[-SCRIPT_TOKENS:]))
         return array("I", self._vocabulary.encode_marked(scripts[-1])) if scripts else None
 

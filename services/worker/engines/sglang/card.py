@@ -77,7 +77,7 @@ def capabilities(engine: Any) -> frozenset[Capability]:
     else:
         missing.add(Capability.LORA_LOADING)
     if value("disable_radix_cache"):
-        missing |= {Capability.KV_EVENTS, Capability.CACHE_SALT}
+        missing.add(Capability.KV_EVENTS)
     if not value("enable_memory_saver"):
         missing.add(Capability.SLEEP)
     mode = value("disaggregation_mode")

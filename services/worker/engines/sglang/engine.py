@@ -17,7 +17,7 @@ from services.worker.delta_stream import DeltaStream
 from services.worker.engine import Embedded, EngineConfig, GenerateContext, LLMEngine, Load, Sink
 from services.worker.engines.sglang import card
 from services.worker.engines.sglang.controls import Controls
-from services.worker.engines.sglang.flight import Chunk, Flight
+from services.worker.engines.sglang.flight import Chunk, Flight, first_line
 from services.worker.engines.sglang.handoff import Meeting, meeting_of
 from services.worker.engines.sglang.hosting import Hosted
 from services.worker.engines.sglang.metrics import SchedulerMetrics
@@ -155,7 +155,7 @@ class SglangEngine(LLMEngine):
         except SluiceError as error:
             flight.end(FinishReason.ERROR, error=error)
         except ValueError as error:
-            flight.end(FinishReason.ERROR, error=invalid(f"SGLang refused the request: {error}"))
+            flight.end(FinishReason.ERROR, error=invalid(f"SGLang refused the request: {first_line(str(error))}"))
         except Exception:
             log.exception("SGLang failed", extra={"request": flight.request.request_id})
             flight.end(FinishReason.ERROR, error=internal("SGLang failed on this request."))

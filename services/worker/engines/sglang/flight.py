@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from services.common.errors import ErrorKind, SluiceError, internal, invalid, overloaded
+from services.worker.compiling import naming_constraint
 from services.worker.engine import Sink
 from services.worker.engines.sglang.sampling import stop_ids
 from services.worker.generation import FinishReason, GenerateRequest, PositionLogprobs, TokenLogprob, Usage
@@ -79,7 +80,8 @@ class Flight:
         if not self.ended:
             self.ended = True
             usage = Usage(len(self.request.token_ids), self._told, self._cached or 0)
-            self._sink.finish(reason, usage, stop_token_id=stop_token_id, error=error, handoff=handoff)
+            cause = None if error is None else naming_constraint(error, self.request.guided)
+            self._sink.finish(reason, usage, stop_token_id=stop_token_id, error=cause, handoff=handoff)
 
     def _fresh(self, output_ids: Sequence[int], completed: int) -> tuple[list[int], int]:
         """Tokens not told yet, and where they begin in the chunk."""
@@ -149,7 +151,7 @@ def positions(
 
 def abort_error(finish: Mapping[str, Any]) -> SluiceError:
     """Why SGLang gave a request up."""
-    message = str(finish.get("message") or "no reason given")
+    message = first_line(str(finish.get("message") or "no reason given"))
     status = int(finish.get("status_code") or 0)
     if status == 400:
         return invalid(f"SGLang refused the request: {message}")
@@ -158,3 +160,9 @@ def abort_error(finish: Mapping[str, Any]) -> SluiceError:
     if status:
         return internal(f"SGLang failed on the request: {message}")
     return SluiceError(ErrorKind.STREAM_INCOMPLETE, f"SGLang ended the request: {message}")
+
+
+def first_line(message: str) -> str:
+    """Enough of a message of SGLang's to act on: those about grammars repeat the grammar."""
+    lines = message.strip().splitlines()
+    return lines[0][:500] if lines else "no reason given"

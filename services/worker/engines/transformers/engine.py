@@ -9,10 +9,11 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from typing import Any, ClassVar, Self
 
-from services.common.errors import ErrorKind, SluiceError, internal, invalid, not_found, overloaded
+from services.common.errors import ErrorKind, SluiceError, invalid, not_found, overloaded
 from services.common.hashing import seed_for
 from services.worker.cache_events import KvEventSource
 from services.worker.capabilities import SAMPLING, Capability
+from services.worker.compiling import Compiling
 from services.worker.delta_stream import DeltaStream
 from services.worker.downloading import download
 from services.worker.engine import Embedded, EngineConfig, GenerateContext, LLMEngine, Load, Sink
@@ -64,6 +65,7 @@ class TransformersEngine(LLMEngine):
         self._stopping = False
         # Passes beside the steps share the cores with them: one at a time.
         self._passes = asyncio.Lock()
+        self._compiling = Compiling(settings.grammar_timeout_s, settings.grammar_threads)
 
     @classmethod
     def from_args(cls, settings: WorkerSettings) -> Self:
@@ -135,6 +137,7 @@ class TransformersEngine(LLMEngine):
 
     async def cleanup(self) -> None:
         self._stopping = True
+        self._compiling.close()
         await self.tasks.close()
         for live in tuple(self._live.values()):
             self.abort(GenerateContext(live.request.request_id))
@@ -221,7 +224,7 @@ class TransformersEngine(LLMEngine):
         try:
             constraint = None
             if live.request.guided is not None:
-                constraint = await asyncio.to_thread(started.constraint, live.request)
+                constraint = await self._compiling.run(lambda: started.constraint(live.request))
             if live.request.prompt_logprobs is not None:
                 async with self._passes:
                     live.prompt_logprobs = await asyncio.to_thread(started.score, live.request)
@@ -244,7 +247,7 @@ class TransformersEngine(LLMEngine):
             live.push(row.token_id, row.logprobs)
             if row.error:
                 self._ready().batcher.drop(row.key)
-                self._end(live, FinishReason.ERROR, error=internal("The grammar of this request broke off."))
+                self._end(live, FinishReason.ERROR, error=_not_followed(row.error))
             elif row.ended:
                 self._ready().batcher.seats.pop(row.key, None)
                 self._end(live, live.reason)
@@ -268,6 +271,10 @@ class TransformersEngine(LLMEngine):
 
 def _gone() -> SluiceError:
     return SluiceError(ErrorKind.ENGINE_SHUTDOWN, "The engine of this worker has stopped; another one can serve this.")
+
+
+def _not_followed(reason: str) -> SluiceError:
+    return invalid(f"The grammar in response_format cannot be followed any further: {reason}.", param="response_format")
 
 
 def _cannot(message: str) -> SluiceError:

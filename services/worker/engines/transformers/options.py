@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from services.common.errors import SluiceError, invalid
 from services.worker.engines.arguments import read_options
+from services.worker.engines.transformers.guidance import GrammarLimits
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 ATTENTIONS = ("sdpa", "eager", "flash_attention_2", "flash_attention_3")
@@ -25,6 +26,11 @@ class Options:
         pooling: how hidden states become an embedding; empty: as the model's files say, and none if they do not.
         prefix_cache: whether finished prompts stay in the cache for the next one.
         trust_remote_code: whether code in the model's folder is run.
+        grammar_size: most symbols of a request's grammar.
+        grammar_fuel: most work of building its lexer, in units of llguidance; 50,000 are about a millisecond.
+        grammar_states: most states of its lexer, 1 to 2 KB each.
+        grammar_step_fuel: most work of the lexer for one token; 14,000 are about a millisecond of the whole batch.
+        grammar_step_items: most items of the parser for one token; 20,000 are about a millisecond.
     """
 
     device: str = "auto"
@@ -35,6 +41,22 @@ class Options:
     pooling: str = ""
     prefix_cache: bool = True
     trust_remote_code: bool = False
+    grammar_size: int = 200_000
+    grammar_fuel: int = 1_000_000
+    grammar_states: int = 50_000
+    grammar_step_fuel: int = 200_000
+    grammar_step_items: int = 50_000
+
+    @property
+    def grammar_limits(self) -> GrammarLimits:
+        """Those of each grammar."""
+        return GrammarLimits(
+            self.grammar_size,
+            self.grammar_fuel,
+            self.grammar_states,
+            self.grammar_step_fuel,
+            self.grammar_step_items,
+        )
 
 
 def read(text: str) -> Options:
@@ -49,6 +71,9 @@ def read(text: str) -> Options:
             raise _refused(f"{name} is {value!r}; choose from {', '.join(filter(None, allowed))}.")
     if not 0 < options.memory_share <= 0.8:
         raise _refused("memory_share must be above 0 and at most 0.8.")
+    for name in ("grammar_size", "grammar_fuel", "grammar_states", "grammar_step_fuel", "grammar_step_items"):
+        if getattr(options, name) < 1:
+            raise _refused(f"{name} must be at least 1.")
     if options.threads is not None and options.threads < 1:
         raise _refused("threads must be at least 1.")
     return options

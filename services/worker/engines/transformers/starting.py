@@ -121,7 +121,7 @@ def start_engine(settings: WorkerSettings, options: Options, listener: Listener)
             f"Not enough memory for a cache of {plan.total_blocks} blocks; lower --total-blocks.",
             code="not_enough_memory",
         ) from error
-    grammars = _grammars(folder)
+    grammars = _grammars(folder, options)
     pooling = options.pooling or folder.pooling
     config = _config(settings, folder, plan, batcher, grammars is not None, bool(pooling), loading.VERSION)
     return Started(config, folder, model, batcher, adapters, grammars, pooling)
@@ -197,11 +197,12 @@ def _adapter_folders(settings: WorkerSettings) -> dict[str, Path]:
     return folders
 
 
-def _grammars(folder: ModelFolder) -> Grammars | None:
+def _grammars(folder: ModelFolder, options: Options) -> Grammars | None:
     file = folder.path / "tokenizer.json"
     if not guidance.available() or not file.is_file() or not folder.eos_token_ids:
         return None
-    return guidance.Grammars(file.read_text("utf-8"), folder.vocab_size, folder.eos_token_ids)
+    tokenizer = file.read_text("utf-8")
+    return guidance.Grammars(tokenizer, folder.vocab_size, folder.eos_token_ids, options.grammar_limits)
 
 
 def _flash(options: Options) -> bool:
@@ -215,5 +216,5 @@ def _require_library() -> None:
     except ImportError as error:
         raise SluiceError(
             ErrorKind.FAILED_PRECONDITION,
-            f"The transformers engine needs {error.name}; install the extra: pip install 'sluice[transformers]'.",
+            f"The transformers engine needs {error.name}; install the extra: pip install 'sluice-llm[transformers]'.",
         ) from error

@@ -44,7 +44,6 @@ def capabilities(config: Any, *, has_events: bool) -> frozenset[Capability]:
     able = {
         Capability.PROMPT_EMBEDS: model.enable_prompt_embeds,
         Capability.PRIORITY: config.scheduler_config.policy == "priority",
-        Capability.CACHE_SALT: config.cache_config.enable_prefix_caching,
         Capability.DATA_PARALLEL_RANK: config.parallel_config.data_parallel_size > 1,
         Capability.LORA: config.lora_config is not None,
         Capability.LORA_LOADING: config.lora_config is not None,
@@ -108,8 +107,6 @@ def engine_config(
         max_batched_tokens=int(config.scheduler_config.max_num_batched_tokens),
         eos_token_ids=eos_token_ids(config),
         capabilities=frozenset(able),
-        # Without a prefix cache nobody can find anybody's prefixes: a salt is honoured by doing nothing.
-        accepted=frozenset({Capability.CACHE_SALT} - able),
         adapters=adapters,
         data_parallel_size=int(config.parallel_config.data_parallel_size),
         role=Role[settings.role.upper()],

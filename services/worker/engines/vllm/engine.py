@@ -14,6 +14,7 @@ from services.common import models
 from services.common.errors import ErrorKind, SluiceError, invalid
 from services.worker.cache_events import KvEventSource
 from services.worker.capabilities import Capability
+from services.worker.compiling import Compiling
 from services.worker.delta_stream import DeltaStream
 from services.worker.downloading import download
 from services.worker.engine import Embedded, EngineConfig, GenerateContext, LLMEngine, Load, Sink
@@ -51,6 +52,7 @@ class VllmEngine(LLMEngine):
         self._adapters = Adapters()
         self._controls: Controls | None = None
         self._events = CacheEvents()
+        self._compiling = Compiling(settings.grammar_timeout_s, settings.grammar_threads)
         self._flights = Flights(self.tasks, self._abort_in_vllm, library.error_of)
 
     @classmethod
@@ -132,21 +134,24 @@ class VllmEngine(LLMEngine):
             request.logprobs,
             request.prompt_logprobs,
             hands_over=_plays(request, Role.PREFILL),
+            guided=request.guided,
         )
         if handoff is not None and handoff.token_id in request.stop.stop_token_ids:
             raise invalid("The prefill worker's token has ended this request already.", param="disaggregation")
-        self._flights.begin(
-            request.request_id,
-            flight,
-            lambda: llm.add_request(
-                request.request_id,
-                prompt,
-                params,
-                lora_request=adapter,
-                priority=request.priority,
-                data_parallel_rank=request.data_parallel_rank,
-            ),
-        )
+        options = {
+            "lora_request": adapter,
+            "priority": request.priority,
+            "data_parallel_rank": request.data_parallel_rank,
+        }
+        add = llm.add_request if request.guided is None else self._add_guided
+        self._flights.begin(request.request_id, flight, lambda: add(request.request_id, prompt, params, **options))
+
+    async def _add_guided(self, request_id: str, prompt: Any, params: Any, **options: Any) -> Any:
+        """As AsyncLLM.add_request, which compiles the grammar to check it, on the event loop that serves everybody."""
+        llm = self._started()
+        tasks = await llm.get_supported_tasks()
+        checked = await self._compiling.run(lambda: library.checked(llm, request_id, prompt, params, tasks, options))
+        return await llm.add_request(request_id, checked, params, **options)
 
     def _prompt(self, request: GenerateRequest, handoff: Handoff | None) -> Any:
         if request.embeds is not None:
@@ -179,6 +184,7 @@ class VllmEngine(LLMEngine):
 
     async def cleanup(self) -> None:
         self._flights.end_all(FinishReason.CANCELLED)
+        self._compiling.close()
         await self.tasks.close()
         llm, self._llm = self._llm, None
         if llm is not None:

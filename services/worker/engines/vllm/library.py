@@ -160,6 +160,24 @@ def sampling_params(arguments: Mapping[str, Any]) -> Any:
     return params
 
 
+def checked(
+    llm: Any, request_id: str, prompt: Any, params: Any, tasks: Sequence[Any], options: Mapping[str, Any]
+) -> Any:
+    """A request as `add_request` takes it without checking it again; compiles its grammar, which may take seconds.
+
+    Args:
+        tasks: what AsyncLLM.get_supported_tasks answers.
+        options: further arguments of `add_request`.
+
+    Raises:
+        SluiceError: as `error_of`.
+    """
+    try:
+        return llm.input_processor.process_inputs(request_id, prompt, params, supported_tasks=tasks, **options)
+    except Exception as error:
+        raise error_of(error) from error
+
+
 def pooling_params(dimensions: int) -> Any:
     """For one embedding."""
     from vllm.pooling_params import PoolingParams

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from services.common.errors import ErrorKind, SluiceError
+from services.worker.compiling import naming_constraint
 from services.worker.engine import Sink
 from services.worker.engines.vllm.handoff import Handoff
-from services.worker.generation import FinishReason, PositionLogprobs, TokenLogprob, Usage
+from services.worker.generation import FinishReason, Guided, PositionLogprobs, TokenLogprob, Usage
 
 LOWEST_LOGPROB = -9999.0
 
@@ -22,13 +23,21 @@ class Flight:
         top: log-probabilities per position besides the chosen one; None: none were asked for.
         prompt_top: the same for the prompt.
         hands_over: this is the prefill side.
+        guided: the constraint on its output, if any.
 
     Attributes:
         ended: the sink has heard its last; what vLLM says after that is dropped.
     """
 
     def __init__(
-        self, prompt_tokens: int, sink: Sink, top: int | None, prompt_top: int | None, *, hands_over: bool = False
+        self,
+        prompt_tokens: int,
+        sink: Sink,
+        top: int | None,
+        prompt_top: int | None,
+        *,
+        hands_over: bool = False,
+        guided: Guided | None = None,
     ) -> None:
         self.ended = False
         self.begun = False
@@ -37,6 +46,7 @@ class Flight:
         self._top = top
         self._prompt_top = prompt_top
         self._hands_over = hands_over
+        self._guided = guided
         self._tokens = 0
         self._cached = 0
         self._last: int | None = None
@@ -59,7 +69,8 @@ class Flight:
         """Ends the request unless it has ended."""
         if not self.ended:
             self.ended = True
-            self._sink.finish(reason, self._usage(), error=error)
+            cause = None if error is None else naming_constraint(error, self._guided)
+            self._sink.finish(reason, self._usage(), error=cause)
 
     def _begin(self, output: Any) -> None:
         if self.begun:

@@ -43,7 +43,7 @@ class Client:
         except ImportError as error:
             raise SluiceError(
                 ErrorKind.FAILED_PRECONDITION,
-                "The engine vllm-grpc needs vLLM's messages: install sluice[vllm-grpc].",
+                "The engine vllm-grpc needs vLLM's messages: install sluice-llm[vllm-grpc].",
                 param="engine",
             ) from error
         self._pb: Any = vllm_engine_pb2

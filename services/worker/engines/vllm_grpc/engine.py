@@ -18,6 +18,7 @@ from services.common.errors import ErrorKind, SluiceError, invalid
 from services.common.ports import free_port
 from services.worker.cache_events import KvEventSource
 from services.worker.capabilities import Capability
+from services.worker.compiling import naming_constraint
 from services.worker.engine import Embedded, EngineConfig, GenerateContext, LLMEngine, Load
 from services.worker.engines import last_words
 from services.worker.engines.vllm.handoff import read_handoff
@@ -191,7 +192,7 @@ class VllmGrpcEngine(LLMEngine):
             cause = error_of(error)
             if cause.kind is ErrorKind.INTERNAL and await _is_gone(client):
                 cause = _gone()
-            raise cause from error
+            raise naming_constraint(cause, request.guided) from error
         finally:
             if not reading.ended:
                 call.cancel()

@@ -1,10 +1,12 @@
-"""Stands in for vllm where the watch over its parsers is tested: a parser in capitals that misbehaves on demand."""
+"""Stands in for vllm: prompts that show who made them, and a parser in capitals that misbehaves on demand."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import time
+from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -14,7 +16,7 @@ __version__ = "0.33.0"
 class _Request(SimpleNamespace):
     @classmethod
     def model_validate(cls, body: dict[str, Any]) -> _Request:
-        return cls(tools=body.get("tools", []), skip_special_tokens=True)
+        return cls(tools=body.get("tools", []), messages=body.get("messages", []), skip_special_tokens=True)
 
 
 class _Parser:
@@ -66,12 +68,30 @@ def _module(name: str, **contents: Any) -> None:
     sys.modules[name] = made
 
 
+def _prompts(name: str) -> Callable[..., Any]:
+    """A name of `_prompts`, which needs a package that parsers do not."""
+
+    def made(*arguments: Any, **named: Any) -> Any:
+        return getattr(importlib.import_module("vllm._prompts"), name)(*arguments, **named)
+
+    return made
+
+
 _CHAT = "vllm.entrypoints.openai.chat_completion"
 _module("vllm.entrypoints")
 _module("vllm.entrypoints.openai")
 _module(_CHAT)
 _module(f"{_CHAT}.protocol", ChatCompletionRequest=_Request)
 _module(f"{_CHAT}.stream_processor", ChatStreamProcessor=_Processor)
+_module(
+    "vllm.config",
+    ModelConfig=_prompts("model_config"),
+    VllmConfig=_prompts("vllm_config"),
+    DeviceConfig=lambda device: device,
+)
+_module("vllm.renderers", renderer_from_config=_prompts("renderer_from_config"))
+_module("vllm.renderers.online_renderer", OnlineRenderer=_prompts("OnlineRenderer"))
+_module("vllm.renderers.params", TokenizeParams=SimpleNamespace)
 _module("vllm.parser", ParserManager=_Manager)
 _module("vllm.reasoning", ReasoningParserManager=_Manager)
 _module("vllm.tool_parsers", ToolParserManager=_Manager)

@@ -1,4 +1,9 @@
-"""A text that a regular expression matches: every repetition as short as allowed, or a little longer."""
+"""A text that a regular expression matches: every repetition as short as allowed, or a little longer.
+
+The expression is parsed and never compiled or run: compiling `[\\x00-\\U0010ffff]` a few hundred times takes seconds,
+and running `(a+)+b` may never end. The text matches because of how it is made; what a part can say about other parts
+(where it stands, which words it touches) is checked at the end.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,7 @@ from re import _constants as code  # type: ignore[attr-defined]
 from re import _parser as parser  # type: ignore[attr-defined]
 from typing import Any
 
-from services.worker.engines.mock.guided.example import OutOfReach
+from services.worker.engines.mock.guided.effort import Effort, OutOfReach
 
 LONGEST_PATTERN = 4_096
 LONGEST_TEXT = 4_096
@@ -23,9 +28,11 @@ _CATEGORIES = {
     code.CATEGORY_NOT_SPACE: "abcdefghijklmnopqrstuvwxyz",
     code.CATEGORY_NOT_WORD: " .,-",
 }
+_BEGINNINGS = (code.AT_BEGINNING, code.AT_BEGINNING_STRING)
+_ENDS = (code.AT_END, code.AT_END_STRING)
 
 
-def matching(pattern: str, random: Random) -> str:
+def matching(pattern: str, random: Random, effort: Effort) -> str:
     """A text that the whole pattern matches.
 
     Raises:
@@ -33,78 +40,116 @@ def matching(pattern: str, random: Random) -> str:
     """
     if len(pattern) > LONGEST_PATTERN:
         raise OutOfReach(f"it is longer than {LONGEST_PATTERN} characters")
+    effort.spend(len(pattern))
     try:
         tree = parser.parse(pattern)
-        compiled = re.compile(pattern)
     except (re.error, OverflowError) as error:
         raise OutOfReach(f"it is no regular expression, {error}") from None
-    text = "".join(_Writer(random).of(tree))
-    if compiled.fullmatch(text) is None:
-        raise OutOfReach("no text that it matches was found")
-    return text
+    return _Writer(random, effort).text(tree)
 
 
 class _Writer:
-    def __init__(self, random: Random) -> None:
+    def __init__(self, random: Random, effort: Effort) -> None:
         self._random = random
-        self._written = 0
+        self._effort = effort
+        self._characters: list[str] = []
+        self._demands: list[tuple[Any, int]] = []  # what must be true of a position
 
-    def of(self, tree: Iterable[tuple[Any, Any]]) -> list[str]:
-        pieces: list[str] = []
+    def text(self, tree: Iterable[tuple[Any, Any]]) -> str:
+        self._write(tree)
+        text = "".join(self._characters)
+        if not all(_holds(demand, text, position) for demand, position in self._demands):
+            raise OutOfReach("no text that it matches was found")
+        return text
+
+    def _write(self, tree: Iterable[tuple[Any, Any]]) -> None:
         for operation, argument in tree:
-            pieces += self._one(operation, argument)
-            if self._written > LONGEST_TEXT:
+            self._effort.spend()
+            self._write_one(operation, argument)
+            if len(self._characters) > LONGEST_TEXT:
                 raise OutOfReach(f"what it matches is longer than {LONGEST_TEXT} characters")
-        return pieces
 
-    def _one(self, operation: Any, argument: Any) -> list[str]:
+    def _write_one(self, operation: Any, argument: Any) -> None:
         if operation is code.LITERAL:
-            return self._write(chr(argument))
-        if operation is code.NOT_LITERAL:
-            return self._write(self._other_than({chr(argument)}))
-        if operation is code.ANY:
-            return self._write(self._random.choice("abcdefghijklmnopqrstuvwxyz"))
-        if operation is code.IN:
-            return self._write(self._one_of(argument))
-        if operation is code.BRANCH:
-            return self.of(self._random.choice(argument[1]))
-        if operation is code.SUBPATTERN:
-            return self.of(argument[-1])
-        if operation is code.ATOMIC_GROUP:
-            return self.of(argument)
-        if operation in (code.MAX_REPEAT, code.MIN_REPEAT, code.POSSESSIVE_REPEAT):
-            least, most, repeated = argument
-            if least > LONGEST_TEXT:
-                raise OutOfReach(f"what it matches is longer than {LONGEST_TEXT} characters")
-            times = self._random.randint(least, min(int(most), least + _MORE))
-            return [piece for _ in range(times) for piece in self.of(repeated)]
-        if operation is code.AT:
-            return []
-        raise OutOfReach(f"{str(operation).lower().replace('_', ' ')} is not supported")
+            self._characters.append(chr(argument))
+        elif operation is code.NOT_LITERAL:
+            self._characters.append(self._outside([(code.LITERAL, argument)]))
+        elif operation is code.ANY:
+            self._characters.append(self._random.choice("abcdefghijklmnopqrstuvwxyz"))
+        elif operation is code.IN:
+            self._characters.append(self._one_of(argument))
+        elif operation is code.BRANCH:
+            self._write(self._random.choice(argument[1]))
+        elif operation is code.SUBPATTERN:
+            self._write(argument[-1])
+        elif operation in (code.MAX_REPEAT, code.MIN_REPEAT):
+            self._repeat(*argument)
+        elif operation is code.AT:
+            self._demands.append((argument, len(self._characters)))
+        else:
+            raise OutOfReach(f"{str(operation).lower().replace('_', ' ')} is not supported")
 
-    def _write(self, character: str) -> list[str]:
-        self._written += 1
-        return [character]
+    def _repeat(self, least: int, most: Any, repeated: Iterable[tuple[Any, Any]]) -> None:
+        if least > LONGEST_TEXT:
+            raise OutOfReach(f"what it matches is longer than {LONGEST_TEXT} characters")
+        for _ in range(self._random.randint(least, min(int(most), least + _MORE))):
+            self._effort.spend()
+            self._write(repeated)
 
     def _one_of(self, members: list[tuple[Any, Any]]) -> str:
-        excluded = members[0][0] is code.NEGATE
-        characters = [self._member(kind, value) for kind, value in members[excluded:]]
-        if excluded:
-            return self._other_than({one for some in characters for one in some})
-        return self._random.choice(self._random.choice(characters))
-
-    def _member(self, kind: Any, value: Any) -> str:
+        self._effort.spend(len(members))
+        if members[0][0] is code.NEGATE:
+            return self._outside(members[1:])
+        kind, value = self._random.choice(members)
         if kind is code.LITERAL:
             return chr(value)
         if kind is code.RANGE:
-            return "".join(map(chr, range(value[0], min(value[1], value[0] + 255) + 1)))
+            return chr(self._random.randint(value[0], min(value[1], value[0] + 255)))
         if kind is code.CATEGORY and value in _CATEGORIES:
-            return _CATEGORIES[value]
+            return self._random.choice(_CATEGORIES[value])
         raise OutOfReach(f"{str(kind).lower()} in a set is not supported")
 
-    def _other_than(self, excluded: set[str]) -> str:
-        left = [character for character in _PRINTABLE if character not in excluded and character.isalnum()]
-        left = left or [character for character in _PRINTABLE if character not in excluded]
+    def _outside(self, members: list[tuple[Any, Any]]) -> str:
+        """A printable character that is in none of these, whether case counts or not."""
+        self._effort.spend(len(_PRINTABLE) * len(members))
+        left = [one for one in _PRINTABLE if not any(_holds_one(member, one) for member in members)]
+        left = [one for one in left if one.isalnum()] or left
         if not left:
             raise OutOfReach("a set leaves no printable character")
         return self._random.choice(left)
+
+
+def _holds_one(member: tuple[Any, Any], character: str) -> bool:
+    """Whether a member of a set holds a printable ASCII character."""
+    kind, value = member
+    if kind is code.LITERAL:
+        return character.lower() == chr(value).lower()
+    if kind is code.RANGE:
+        return any(value[0] <= ord(form) <= value[1] for form in (character.lower(), character.upper()))
+    holds = {
+        code.CATEGORY_DIGIT: character.isdigit(),
+        code.CATEGORY_SPACE: character.isspace(),
+        code.CATEGORY_WORD: _is_word(character),
+        code.CATEGORY_NOT_DIGIT: not character.isdigit(),
+        code.CATEGORY_NOT_SPACE: not character.isspace(),
+        code.CATEGORY_NOT_WORD: not _is_word(character),
+    }
+    if kind is not code.CATEGORY or value not in holds:
+        raise OutOfReach(f"{str(kind).lower()} in a set is not supported")
+    return holds[value]
+
+
+def _holds(demand: Any, text: str, position: int) -> bool:
+    """Whether what an expression demands of a position is true there."""
+    if demand in _BEGINNINGS:
+        return position == 0
+    if demand in _ENDS:
+        return position == len(text)
+    touches = _is_word(text[position - 1 : position] if position else "") != _is_word(text[position : position + 1])
+    if demand in (code.AT_BOUNDARY, code.AT_NON_BOUNDARY):
+        return bool(text) and touches == (demand is code.AT_BOUNDARY)  # Pythons differ about \B in an empty text
+    raise OutOfReach(f"{str(demand).lower().replace('_', ' ')} is not supported")
+
+
+def _is_word(character: str) -> bool:
+    return character.isalnum() or character == "_"

@@ -13,7 +13,7 @@ import math
 from random import Random
 from typing import Any
 
-from services.worker.engines.mock.guided.example import OutOfReach
+from services.worker.engines.mock.guided.effort import Effort, OutOfReach, TooMuch
 from services.worker.engines.mock.guided.regex import matching
 
 DEEPEST = 32
@@ -49,36 +49,59 @@ _WORDS = ("river", "gate", "bridge", "lamp", "harbour", "meadow", "stone", "wind
 
 
 class Examples:
-    """Makes values; `root` is the document that references point into."""
+    """Makes values.
 
-    def __init__(self, root: Any, random: Random) -> None:
+    Args:
+        root: the document that references point into.
+        effort: what all of it may cost: every loop over a part of the document, and every text, is counted before it.
+    """
+
+    def __init__(self, root: Any, random: Random, effort: Effort) -> None:
         self._root = root
         self._random = random
+        self._effort = effort
         self._made = 0
 
     def of(self, schema: Any, depth: int = 0) -> Any:
         """A value that satisfies the schema; OutOfReach when none can be made."""
         self._made += 1
-        if depth > DEEPEST or self._made > MOST_VALUES:
-            raise OutOfReach("it is nested too deeply or demands too many values")
+        if self._made > MOST_VALUES:
+            raise TooMuch("it demands too many values")
+        if depth > DEEPEST:
+            raise OutOfReach("it is nested too deeply")
         if schema is True:
             return self._random.choice(_WORDS)
         if not isinstance(schema, dict):
             raise OutOfReach("a part of it allows nothing or is no schema")
         schema = self._merged(schema, depth)
         if unknown := sorted(schema.keys() - _KNOWN):
-            raise OutOfReach(f"the keyword {unknown[0]!r} is not supported")
+            raise OutOfReach(f"the keyword {unknown[0][:60]!r} is not supported")
         if "const" in schema:
-            return schema["const"]
+            return self._given(schema["const"])
         if "enum" in schema:
-            return self._random.choice(_filled(schema["enum"], "enum"))
+            return self._given(self._random.choice(_filled(schema["enum"], "enum")))
         for keyword in ("anyOf", "oneOf"):
             if keyword in schema:
                 return self._any(schema, keyword, depth)
         return self._typed(schema, depth)
 
+    def _given(self, value: Any) -> Any:
+        """A value that the document spells out; it may be large, and referred to many times."""
+        waiting = [value]
+        while waiting:
+            node = waiting.pop()
+            self._effort.spend()
+            if isinstance(node, dict | list):
+                self._effort.spend(len(node))
+                waiting += node.values() if isinstance(node, dict) else node
+                self._effort.write(sum(map(len, node)) if isinstance(node, dict) else 2 * len(node))
+            else:
+                self._effort.write(len(node) if isinstance(node, str) else 8)
+        return value
+
     def _merged(self, schema: dict[str, Any], depth: int) -> dict[str, Any]:
         """The schema with its references and the parts of `allOf` folded in."""
+        self._effort.spend(1 + len(schema))
         if "$ref" not in schema and "allOf" not in schema:
             return schema
         if depth > DEEPEST:
@@ -89,31 +112,70 @@ class Examples:
             if not isinstance(part, dict):
                 raise OutOfReach("allOf and $ref need schemas that are objects")
             for key, value in self._merged(part, depth + 1).items():
-                merged[key] = _both(key, merged[key], value) if key in merged else value
+                merged[key] = self._both(key, merged[key], value) if key in merged else value
         return merged
+
+    def _both(self, key: str, one: Any, other: Any) -> Any:
+        """What satisfies both values of a keyword."""
+        self._effort.spend(self._size(one) + self._size(other))
+        if one == other or key in _DESCRIBE:
+            return one
+        if key == "properties":
+            return {
+                **one,
+                **{name: {"allOf": [one[name], part]} if name in one else part for name, part in other.items()},
+            }
+        if key == "required":
+            return list(dict.fromkeys([*one, *other]))
+        if key == "enum":
+            self._effort.spend(len(one) * len(other))
+            return [value for value in one if value in other]
+        if key == "type":
+            return _common_type(one, other)
+        if key.startswith(("min", "exclusiveMin")):
+            return max(one, other)
+        if key.startswith(("max", "exclusiveMax")):
+            return min(one, other)
+        raise OutOfReach(f"two demands on {key!r} cannot be put together")
+
+    def _size(self, schema: Any) -> int:
+        """How much a branch demands, roughly; looked at as far as the effort lasts."""
+        waiting, size = [schema], 0
+        while waiting:
+            node = waiting.pop()
+            size += 1
+            self._effort.spend()
+            if isinstance(node, dict | list):
+                waiting += node.values() if isinstance(node, dict) else node
+        return size
 
     def _referred(self, reference: Any) -> Any:
         if not isinstance(reference, str) or not reference.startswith("#"):
             raise OutOfReach("a reference leads out of the document")
         found = self._root
-        for part in filter(None, reference[1:].split("/")):
+        parts = reference[1:].split("/")
+        self._effort.spend(len(parts))
+        for part in filter(None, parts):
             name = part.replace("~1", "/").replace("~0", "~")
             if not isinstance(found, dict) or name not in found:
-                raise OutOfReach(f"the reference {reference} leads nowhere")
+                raise OutOfReach(f"the reference {reference[:80]} leads nowhere")
             found = found[name]
         return found
 
     def _any(self, schema: dict[str, Any], keyword: str, depth: int) -> Any:
         rest = {key: value for key, value in schema.items() if key != keyword}
         branches = list(_filled(schema[keyword], keyword))
+        self._effort.spend(len(branches))
         self._random.shuffle(branches)
         # A recursive schema ends where a branch does: the flat ones come first once it is deep.
         if depth > OPTIONAL_UNTIL:
-            branches.sort(key=_size)
+            branches.sort(key=self._size)
         problem = OutOfReach(f"{keyword} has no branch that can be followed")
         for branch in branches:
             try:
                 return self.of({**rest, "allOf": [branch]} if rest else branch, depth + 1)
+            except TooMuch:
+                raise
             except OutOfReach as error:
                 problem = error
         raise problem
@@ -135,10 +197,11 @@ class Examples:
                 return self._random.random() < 0.5
             case "null":
                 return None
-        raise OutOfReach(f"the type {kind!r} is not one of JSON's")
+        raise OutOfReach(f"the type {str(kind)[:60]!r} is not one of JSON's")
 
     def _object(self, schema: dict[str, Any], depth: int) -> dict[str, Any]:
-        properties, required = schema.get("properties", {}), schema.get("required", [])
+        properties, required = schema.get("properties", {}), dict.fromkeys(schema.get("required", []))
+        self._effort.spend(len(properties) + len(required))
         made: dict[str, Any] = {}
         for name, part in properties.items():
             if name in required:
@@ -146,6 +209,8 @@ class Examples:
             elif depth < OPTIONAL_UNTIL:
                 try:
                     made[name] = self.of(part, depth + 1)
+                except TooMuch:
+                    raise
                 except OutOfReach:
                     continue  # it may be left out
         for name in required:
@@ -155,10 +220,12 @@ class Examples:
             made[f"more{len(made)}"] = self.of(schema.get("additionalProperties", True), depth + 1)
         if len(made) > schema.get("maxProperties", math.inf):
             made = {name: value for name, value in made.items() if name in required}
+        self._effort.write(sum(map(len, made)))
         return made
 
     def _array(self, schema: dict[str, Any], depth: int) -> list[Any]:
         first = schema.get("prefixItems", [])
+        self._effort.spend(len(first))
         least, most = schema.get("minItems", 0), schema.get("maxItems", math.inf)
         wanted = min(max(least, len(first), 1 if depth < OPTIONAL_UNTIL else 0), most)
         made: list[Any] = [self.of(part, depth + 1) for part in first[: int(wanted)]]
@@ -166,6 +233,7 @@ class Examples:
             if len(made) >= wanted:
                 return made
             value = self.of(schema.get("items", True), depth + 1)
+            self._effort.spend(len(made) if schema.get("uniqueItems") else 1)
             if not (schema.get("uniqueItems") and value in made):
                 made.append(value)
         if len(made) < wanted:
@@ -173,19 +241,24 @@ class Examples:
         return made
 
     def _string(self, schema: dict[str, Any]) -> str:
+        text = self._text(schema)
+        self._effort.write(len(text))
+        return text
+
+    def _text(self, schema: dict[str, Any]) -> str:
         least, most = schema.get("minLength", 0), schema.get("maxLength", LONGEST)
         if least > LONGEST or least > most:
             raise OutOfReach(f"a string would be longer than {min(most, LONGEST)} characters")
         if "pattern" in schema:
             pattern = schema["pattern"]
             for _ in range(16):  # a pattern may match anywhere in the text; one that matches all of it will do
-                if least <= len(text := matching(pattern, self._random)) <= most:
+                if least <= len(text := matching(pattern, self._random, self._effort)) <= most:
                     return text
             raise OutOfReach("a pattern and the length of its string do not go together")
         if "format" in schema:
             text = _FORMATS.get(schema["format"], "")
             if not text or not least <= len(text) <= most:
-                raise OutOfReach(f"the format {schema['format']!r} is not supported")
+                raise OutOfReach(f"the format {schema['format'][:60]!r} is not supported")
             return text
         words = self._random.choice(_WORDS)
         while len(words) < least:
@@ -218,26 +291,6 @@ def _filled(value: Any, keyword: str) -> list[Any]:
     return value
 
 
-def _both(key: str, one: Any, other: Any) -> Any:
-    if one == other:
-        return one
-    if key == "properties":
-        return {**one, **{name: {"allOf": [one[name], part]} if name in one else part for name, part in other.items()}}
-    if key == "required":
-        return [*one, *(name for name in other if name not in one)]
-    if key.startswith(("min", "exclusiveMin")):
-        return max(one, other)
-    if key.startswith(("max", "exclusiveMax")):
-        return min(one, other)
-    if key == "enum":
-        return [value for value in one if value in other]
-    if key in _DESCRIBE:
-        return one
-    if key == "type":
-        return _common_type(one, other)
-    raise OutOfReach(f"two demands on {key!r} cannot be put together")
-
-
 def _common_type(one: Any, other: Any) -> Any:
     left, right = ([kind] if isinstance(kind, str) else list(kind) for kind in (one, other))
     common = [kind for kind in left if kind in right]
@@ -248,7 +301,3 @@ def _common_type(one: Any, other: Any) -> Any:
 
 def _implied_type(schema: dict[str, Any]) -> str:
     return next((kind for kind, keywords in _KEYWORDS.items() if keywords & schema.keys()), "string")
-
-
-def _size(schema: Any) -> int:
-    return len(str(schema))

@@ -2783,6 +2783,13 @@ class StreamOptions(betterproto2.Message):
     JSON object the caller gave the chat template, such as enable_thinking; the
     """
 
+    max_tokens: "int" = betterproto2.field(18, betterproto2.TYPE_UINT32)
+    """
+    engines' own parsers look at it; empty: none
+
+    tokens of the whole generation; a further one is ignored and ends the stream with
+    """
+
 
 default_message_pool.register_message("sluice.v1", "StreamOptions", StreamOptions)
 

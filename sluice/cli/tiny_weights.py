@@ -1,4 +1,4 @@
-"""Random weights for the tiny model, written without any engine: the same bytes everywhere, a few hundred kilobytes."""
+"""Random weights for the tiny model, written without any engine: the same bytes everywhere, a few hundred KiB."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE = 2, 64, 4, 2, 32, 128
 SEED = 20_250_101
-ADAPTER_RANK, ADAPTER_ALPHA = 8, 16
 
 Tensors = dict[str, NDArray[numpy.float32]]
 
@@ -33,7 +32,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, NDArray[numpy.float32]])
 
 
 def model_settings(vocab_size: int, context_length: int, eos_token_id: int) -> dict[str, object]:
-    """What config.json of a two-layer Qwen3 says."""
+    """The config.json of a two-layer Qwen3."""
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -64,7 +63,7 @@ def model_settings(vocab_size: int, context_length: int, eos_token_id: int) -> d
 
 
 def model_weights(vocab_size: int) -> Tensors:
-    """Wide enough apart that rounding does not change which token is the likeliest."""
+    """Weights so far apart that rounding does not change which token is the likeliest."""
     random = numpy.random.default_rng(SEED)
 
     def matrix(rows: int, columns: int, scale: float) -> NDArray[numpy.float32]:
@@ -90,34 +89,4 @@ def model_weights(vocab_size: int) -> Tensors:
             tensors[f"{prefix}.{name}.weight"] = ones
     tensors["model.norm.weight"] = ones
     tensors["lm_head.weight"] = matrix(vocab_size, HIDDEN, 0.4)
-    return tensors
-
-
-def adapter_settings(base: str) -> dict[str, object]:
-    """What adapter_config.json says, in PEFT's form."""
-    return {
-        "base_model_name_or_path": base,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-        "lora_alpha": ADAPTER_ALPHA,
-        "lora_dropout": 0.0,
-        "peft_type": "LORA",
-        "r": ADAPTER_RANK,
-        "target_modules": ["q_proj", "v_proj"],
-        "task_type": "CAUSAL_LM",
-    }
-
-
-def adapter_weights(seed: int) -> Tensors:
-    """A LoRA adapter strong enough to change what the model says."""
-    random = numpy.random.default_rng(seed)
-    tensors: Tensors = {}
-    for layer in range(LAYERS):
-        for name, rows in (("q_proj", HEADS * HEAD_DIM), ("v_proj", KV_HEADS * HEAD_DIM)):
-            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            down = random.standard_normal((ADAPTER_RANK, HIDDEN)) * 0.2
-            up = random.standard_normal((rows, ADAPTER_RANK)) * 0.2
-            tensors[f"{prefix}.lora_A.weight"] = down.astype(numpy.float32)
-            tensors[f"{prefix}.lora_B.weight"] = up.astype(numpy.float32)
     return tensors

@@ -1,0 +1,75 @@
+"""Request bodies as the gateway reads them, from bytes to what goes into the pipeline, without one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+
+from services.gateway.anthropic import checking as anthropic_checking
+from services.gateway.anthropic.schemas import MessagesRequest
+from services.gateway.anthropic.translate import Able
+from services.gateway.anthropic.translate import translate as translate_message
+from services.gateway.body_budgets import BodyBudgets, BodySettings
+from services.gateway.body_values import check_values
+from services.gateway.openai.checking import check
+from services.gateway.openai.embedding_schemas import EmbeddingRequest
+from services.gateway.openai.responses.conversation import conversation
+from services.gateway.openai.responses.items import read_items
+from services.gateway.openai.responses.schemas import ResponsesRequest
+from services.gateway.openai.responses.tools import read_tools
+from services.gateway.openai.responses.translate import translate as translate_response
+from services.gateway.openai.schema_meter import SchemaMeter
+from services.gateway.openai.schemas import ChatCompletionRequest, CompletionRequest
+from services.gateway.openai.token_schemas import DetokenizeRequest, TokenizeRequest
+from services.gateway.openai.translate import chat_request, completion_requests, count_tools
+
+BUDGETS = BodySettings().budgets
+"""Those of a gateway without flags."""
+
+Read = Callable[[dict[str, Any], BodyBudgets], object]
+
+
+def _chat(body: dict[str, Any], budgets: BodyBudgets) -> object:
+    fields = check(ChatCompletionRequest, body, budgets)
+    return chat_request(body, fields, "chatcmpl-1", 16, budgets, forces_calls=True)
+
+
+def _completions(body: dict[str, Any], budgets: BodyBudgets) -> object:
+    return completion_requests(check(CompletionRequest, body, budgets), "cmpl-1", 16, budgets)
+
+
+def _tokenize(body: dict[str, Any], budgets: BodyBudgets) -> object:
+    fields = check(TokenizeRequest, body, budgets)
+    count_tools(fields.tools, SchemaMeter(budgets))
+    return fields
+
+
+def _responses(body: dict[str, Any], budgets: BodyBudgets) -> object:
+    fields = check(ResponsesRequest, body, budgets)
+    tools = read_tools(fields.tools, fields.tool_choice, budgets.list_items)
+    chat = conversation(fields.instructions, read_items(fields.input, budgets.list_items))
+    return translate_response(fields, chat, tools, "resp_1", budgets, forces_calls=True).generation
+
+
+def _messages(body: dict[str, Any], budgets: BodyBudgets) -> object:
+    fields = anthropic_checking.check(MessagesRequest, body, budgets)
+    return translate_message(fields, "msg_1", Able(guided=True, budget=True), budgets).generation
+
+
+_READERS: dict[str, Read] = {
+    "/v1/chat/completions": _chat,
+    "/v1/completions": _completions,
+    "/v1/embeddings": lambda body, budgets: check(EmbeddingRequest, body, budgets),
+    "/v1/responses": _responses,
+    "/v1/messages": _messages,
+    "/tokenize": _tokenize,
+    "/detokenize": lambda body, budgets: check(DetokenizeRequest, body, budgets),
+}
+
+
+def read(path: str, body: bytes, budgets: BodyBudgets = BUDGETS) -> object:
+    """Returns what a body of an endpoint comes to; SluiceError names what is wrong with it."""
+    check_values(body, budgets.values)
+    return _READERS[path](orjson.loads(body), budgets)

@@ -1,0 +1,53 @@
+"""Schemas and patterns that cost a naive engine minutes, gigabytes or its life."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from services.worker.generation import Guided
+
+
+def schema(document: Any) -> Guided:
+    """A JSON schema as an engine gets it."""
+    return Guided("json_schema", json.dumps(document))
+
+
+def regex(pattern: str) -> Guided:
+    """A regular expression as an engine gets it."""
+    return Guided("regex", pattern)
+
+
+def tree(keyword: str, leaf: Any, branches: int = 10, depth: int = 12) -> Guided:
+    """A schema of a dozen definitions that is `branches` to the power of `depth` when it is written out."""
+    definitions = {f"d{i}": {keyword: [{"$ref": f"#/$defs/d{i + 1}"}] * branches} for i in range(depth)}
+    return schema({"$defs": {**definitions, f"d{depth}": leaf}, "$ref": "#/$defs/d0"})
+
+
+def repeated_constant(constant: Any) -> Guided:
+    """An array that holds a large value thousands of times."""
+    return schema(
+        {"$defs": {"c": {"const": constant}}, "type": "array", "items": {"$ref": "#/$defs/c"}, "minItems": 9_000}
+    )
+
+
+_MANY = [f"q{index}" for index in range(20_000)]
+
+GRAMMARS = {
+    "loops of nothing": regex("((){4000}){4000}"),
+    "loops of loops of nothing": regex("(((){1000}){1000}){1000}"),
+    "a surrogate": regex(r"\ud800"),
+    "allOf of allOf": tree("allOf", {}),
+    "anyOf of anyOf": tree("anyOf", {"not": {}}),
+    "a long constant, often": repeated_constant("x" * 500_000),
+    "a wide constant, often": repeated_constant(["x"] * 20_000),
+    "many required": schema({"properties": {f"p{index}": {} for index in range(20_000)}, "required": _MANY}),
+    "two enumerations": schema({"allOf": [{"enum": list(range(20_000))}, {"enum": list(range(20_000, 40_000))}]}),
+    "patterns of sets": schema({"type": "array", "items": {"pattern": "[\x01-\U0010ffff]" * 800}, "minItems": 9_000}),
+    "long strings": schema({"type": "array", "items": {"minLength": 4_000}, "minItems": 9_000}),
+    "different booleans": schema(
+        {"type": "array", "items": {"type": "boolean"}, "minItems": 9_000, "uniqueItems": True}
+    ),
+    "a long name": schema({"required": ["x" * 900_000]}),
+}
+"""None of them can be followed within bounds."""
