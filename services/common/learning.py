@@ -11,7 +11,8 @@ from services.common.runner import Stop
 from services.common.settings import ServiceSettings
 from services.common.tasks import TaskOwner
 from services.common.tls import channel_credentials
-from services.common.tokenizer_delivery import DeliverySettings, Learned, TokenizerDelivery
+from services.common.tokenizer_check import check_tokenizer
+from services.common.tokenizer_delivery import DeliverySettings, Learned, Staying, TokenizerDelivery
 from services.common.tokenizer_store import TokenizerStore
 from services.common.trust import RouterTokenSettings
 from services.common.worker_watch import WorkerWatch
@@ -37,6 +38,7 @@ class Learning:
         configured: models that are not learned.
         learner: is told how to wait for a model that is on its way.
         on_model: takes a model that was learned, or whose tokenizer has changed.
+        on_gone: ends a model that no worker serves any more.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Learning:
         configured: Collection[str],
         learner: Learner,
         on_model: Callable[[Learned], Awaitable[None]],
+        on_gone: Callable[[Learned], Awaitable[None]],
         stop: Stop,
     ) -> None:
         self._learner = learner
@@ -56,8 +59,14 @@ class Learning:
         if settings.routers:
             self._routers = ReplicaSet("router", settings.routers, router_pb2_grpc.RouterStub, credentials)
         watch = WorkerWatch(self._routers, settings.workers, credentials)
-        store = TokenizerStore(settings.tokenizer_cache)
-        self._delivery = TokenizerDelivery(service, watch, store, configured, on_model, credentials)
+        store = TokenizerStore(
+            settings.tokenizer_cache,
+            settings.max_tokenizer_mb << 20,
+            settings.tokenizer_cache_mb << 20,
+            check_tokenizer,
+        )
+        staying = Staying(settings.max_learned_models, settings.model_grace_s)
+        self._delivery = TokenizerDelivery(service, watch, store, configured, on_model, credentials, on_gone, staying)
 
     async def start(self) -> None:
         """Begins to follow; requests for models that are on their way wait from now on."""

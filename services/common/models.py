@@ -41,7 +41,8 @@ class ModelSpec:
     """A served model: its name, where its files are, and which tokenizer implementation reads them.
 
     `processor` is empty until chosen by what the files hold. `chat_template` is Jinja, used instead of the files' own;
-    the parsers are what "auto" means for this model, empty where the template tells.
+    the parsers are what "auto" means for this model, empty where the template tells. `learned`: all of this came from a
+    worker, not from the operator.
     """
 
     name: str
@@ -50,6 +51,7 @@ class ModelSpec:
     chat_template: str = ""
     tool_parser: str = ""
     reasoning_parser: str = ""
+    learned: bool = False
 
     @classmethod
     def parse(cls, text: str) -> ModelSpec:

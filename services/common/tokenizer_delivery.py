@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from pydantic import Field
 from pydantic_settings import BaseSettings
 
 from services.common.channels import open_channel
-from services.common.errors import ErrorKind, SluiceError, invalid
+from services.common.errors import ErrorKind, SluiceError, invalid, unavailable
 from services.common.grpc_errors import from_rpc_error
 from services.common.identity import WORKER
 from services.common.instruments import Counter
@@ -31,8 +31,9 @@ from sluice.v1 import worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
 
-MAX_MODELS = 1024
 FETCH_S = 120.0
+FETCHES_AT_ONCE = 16
+HOLD_ATTEMPTS = 3
 RETRY_S = (0.2, 10.0)
 HEARSAY_S = 1.0
 ROUTER_S = 3.0
@@ -50,6 +51,20 @@ class DeliverySettings(BaseSettings):
     )
     tokenizer_cache: Path = Field(
         default_factory=default_folder, description="folder for tokenizers that workers sent; may be shared and kept"
+    )
+    tokenizer_cache_mb: int = Field(
+        4096, ge=64, description="most that the tokenizers in that folder take, MiB; the least recently used go first"
+    )
+    max_tokenizer_mb: int = Field(
+        64, ge=1, le=4096, description="largest tokenizer that a worker may send, all its files together, MiB"
+    )
+    max_learned_models: int = Field(
+        1024, ge=1, description="models learned from workers that are served at a time, those in their grace included"
+    )
+    model_grace_s: float = Field(
+        300.0,
+        ge=0,
+        description="how long a model learned from workers stays loaded after the last of them has left, seconds",
     )
 
     @property
@@ -72,6 +87,18 @@ class Learned:
         return self.spec.chat_template, self.spec.tool_parser, self.spec.reasoning_parser
 
 
+@dataclass(frozen=True)
+class Staying:
+    """How many learned models there may be and how long one stays without workers, see DeliverySettings."""
+
+    models: int = 1024
+    grace_s: float = 300.0
+
+
+async def _nothing_to_end(_: Learned) -> None:
+    return
+
+
 class TokenizerDelivery:
     """Follows the workers and learns their models.
 
@@ -82,6 +109,8 @@ class TokenizerDelivery:
         configured: models that are not learned.
         on_model: takes a model that was learned, or whose tokenizer has changed.
         credentials: for the channels to workers.
+        on_gone: ends a model whose workers have been gone for the whole grace period.
+        staying: bounds the models and their grace period.
     """
 
     def __init__(
@@ -92,15 +121,21 @@ class TokenizerDelivery:
         configured: Collection[str],
         on_model: Callable[[Learned], Awaitable[None]],
         credentials: grpc.ChannelCredentials | None = None,
+        on_gone: Callable[[Learned], Awaitable[None]] = _nothing_to_end,
+        staying: Staying | None = None,
     ) -> None:
         self._watch = watch
         self._store = store
         self._configured = frozenset(configured)
         self._on_model = on_model
         self._credentials = credentials
+        self._on_gone = on_gone
+        self._staying = staying or Staying()
         self._learned: dict[str, Learned] = {}
+        self._leaving: dict[str, asyncio.TimerHandle] = {}  # without workers, in the order in which they lost the last
         self._given_up: set[str] = set()
-        self._fetching: dict[str, asyncio.Task[None]] = {}
+        self._fetching: dict[str, asyncio.Task[None]] = {}  # learned or ended now
+        self._fetches_at_once = asyncio.Semaphore(FETCHES_AT_ONCE)
         self._tasks = TaskOwner()
         self._news = asyncio.Event()
         watch.on_change = self._look
@@ -112,15 +147,26 @@ class TokenizerDelivery:
         try:
             await self._watch.run()
         finally:
+            for timer in self._leaving.values():
+                timer.cancel()
             await self._tasks.close()
 
     async def wait_for(self, model: str, timeout_s: float) -> bool:
-        """Waits until a model is learned; at once False when no worker is known to serve it."""
+        """Waits until a model is learned; False when no worker is known to serve it.
+
+        Raises:
+            SluiceError: UNAVAILABLE for a model that cannot be learned because too many are.
+        """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         hearsay = min(deadline, loop.time() + HEARSAY_S)  # the caller may have heard of a worker before we do
         while model not in self._learned:
             known = self._watch.of_model(model) or not self._watch.synced
+            if known and model in self._given_up and model not in self._fetching:
+                raise unavailable(
+                    f"Model {model!r} is not served: there are more models than --max-learned-models allows.",
+                    code="too_many_models",
+                )
             left = (deadline if known else hearsay) - loop.time()
             if left <= 0:
                 return False
@@ -148,28 +194,70 @@ class TokenizerDelivery:
             await self._news.wait()
 
     def _look(self) -> None:
-        """Starts to learn what is new among the workers."""
+        """Starts to learn what is new among the workers, and to end what none of them serves any more."""
         self._news.set()
-        for model in self._watch.models():
-            if model in self._configured or model in self._fetching or self._is_current(model):
+        served = self._watch.by_model()
+        self._given_up &= served.keys()
+        self._look_who_left(served.keys())
+        for model, workers in served.items():
+            if model in self._configured or model in self._fetching or self._is_current(model, workers):
                 continue
-            if model not in self._learned and len(self._learned) >= MAX_MODELS:
+            if model in self._learned or not self._is_full():
+                self._begin(model, self._learn(model))
+            elif not self._end_first_leaving() and model not in self._given_up:
                 log.warning("a model is not learned: there are too many", extra={"model": model})
                 self._given_up.add(model)
-                continue
-            task = self._fetching[model] = self._tasks.spawn(self._learn(model), f"learn-{model}")
-            task.add_done_callback(lambda done, name=model: self._ended(name, done))  # type: ignore[misc]
+
+    def _begin(self, model: str, work: Coroutine[None, None, None]) -> None:
+        """Learns or ends a model; one of the two at a time."""
+        task = self._fetching[model] = self._tasks.spawn(work, f"model-{model}")
+        task.add_done_callback(lambda done: self._ended(model, done))
+
+    def _look_who_left(self, served: Collection[str]) -> None:
+        loop = asyncio.get_running_loop()
+        for model in self._learned:
+            timer = self._leaving.get(model)
+            if model in served:
+                if timer is not None:
+                    self._leaving.pop(model).cancel()
+            elif timer is None:
+                self._leaving[model] = loop.call_later(self._staying.grace_s, self._end_grace, model)
+
+    def _is_full(self) -> bool:
+        """Whether no more models may be learned; those that are learned or ended now count as well."""
+        return len(self._learned.keys() | self._fetching.keys()) >= self._staying.models
+
+    def _end_first_leaving(self) -> bool:
+        """Ends the grace of the model that has been without workers longest: another one is looked at when it has gone.
+        False where all have workers."""
+        first = next((model for model in self._leaving if model not in self._fetching), None)
+        if first is not None:
+            self._end_grace(first)
+        return first is not None
+
+    def _end_grace(self, model: str) -> None:
+        self._leaving.pop(model).cancel()
+        if model not in self._fetching:  # else it is looked at again when that has ended
+            self._begin(model, self._forget(model))
+
+    async def _forget(self, model: str) -> None:
+        """Ends a model that has no workers any more."""
+        if self._watch.of_model(model):
+            return
+        learned = self._learned.pop(model)
+        await self._on_gone(learned)
+        await asyncio.to_thread(self._store.release, learned.fingerprint, True)
+        log.info("model has no workers any more and is ended", extra={"model": model})
 
     def _ended(self, model: str, task: asyncio.Task[None]) -> None:
         self._fetching.pop(model, None)
         if not task.cancelled() and task.exception() is None:
             self._look()  # what changed meanwhile was passed over
 
-    def _is_current(self, model: str) -> bool:
+    def _is_current(self, model: str, workers: Sequence[Served]) -> bool:
         known = self._learned.get(model)
         return known is not None and any(
-            (served.fingerprint, served.declared) == (known.fingerprint, known.declared)
-            for served in self._watch.of_model(model)
+            (served.fingerprint, served.declared) == (known.fingerprint, known.declared) for served in workers
         )
 
     async def _learn(self, model: str) -> None:
@@ -193,18 +281,32 @@ class TokenizerDelivery:
             retry_s = min(2 * retry_s, RETRY_S[1])
 
     async def _learn_from(self, served: Served) -> None:
-        path = await asyncio.to_thread(self._store.find, served.fingerprint)
-        if path is None:
-            path = await fetch_tokenizer(
-                served.address, served.fingerprint, self._store, self._credentials, served.callee
-            )
+        path = await self._held_files(served)
         known = served.processor in (*PROCESSORS, *ENGINE_PROCESSORS)  # a class of its own would be code from outside
-        spec = ModelSpec(served.model, str(path), served.processor if known else "", *served.declared)
+        spec = ModelSpec(served.model, str(path), served.processor if known else "", *served.declared, learned=True)
         learned = Learned(spec, served.engine, served.fingerprint)
-        await self._on_model(learned)
-        self._learned[served.model] = learned
+        try:
+            await self._on_model(learned)
+        except BaseException:
+            self._store.release(served.fingerprint)
+            raise
+        before, self._learned[served.model] = self._learned.get(served.model), learned
+        if before is not None:
+            await asyncio.to_thread(self._store.release, before.fingerprint, True)
         self._news.set()
         log.info("model is learned from its worker", extra={"model": served.model, "worker": served.address})
+
+    async def _held_files(self, served: Served) -> Path:
+        """The files of a worker's tokenizer, fetched if need be. They stay until the store releases them."""
+        for _ in range(HOLD_ATTEMPTS):
+            if self._store.hold(served.fingerprint):
+                path = await asyncio.to_thread(self._store.find, served.fingerprint)
+                if path is not None:
+                    return path
+                self._store.release(served.fingerprint)
+            async with self._fetches_at_once:
+                await fetch_tokenizer(served.address, served.fingerprint, self._store, self._credentials, served.callee)
+        raise unavailable("The worker's tokenizer is removed as soon as it is stored.")
 
 
 async def fetch_tokenizer(

@@ -86,6 +86,13 @@ class WorkerWatch:
         """The workers that serve a model."""
         return [served for served in self._served.values() if served.model == model]
 
+    def by_model(self) -> dict[str, list[Served]]:
+        """The workers of every model that is served."""
+        found: dict[str, list[Served]] = {}
+        for served in self._served.values():
+            found.setdefault(served.model, []).append(served)
+        return found
+
     async def run(self) -> None:
         """Follows until cancelled."""
         tasks = TaskOwner()

@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 SAMPLES = 256
 SAMPLE_LENGTH = 8
+MOST_PADDED = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,8 @@ def load(path: Path) -> Vocabulary:
         raise SluiceError(ErrorKind.NOT_FOUND, f"{path} holds no tokenizer.json.", param="model")
     text = file.read_text("utf-8")
     tokenizer = Tokenizer.from_str(text)
-    size = max(_size(tokenizer), _padded_size(path))
+    size = _size(tokenizer)
+    size = max(size, _padded_size(path, size))
     decoding = _decoding(json.loads(text).get("decoder"))
     if decoding is None:
         return LibraryVocabulary(tokenizer, size)
@@ -60,12 +62,16 @@ def _size(tokenizer: Tokenizer) -> int:
     return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
 
-def _padded_size(path: Path) -> int:
-    """Models round their vocabulary up; a model may choose such an id, which has no text."""
+def _padded_size(path: Path, known: int) -> int:
+    """Models round their vocabulary up; a model may choose such an id, which has no text.
+
+    A table has an entry for each id, so a size that is far beyond the tokens is not believed.
+    """
     config = read_json(path, "config.json")
     text_config = config.get("text_config")
     sizes = [part.get("vocab_size") for part in (config, text_config) if isinstance(part, dict)]
-    return max((size for size in sizes if isinstance(size, int) and size <= 1 << 24), default=0)
+    most = max(MOST_PADDED, 2 * known)
+    return max((size for size in sizes if isinstance(size, int) and size <= most), default=0)
 
 
 def _table(tokenizer: Tokenizer, size: int, decoding: Decoding) -> ByteTable:

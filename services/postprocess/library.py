@@ -121,6 +121,23 @@ class VocabularyLibrary:
         self._loaded[spec.name] = await self._loaded_from(spec)
         self._specs[spec.name] = spec
 
+    def remove(self, name: str) -> str:
+        """Serves a learned model no longer; unknown ones and those that the operator named are left alone.
+
+        Streams that run keep its vocabulary.
+
+        Returns:
+            Where its files are, if no other model is read from there; else empty.
+        """
+        spec = self._specs.get(name)
+        if spec is None or not spec.learned:
+            return ""
+        del self._specs[name]
+        vocabulary = self._loaded.pop(name, None)
+        if vocabulary is None or any(other.source == vocabulary.source for other in self._loaded.values()):
+            return ""
+        return vocabulary.source
+
     async def get(self, model: str) -> Vocabulary:
         """The vocabulary, loaded now if need be; a load that failed is tried again by the next caller.
 

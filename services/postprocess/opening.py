@@ -125,6 +125,11 @@ class Opener:
             vocabulary.parsers = vocabulary.built_in
             log.warning("the built-in parsers are used: %s", error.message, extra={"source": vocabulary.source})
 
+    def release(self, source: str) -> None:
+        """Ends what the engines' parsers keep for the model with these files, once its streams have ended."""
+        for host in self._engines.values():
+            host.release(source)
+
     async def _start_later(self, engine: EngineHost) -> None:
         """Starts the process of an engine that was not started with the service; does nothing for any other."""
         if (lock := self._not_started.get(engine.name)) is None:

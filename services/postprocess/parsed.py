@@ -13,6 +13,9 @@ from services.postprocess.token_texts import TokenRecorder
 
 log = logging.getLogger(__name__)
 
+KEPT_TWICE = 4_096
+"""Characters fed to a parser that may be kept although they were told already."""
+
 PARSER_FAILED, PARSER_TOO_SLOW, PARSER_TOO_LARGE = "parser_failed", "parser_too_slow", "parser_too_large"
 
 
@@ -29,7 +32,18 @@ class ParsedStream:
         finish: how the stream ended, once all its events are there.
     """
 
-    __slots__ = ("_calls", "_identity", "_parser", "_reasoning_tokens", "_stream", "events", "finish")
+    __slots__ = (
+        "_calls",
+        "_fed",
+        "_fed_size",
+        "_identity",
+        "_last",
+        "_parser",
+        "_reasoning_tokens",
+        "_stream",
+        "events",
+        "finish",
+    )
 
     def __init__(self, stream: Stream, parser: Parser, identity: str = "") -> None:
         self._identity = identity
@@ -37,6 +51,9 @@ class ParsedStream:
         self._parser: Parser | None = parser
         self._reasoning_tokens = 0
         self._calls = False
+        self._last = ""  # the last piece that the parser was fed
+        self._fed: list[str] = []  # pieces before that one, of which it held something
+        self._fed_size = 0
         self.events: list[Event] = []
         self.finish: Finish | None = None
 
@@ -83,24 +100,41 @@ class ParsedStream:
         if parser is None:
             self.events.append(Content(text))
             return
-        held = parser.held
-        if len(held) > HELD_AT_MOST:
-            self._fail(held + text, PARSER_TOO_LARGE)
-            return
+        if held := parser.held_size:
+            self._keep_last(held)
+            if held > HELD_AT_MOST:
+                self._fail(self._last_fed(held) + text, PARSER_TOO_LARGE)
+                return
+        self._last = text
         self._guarded(parser.feed, held, text)
 
-    def _guarded(self, ask: Callable[..., list[Event]], held: str, *text: str) -> None:
-        """What the parser says; if it fails, what it held and the text become content."""
+    def _keep_last(self, held: int) -> None:
+        """Keeps the last piece, of which the parser holds something, and forgets most of what it let go since.
+
+        A piece after which it held nothing is never kept, so that plain text costs nothing here.
+        """
+        self._fed.append(self._last)
+        self._fed_size += len(self._last)
+        if self._fed_size > KEPT_TWICE + 2 * held:
+            self._fed, self._fed_size = [self._last_fed(held)], held
+
+    def _last_fed(self, held: int) -> str:
+        """The end of what the parser was fed before, which is what it holds."""
+        whole = "".join(self._fed)
+        return whole[max(0, len(whole) - held) :]
+
+    def _guarded(self, ask: Callable[..., list[Event]], held: int, *text: str) -> None:
+        """Takes the parser's events; if it fails, the `held` characters that it held and the text become content."""
         try:
             WATCH.begun += 1
             WATCH.parsing = True
             found = ask(*text)
             WATCH.parsing = False
         except Expired:
-            self._fail("".join((held, *text)), PARSER_TOO_SLOW)
+            self._fail("".join((self._last_fed(held), *text)), PARSER_TOO_SLOW)
         except Exception:
             WATCH.parsing = False
-            self._fail("".join((held, *text)), PARSER_FAILED)
+            self._fail("".join((self._last_fed(held), *text)), PARSER_FAILED)
         else:
             self._tell(found)
 
@@ -114,6 +148,7 @@ class ParsedStream:
         said = "a parser ends; its stream goes on as plain text"
         log.error(said, exc_info=reason == PARSER_FAILED, extra={"request": self._identity, "reason": reason})
         self._parser = None
+        self._fed.clear()
         self.events.append(Degraded(reason))
         if text:
             self.events.append(Content(text))
@@ -122,6 +157,8 @@ class ParsedStream:
         if self.finish is not None:
             return
         if self._parser is not None:
-            self._guarded(self._parser.finish, self._parser.held)
+            if held := self._parser.held_size:
+                self._keep_last(held)
+            self._guarded(self._parser.finish, held)
             self._parser = None
         self.finish = finish.parsed(self._calls, self._reasoning_tokens)

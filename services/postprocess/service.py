@@ -254,7 +254,12 @@ def _learning(settings: PostprocessSettings, library: VocabularyLibrary, opener:
         settings.warn_without_native_code(model)
         await opener.prepare_for(await library.get(model.spec.name))
 
-    return Learning("postprocess", settings, {spec.name for spec in settings.served}, library, learned, stop)
+    async def gone(model: Learned) -> None:
+        if source := library.remove(model.spec.name):
+            opener.release(source)
+
+    configured = {spec.name for spec in settings.served}
+    return Learning("postprocess", settings, configured, library, learned, gone, stop)
 
 
 async def _loaded(library: VocabularyLibrary, opener: Opener) -> None:

@@ -32,8 +32,11 @@ async def serve(settings: PreprocessSettings, stop: Stop) -> None:
         settings.template_limit_s,
         settings.max_prompt_bytes,
         settings.template_memory_mb,
+        settings.worker_template_processes,
+        settings.work_limit_s,
+        asyncio.get_running_loop(),
     )
-    limits = Limits(settings.max_prompt_bytes, settings.template_limit_s, foreign)
+    limits = Limits(settings.max_prompt_bytes, settings.template_limit_s, foreign, settings.trust_worker_templates)
     pool = ComputePool(settings.tokenize_threads, settings.max_waiting, settings.inline_kb << 10, settings.work_limit_s)
     # These threads only wait; what is waited for is bounded by the engines' own processes.
     patience_s = settings.work_limit_s + settings.engine_start_s  # a process that died is back within it
@@ -73,7 +76,7 @@ async def serve(settings: PreprocessSettings, stop: Stop) -> None:
         pool.close()
         waiters.close()
         for_foreign.close()
-        foreign.close()
+        await foreign.aclose()
 
 
 def _learning(settings: PreprocessSettings, registry: ModelRegistry, stop: Stop) -> Learning:
@@ -81,8 +84,11 @@ def _learning(settings: PreprocessSettings, registry: ModelRegistry, stop: Stop)
         await registry.add(settings.learned_spec(model))
         settings.warn_without_native_code(model)
 
+    async def gone(model: Learned) -> None:
+        registry.remove(model.spec.name)
+
     configured = {spec.name for spec in settings.served}
-    return Learning("preprocess", settings, configured, registry, learned, stop)
+    return Learning("preprocess", settings, configured, registry, learned, gone, stop)
 
 
 def _warm(registry: ModelRegistry) -> None:

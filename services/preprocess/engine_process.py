@@ -11,7 +11,7 @@ import logging
 import os
 import selectors
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
@@ -43,6 +43,11 @@ class _Call:
     attempts: int = 0
 
 
+def deadly_prompt() -> SluiceError:
+    """The error of a prompt that ends the processes of a tokenizer that the operator installed."""
+    return SluiceError(ErrorKind.INTERNAL, "The tokenizer's process ends whenever it gets this prompt.")
+
+
 class EngineProcess:
     """A process and the calls on their way to it.
 
@@ -52,16 +57,24 @@ class EngineProcess:
         wait_s: longest that a caller waits for its answer, queueing and restarts included.
         start_s: longest that the process may take until it has loaded its tokenizer.
         max_waiting: calls that may wait; more are shed.
+        deadly: the error of a call that ends every process it is given to.
     """
 
     def __init__(
-        self, command: Sequence[str], limit_s: float, wait_s: float, start_s: float, max_waiting: int = 1024
+        self,
+        command: Sequence[str],
+        limit_s: float,
+        wait_s: float,
+        start_s: float,
+        max_waiting: int = 1024,
+        deadly: Callable[[], SluiceError] = deadly_prompt,
     ) -> None:
         self._command = command
         self._limit_s = limit_s
         self._wait_s = wait_s
         self._start_s = start_s
         self._max_waiting = max_waiting
+        self._deadly = deadly
         self._numbers = count()
         self._lock = Lock()
         self._waiting: deque[_Call] = deque()
@@ -101,7 +114,7 @@ class EngineProcess:
         """The answer to one call.
 
         Raises:
-            SluiceError: what the tokenizer raised; OVERLOADED, DEADLINE_EXCEEDED, or INTERNAL for a call that kills.
+            SluiceError: what the tokenizer raised; OVERLOADED, DEADLINE_EXCEEDED, or `deadly` for a call that kills.
         """
         call = _Call(next(self._numbers), b"")
         call.data = as_json([call.number, verb, argument])
@@ -285,7 +298,7 @@ class EngineProcess:
             self._waiting.extendleft(reversed(self._sent))
             self._sent.clear()
         if head is not None and head.attempts >= ATTEMPTS:
-            _fail(head, SluiceError(ErrorKind.INTERNAL, "The tokenizer's process ends whenever it gets this prompt."))
+            _fail(head, self._deadly())
 
     def _end(self) -> None:
         with self._lock:

@@ -6,18 +6,19 @@ import hashlib
 import logging
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from services.common.errors import unavailable
+from services.common.errors import ErrorKind, SluiceError, invalid, unavailable
 from services.common.models import fingerprint, read_json
-from services.preprocess.engine_process import EngineProcess
+from services.preprocess.engine_process import EngineProcess, deadly_prompt
 from services.preprocess.engines import TESTED_VERSIONS
 from services.preprocess.engines.tokenizer import chat_argument
-from services.preprocess.generation_defaults import generation_defaults
+from services.preprocess.generation_defaults import eos_ids, generation_defaults
+from services.preprocess.template_process import MODEL_FAULT
 from services.preprocess.tokenizer import ChatRequest, TokenizerFacts, TokenizerProtocol
 
 log = logging.getLogger(__name__)
@@ -29,6 +30,7 @@ _BOOTSTRAP = (
     "sys.modules['services'] = services; from services.preprocess.engines.host import main; main(sys.argv[2:])"
 )
 _HANG_FACTOR = 2.0
+_UNSET = 1 << 31  # what files give beyond this is no number of tokens
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class EngineOptions:
         template_s: the same for a request that brings a chat template.
         start_s: longest that a process may take to load.
         memory_mb: MiB that a process may take beyond what it has once it is loaded.
+        foreign: the files came from a worker, so that the limit of memory counts while they are loaded, too.
     """
 
     python: str = ""
@@ -50,6 +53,7 @@ class EngineOptions:
     template_s: float = 2.0
     start_s: float = 120.0
     memory_mb: int = 2048
+    foreign: bool = False
 
 
 class EngineTokenizer(TokenizerProtocol):
@@ -70,11 +74,13 @@ class EngineTokenizer(TokenizerProtocol):
         self._command = [
             *(options.python or sys.executable, "-P", "-c", _BOOTSTRAP, str(_SERVICES), engine, str(path)),
             *(str(options.limit_s * _HANG_FACTOR), str(options.memory_mb), self._scratch.name),
+            *(["foreign"] if options.foreign else []),
         ]
         self._lock = Lock()
         self._foreign: EngineProcess | None = None
         self._closed = False
-        self._processes = [self._process(options.limit_s) for _ in range(options.processes)]
+        deadly = _deadly_model if options.foreign else deadly_prompt
+        self._processes = [self._process(options.limit_s, deadly) for _ in range(options.processes)]
         try:
             (found, *_) = [process.facts() for process in self._processes]
         except BaseException:
@@ -87,9 +93,9 @@ class EngineTokenizer(TokenizerProtocol):
                 extra={"engine": engine, "version": found["version"], "tested": TESTED_VERSIONS[engine]},
             )
 
-    def _process(self, limit_s: float) -> EngineProcess:
+    def _process(self, limit_s: float, deadly: Callable[[], SluiceError]) -> EngineProcess:
         wait_s = 3 * limit_s + self._options.start_s
-        return EngineProcess(self._command, limit_s, wait_s, self._options.start_s)
+        return EngineProcess(self._command, limit_s, wait_s, self._options.start_s, deadly=deadly)
 
     @property
     def pids(self) -> list[int]:
@@ -136,7 +142,7 @@ class EngineTokenizer(TokenizerProtocol):
             if self._closed:
                 raise unavailable("The service is stopping.")
             if self._foreign is None or self._foreign.over:  # what kept the last one from starting may be over, too
-                self._foreign = self._process(self._options.template_s)
+                self._foreign = self._process(self._options.template_s, _deadly_template)
             return self._foreign
 
     def close(self) -> None:
@@ -149,6 +155,19 @@ class EngineTokenizer(TokenizerProtocol):
         self._scratch.cleanup()
 
 
+def _deadly_model() -> SluiceError:
+    return SluiceError(
+        ErrorKind.FAILED_PRECONDITION,
+        "The tokenizer that the workers of this model delivered ends its process whenever it gets this prompt.",
+        param="model",
+        code=MODEL_FAULT,
+    )
+
+
+def _deadly_template() -> SluiceError:
+    return invalid("The chat template needs too much time or memory.", param="chat_template")
+
+
 def _own_template(given: str) -> dict[str, Any]:
     return {"chat_template": given, "has_chat_template": True} if given else {}
 
@@ -156,15 +175,14 @@ def _own_template(given: str) -> dict[str, Any]:
 def _facts(engine: str, path: Path, found: dict[str, Any]) -> TokenizerFacts:
     generation, model = read_json(path, "generation_config.json"), read_json(path, "config.json")
     listed = generation.get("eos_token_id", model.get("eos_token_id"))
-    candidates = [*found["eos_ids"], *(listed if isinstance(listed, list) else [listed])]
     template: str = found["chat_template"]
     size = model.get("vocab_size")
     return TokenizerFacts(
         processor=engine,
         fingerprint=fingerprint(path),
-        vocab_size=max(found["vocab_size"], size if isinstance(size, int) else 0),
-        eos_ids=tuple(dict.fromkeys(token for token in candidates if isinstance(token, int))),
-        context_length=found["context_length"],
+        vocab_size=max(found["vocab_size"], size if isinstance(size, int) and size < _UNSET else 0),
+        eos_ids=eos_ids(list(found["eos_ids"]), listed),
+        context_length=found["context_length"] if found["context_length"] < _UNSET else 0,
         has_chat_template=found["has_chat_template"],
         template_fingerprint=hashlib.sha256(template.encode()).hexdigest() if template else "",
         defaults=generation_defaults(generation),

@@ -9,6 +9,9 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
+MOST_EOS_IDS = 64
+"""They come with every prompt."""
+
 
 @dataclass(frozen=True)
 class GenerationDefaults:
@@ -38,6 +41,15 @@ def generation_defaults(config: Mapping[str, Any]) -> GenerationDefaults:
         repetition_penalty=_within(config, "repetition_penalty", 1e-6, 100),
         max_tokens=_whole(config, "max_new_tokens", 1),
     )
+
+
+def eos_ids(*listed: Any) -> tuple[int, ...]:
+    """The ids among what files give as such, a number or a list each; what cannot be an id is left out."""
+    flat = (one for each in listed for one in (each if isinstance(each, list) else [each]))
+    found = dict.fromkeys(
+        one for one in flat if isinstance(one, int) and not isinstance(one, bool) and 0 <= one < 1 << 31
+    )
+    return tuple(found)[:MOST_EOS_IDS]
 
 
 def _within(config: Mapping[str, Any], name: str, least: float, most: float) -> float | None:

@@ -13,13 +13,13 @@ from tokenizers import Tokenizer
 from services.common.errors import SluiceError, invalid
 from services.common.models import fingerprint, read_json
 from services.common.packing import unpack_u32
-from services.preprocess import templates
-from services.preprocess.generation_defaults import generation_defaults
+from services.preprocess.generation_defaults import eos_ids, generation_defaults
 from services.preprocess.hf_encoder import HfEncoder
 from services.preprocess.limits import Limits
 from services.preprocess.segment_cache import CacheStats
 from services.preprocess.speed import Speed
-from services.preprocess.tokenizer import ChatRequest, Message, TokenizerFacts, TokenizerProtocol
+from services.preprocess.template_runner import InThisProcess, TemplateRunner
+from services.preprocess.tokenizer import ChatRequest, Message, PendingPrompt, TokenizerFacts, TokenizerProtocol
 
 _OPEN_END = "\ue000sluice-open-end\ue001 "
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -39,6 +39,8 @@ _PROBE: tuple[Message, ...] = (
     {"role": "user", "content": "c"},
 )
 _UNSET_LENGTH = 10**9  # transformers writes a huge number for "not known"
+MOST_SPECIAL_CHARS = 1_024
+MOST_TEMPLATES = 64
 
 
 class HfTokenizer(TokenizerProtocol):
@@ -46,13 +48,23 @@ class HfTokenizer(TokenizerProtocol):
 
     Args:
         path: a model's folder, or its tokenizer.json.
-        limits: of templates; the model's own run in this process, those of clients in one that can be killed.
+        limits: of templates; those of clients run in processes that can be killed.
         speed: what may be used to be fast.
         chat_template: to use instead of the one that came with the model; empty for that one.
+        own: runs the model's own templates; None runs them in this process.
     """
 
-    def __init__(self, path: Path, limits: Limits, speed: Speed | None = None, chat_template: str = "") -> None:
-        self._limits = limits
+    def __init__(
+        self,
+        path: Path,
+        limits: Limits,
+        speed: Speed | None = None,
+        chat_template: str = "",
+        own: TemplateRunner | None = None,
+    ) -> None:
+        self._own = own or InThisProcess(limits.template_s, limits.max_prompt_chars)
+        self._clients = limits.foreign_templates.clients
+        self.renders_apart = self._own.apart
         file = path if path.is_file() else path / "tokenizer.json"
         self._tokenizer = Tokenizer.from_file(str(file))
         # Files may carry the settings of a training run; a prompt is neither cut nor filled up.
@@ -65,8 +77,10 @@ class HfTokenizer(TokenizerProtocol):
         self._templates = _own_templates(path, config)
         if chat_template:
             self._templates = {"default": chat_template}
+        if len(self._templates) > MOST_TEMPLATES:
+            raise invalid(f"The model has more than {MOST_TEMPLATES} chat templates.", param="model")
         for source in self._templates.values():
-            templates.compiled(source)
+            self._own.compile(source)
         self._encoder = HfEncoder(file, self._tokenizer, self._probe(), speed or Speed())
         self.facts = TokenizerFacts(
             processor="hf",
@@ -83,9 +97,7 @@ class HfTokenizer(TokenizerProtocol):
 
     def _eos_ids(self, generation: dict[str, Any], model: dict[str, Any]) -> tuple[int, ...]:
         own = self._tokenizer.token_to_id(self._special.get("eos_token", ""))
-        listed = generation.get("eos_token_id", model.get("eos_token_id"))
-        candidates = [own, *(listed if isinstance(listed, list) else [listed])]
-        return tuple(dict.fromkeys(token for token in candidates if isinstance(token, int)))
+        return eos_ids(own, generation.get("eos_token_id", model.get("eos_token_id")))
 
     def _probe(self) -> str:
         """A short conversation as the model's template writes it; the template itself where it takes none."""
@@ -125,13 +137,27 @@ class HfTokenizer(TokenizerProtocol):
 
     def render(self, chat: ChatRequest) -> str:
         """See TokenizerProtocol."""
-        own = self._own_template(chat)
+        runner, source = self._template(chat)
+        return _finished(chat, runner.render(source, self._variables(chat)))
+
+    def begin_chat(self, chat: ChatRequest) -> PendingPrompt | None:
+        """See TokenizerProtocol."""
+        runner, source = self._template(chat)
+        if not runner.apart:
+            return None
+        return PendingPrompt(runner.prepare(source, self._variables(chat)), lambda text: _finished(chat, text))
+
+    def close(self) -> None:
+        """Ends the process of the model's templates, where they have one."""
+        self._own.close()
+
+    def _variables(self, chat: ChatRequest) -> dict[str, Any]:
         continued = chat.continue_final_message
         opening = chat.add_generation_prompt
         messages = chat.messages
         if continued:
             messages = [*messages[:-1], _left_open(messages[-1])]
-        variables = {
+        return {
             **self._special,
             **chat.template_kwargs,
             "messages": messages,
@@ -139,11 +165,11 @@ class HfTokenizer(TokenizerProtocol):
             "documents": chat.documents,
             "add_generation_prompt": (not continued) if opening is None else opening,
         }
-        if own:
-            text = templates.render(own, variables, self._limits.template_s, self._limits.max_prompt_chars)
-        else:
-            text = self._limits.foreign_templates.render(chat.chat_template, variables)
-        return _cut_open_end(text) if continued else text
+
+    def _template(self, chat: ChatRequest) -> tuple[TemplateRunner, str]:
+        """The template for this chat and where it runs."""
+        own = self._own_template(chat)
+        return (self._own, own) if own else (self._clients, chat.chat_template)
 
     def _own_template(self, chat: ChatRequest) -> str:
         """The model's template for this chat; empty when the client brings its own."""
@@ -181,6 +207,10 @@ def _left_open(message: Message) -> Message:
     return {**message, "content": [*before, {**last, kind: last[kind] + _OPEN_END}]}
 
 
+def _finished(chat: ChatRequest, text: str) -> str:
+    return _cut_open_end(text) if chat.continue_final_message else text
+
+
 def _cut_open_end(text: str) -> str:
     at = text.rfind(_OPEN_END.rstrip())
     if at < 0:
@@ -198,7 +228,7 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
     for name in _SPECIAL_NAMES:
         value = config.get(name)
         text = value.get("content") if isinstance(value, dict) else value
-        if isinstance(text, str):
+        if isinstance(text, str) and len(text) <= MOST_SPECIAL_CHARS:  # templates get them with every chat
             found[name] = text
     return found
 

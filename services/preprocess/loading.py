@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -45,7 +46,7 @@ def load_tokenizer(
         template = spec.chat_template if template_file is None else template_file.read_text("utf-8")
         if template and processor not in ("hf", *ENGINE_PROCESSORS):
             raise invalid(f"The {processor} tokenizer of model {spec.name} takes no chat template.", param="model")
-        return _load(processor, path, limits, engines, speed, template)
+        return _load(spec, processor, path, limits, engines, speed, template)
     except SluiceError:
         raise
     except (KeyboardInterrupt, SystemExit):
@@ -60,15 +61,27 @@ def load_tokenizer(
 
 
 def _load(
-    processor: str, path: Path, limits: Limits, engines: Mapping[str, EngineOptions], speed: Speed, template: str
+    spec: ModelSpec,
+    processor: str,
+    path: Path,
+    limits: Limits,
+    engines: Mapping[str, EngineOptions],
+    speed: Speed,
+    template: str,
 ) -> TokenizerProtocol:
     if processor in ENGINE_PROCESSORS:
-        return EngineTokenizer(processor, path, engines.get(processor) or EngineOptions(), template)
+        options = replace(engines.get(processor) or EngineOptions(), foreign=spec.learned)
+        return EngineTokenizer(processor, path, options, template)
     # Imported here so that a replica pays only for what it serves.
     if processor == "hf":
         from services.preprocess.hf import HfTokenizer
 
-        return HfTokenizer(path, limits, speed, template)
+        own = limits.own_templates(spec.name, spec.learned)
+        try:
+            return HfTokenizer(path, limits, speed, template, own)
+        except BaseException:
+            own.close()
+            raise
     if processor == "mistral":
         from services.preprocess.mistral import MistralTokenizer
 

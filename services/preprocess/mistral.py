@@ -31,6 +31,7 @@ from services.preprocess.speed import CACHE_OFF, Speed
 from services.preprocess.tokenizer import ChatRequest, Message, TokenizerFacts, TokenizerProtocol
 
 _TOOL_CALL_ID_CHARS = 9
+_UNSET_LENGTH = 10**9
 _PATTERNS = ("tekken.json", "tokenizer.model.v*", "tokenizer.model")
 
 logging.getLogger("mistral_common").setLevel(logging.WARNING)
@@ -61,7 +62,7 @@ class MistralTokenizer(TokenizerProtocol):
             fingerprint=fingerprint(path),
             vocab_size=self._text.n_words,
             eos_ids=(self._text.eos_id,),
-            context_length=length if isinstance(length, int) else 0,
+            context_length=length if isinstance(length, int) and 0 < length < _UNSET_LENGTH else 0,
             has_chat_template=True,
             backend=self._encoder.backend,
             cache_refusal="" if self._encoder.cache_stats is not None else CACHE_OFF,

@@ -21,7 +21,8 @@ from services.preprocess.speed import Speed
 log = logging.getLogger(__name__)
 
 _RISKY_CHARS = 16 << 10
-_LONG_RUN = re.compile(rf"\s{{{_RISKY_CHARS}}}")
+# Tried at the first character of a run only: from every character of a shorter run it would take quadratic time.
+_LONG_RUN = re.compile(rf"(?<!\s)\s{{{_RISKY_CHARS}}}")
 
 
 class TiktokenBackend(Backend):

@@ -6,11 +6,13 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from time import perf_counter
 
 from services.common.errors import SluiceError, not_found, quoted, unavailable
 from services.common.models import ModelSpec
+from services.common.tasks import TaskOwner
 from services.preprocess.probes import prompt_fingerprint
 from services.preprocess.tokenizer import TokenizerProtocol
 
@@ -26,6 +28,8 @@ class ModelRegistry:
             tried again by the next request.
         wait_s: longest that one caller waits for a load, seconds.
 
+    A tokenizer that is replaced or removed is closed once the requests that use it have ended, see `using`.
+
     Attributes:
         learn: waits, at most so many seconds, for a model that may become known by `add`; False when it will not.
     """
@@ -40,6 +44,9 @@ class ModelRegistry:
         self._wait_s = wait_s
         self._loaded: dict[str, TokenizerProtocol] = {}
         self._loading: dict[str, asyncio.Future[TokenizerProtocol]] = {}
+        self._uses: dict[int, int] = {}  # by identity: a user's class need not be hashable
+        self._retired: dict[int, TokenizerProtocol] = {}
+        self._tasks = TaskOwner()
         # Not the loop's own threads, for which the end of the process would wait.
         self._threads = ThreadPoolExecutor(thread_name_prefix="load")
 
@@ -83,7 +90,41 @@ class ModelRegistry:
         before = self._loaded.get(spec.name)
         self._specs = dict(sorted({**self._specs, spec.name: spec}.items()))
         self._loaded[spec.name] = tokenizer
-        await _end(before)
+        if before is not None:
+            self._retire(before)
+
+    def remove(self, name: str) -> None:
+        """Serves a learned model no longer; unknown ones and those that the operator named are left alone."""
+        spec = self._specs.get(name)
+        if spec is None or not spec.learned:
+            return
+        self._specs = {other: known for other, known in self._specs.items() if other != name}
+        tokenizer = self._loaded.pop(name, None)
+        if tokenizer is not None:
+            self._retire(tokenizer)
+
+    @contextmanager
+    def using(self, tokenizer: TokenizerProtocol) -> Iterator[TokenizerProtocol]:
+        """Keeps a tokenizer from being closed; to be entered where `get` returns, before anything is awaited."""
+        key = id(tokenizer)
+        self._uses[key] = self._uses.get(key, 0) + 1
+        try:
+            yield tokenizer
+        finally:
+            self._uses[key] -= 1
+            if not self._uses[key]:
+                del self._uses[key]
+                if key in self._retired:
+                    self._close_later(tokenizer)
+
+    def _retire(self, tokenizer: TokenizerProtocol) -> None:
+        self._retired[id(tokenizer)] = tokenizer
+        if id(tokenizer) not in self._uses:
+            self._close_later(tokenizer)
+
+    def _close_later(self, tokenizer: TokenizerProtocol) -> None:
+        del self._retired[id(tokenizer)]
+        self._tasks.spawn(_end(tokenizer), "end tokenizer")
 
     async def preload(self) -> None:
         """Loads all models, however long it takes; raises what the first failing load raised."""
@@ -114,8 +155,10 @@ class ModelRegistry:
             return
         error = task.exception()
         if error is None:
-            if self._specs[spec.name] is spec:  # else other files took its place meanwhile
+            if self._specs.get(spec.name) is spec:
                 self._loaded[spec.name] = task.result()
+            else:  # other files took its place meanwhile, or it was removed
+                self._retire(task.result())
             return
         reason = error.message if isinstance(error, SluiceError) else type(error).__name__
         log.warning("tokenizer cannot be loaded", extra={"model": spec.name, "reason": reason})
@@ -126,11 +169,17 @@ class ModelRegistry:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for tokenizer in self._loaded.values():
+        for tokenizer in (*self._loaded.values(), *self._retired.values()):
             await _end(tokenizer)
+        await self._tasks.close()
 
 
 async def _end(tokenizer: TokenizerProtocol | None) -> None:
+    """Closes a tokenizer that can be closed; an error of its own is logged."""
     end = getattr(tokenizer, "close", None)
-    if end is not None:
+    if end is None:
+        return
+    try:
         await asyncio.to_thread(end)
+    except Exception:  # a user's class may fail in every way
+        log.exception("a tokenizer fails when it is closed")

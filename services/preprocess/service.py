@@ -18,7 +18,7 @@ from services.preprocess.generation_defaults import GenerationDefaults
 from services.preprocess.instruments import Instruments
 from services.preprocess.pool import ComputePool
 from services.preprocess.registry import ModelRegistry
-from services.preprocess.tokenizer import ChatRequest, TokenizerProtocol, packed_chat, packed_text
+from services.preprocess.tokenizer import ChatRequest, PendingPrompt, TokenizerProtocol, packed_chat, packed_text
 from services.preprocess.tokenizer_instruments import watch_tokenizers
 from services.preprocess.validate import parse_chat, too_large
 from sluice.v1 import common_pb2, preprocess_pb2, preprocess_pb2_grpc
@@ -40,7 +40,8 @@ class PreprocessService(preprocess_pb2_grpc.PreprocessServicer):
         pool: where the work is done.
         max_prompt_bytes: largest input of one request.
         waiters: for tokenizers whose calls wait for another process; by default the pool does that as well.
-        foreign: for chats that bring a template, where a hostile one holds up only its like; by default as `waiters`.
+        foreign: for chats that bring a template to such a tokenizer, where a hostile one holds up only its like; by
+            default as `waiters`.
     """
 
     def __init__(
@@ -112,41 +113,48 @@ class PreprocessService(preprocess_pb2_grpc.PreprocessServicer):
             return await handler(request)
 
     async def _tokenize(self, request: preprocess_pb2.TokenizeRequest) -> preprocess_pb2.TokenizeResponse:
-        tokenizer = await self._registry.get(request.model)
+        with self._registry.using(await self._registry.get(request.model)) as tokenizer:
+            reply, tokens = await self._tokenize_with(tokenizer, request)
+        self._instruments.prompt(request.model, tokens)
+        return reply
+
+    async def _tokenize_with(
+        self, tokenizer: TokenizerProtocol, request: preprocess_pb2.TokenizeRequest
+    ) -> tuple[preprocess_pb2.TokenizeResponse, int]:
+        """The answer and its number of tokens."""
         kind = request.WhichOneof("input")
         if kind is None:
             raise invalid("The request holds neither a chat nor text nor token ids.", param="input")
         size = getattr(request, kind).ByteSize()
         self._check_size(size, "prompt" if kind != "chat" else "messages")
-        reply, tokens = await self._compute(
-            tokenizer, lambda: _tokenized(tokenizer, request, kind), size, bool(request.chat.chat_template)
+        pending = await self._begun(tokenizer, request.chat, size) if kind == "chat" else None
+        if pending is None:
+            foreign = bool(request.chat.chat_template)
+            return await self._compute(tokenizer, lambda: _tokenized(tokenizer, request, kind), size, foreign)
+        text = await pending.text()
+        return await self._pool.run(
+            lambda: _answered(tokenizer, request, packed_text(tokenizer, text, add_special_tokens=False)), len(text)
         )
-        self._instruments.prompt(request.model, tokens)
-        return reply
 
     async def _render(self, request: preprocess_pb2.RenderRequest) -> preprocess_pb2.RenderResponse:
-        tokenizer = await self._registry.get(request.model)
         size = request.chat.ByteSize()
         self._check_size(size, "messages")
-        text = await self._compute(
-            tokenizer, lambda: tokenizer.render(_chat(request.chat)), size, bool(request.chat.chat_template)
-        )
+        with self._registry.using(await self._registry.get(request.model)) as tokenizer:
+            pending = await self._begun(tokenizer, request.chat, size)
+            if pending is not None:
+                text = await pending.text()
+            else:
+                foreign = bool(request.chat.chat_template)
+                text = await self._compute(tokenizer, lambda: tokenizer.render(_chat(request.chat)), size, foreign)
         return preprocess_pb2.RenderResponse(text=text.encode("utf-8", "replace").decode())
 
     async def _detokenize(self, request: preprocess_pb2.DetokenizeRequest) -> preprocess_pb2.DetokenizeResponse:
-        tokenizer = await self._registry.get(request.model)
-
         if request.each and len(request.token_ids) > 4 * MAX_EACH:
             raise invalid(f"The text of each token is given for at most {MAX_EACH} tokens.", param="token_ids")
 
-        def job() -> preprocess_pb2.DetokenizeResponse:
-            ids = _checked_ids(request.token_ids, tokenizer)
-            text = tokenizer.decode(ids, request.skip_special_tokens)
-            each = [tokenizer.decode([token]) for token in ids] if request.each else ()
-            return preprocess_pb2.DetokenizeResponse(text=text, each=each)
-
         size = len(request.token_ids) * (EACH_COSTS if request.each else 1)
-        return await self._compute(tokenizer, job, size)
+        with self._registry.using(await self._registry.get(request.model)) as tokenizer:
+            return await self._compute(tokenizer, lambda: _detokenized(tokenizer, request), size)
 
     async def _list_models(
         self, request: preprocess_pb2.ListTokenizersRequest
@@ -161,6 +169,16 @@ class PreprocessService(preprocess_pb2_grpc.PreprocessServicer):
             tokenizer=_spec(self._registry.spec(request.model), tokenizer),
             template_fingerprint=tokenizer.facts.template_fingerprint,
         )
+
+    async def _begun(
+        self, tokenizer: TokenizerProtocol, chat: preprocess_pb2.ChatInput, size: int
+    ) -> PendingPrompt | None:
+        """A chat whose template runs in another process; None for one that is to be computed as a whole."""
+        begin = getattr(tokenizer, "begin_chat", None)  # a user's class need not know of it
+        if begin is None or not (chat.chat_template or getattr(tokenizer, "renders_apart", False)):
+            return None
+        pending: PendingPrompt | None = await self._pool.run(lambda: begin(_chat(chat)), size)
+        return pending
 
     async def _compute(self, tokenizer: TokenizerProtocol, job: Callable[[], A], size: int, foreign: bool = False) -> A:
         blocks = getattr(tokenizer, "blocks", False)  # a user's class need not know of it
@@ -181,6 +199,12 @@ def _tokenized(
         _checked_ids(packed, tokenizer)
     else:
         packed = packed_chat(tokenizer, _chat(request.chat)) if kind == "chat" else _text_ids(tokenizer, request.text)
+    return _answered(tokenizer, request, packed)
+
+
+def _answered(
+    tokenizer: TokenizerProtocol, request: preprocess_pb2.TokenizeRequest, packed: bytes
+) -> tuple[preprocess_pb2.TokenizeResponse, int]:
     size = request.block_size
     facts = tokenizer.facts
     reply = preprocess_pb2.TokenizeResponse(
@@ -196,6 +220,15 @@ def _tokenized(
         default_max_tokens=facts.defaults.max_tokens,
     )
     return reply, len(packed) // 4
+
+
+def _detokenized(
+    tokenizer: TokenizerProtocol, request: preprocess_pb2.DetokenizeRequest
+) -> preprocess_pb2.DetokenizeResponse:
+    ids = _checked_ids(request.token_ids, tokenizer)
+    text = tokenizer.decode(ids, request.skip_special_tokens)
+    each = [tokenizer.decode([token]) for token in ids] if request.each else ()
+    return preprocess_pb2.DetokenizeResponse(text=text, each=each)
 
 
 def _default_sampling(defaults: GenerationDefaults) -> common_pb2.SamplingOptions:

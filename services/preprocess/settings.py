@@ -47,7 +47,18 @@ class PreprocessSettings(ProcessingSettings, GrpcServiceSettings):
     cache_mb: int = Field(64, ge=0, description="MiB for each model that remember ids of earlier prompts; 0: none")
     template_limit_s: float = Field(2.0, gt=0, description="longest that a chat template may run")
     template_processes: int = Field(1, ge=1, le=16, description="processes that run templates sent by clients")
+    worker_template_processes: int = Field(
+        16,
+        ge=1,
+        le=1024,
+        description="processes that run the templates of models learned from workers, one for each model in use",
+    )
     template_memory_mb: int = Field(512, ge=128, description="address space of such a process, MiB")
+    trust_worker_templates: bool = Field(
+        False,
+        description="run the templates of models learned from workers in this process, where a hostile one can use up "
+        "its memory and time",
+    )
 
     engine_processes: int = Field(1, ge=1, le=64, description="processes of an engine's code for each model")
     engine_memory_mb: int = Field(

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from threading import local
 from time import monotonic
+from typing import cast
 
 from jinja2 import nodes
 
-TICK = "tick"
+TICK, KEPT = "sluice_tick", "sluice_kept"
+"""Filters of the environment: one looks at the clock, one at the size of what is assigned. A filter is called
+directly, where any other call would go through the sandbox first."""
 
 
 class Overtime(Exception):
@@ -29,10 +32,17 @@ class Clock(local):
             raise Overtime
 
 
-def look_at_clock(tree: nodes.Template) -> nodes.Template:
-    """The same template with a call of the environment's `tick` where it could run on."""
-    for node in tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
-        assert isinstance(node, nodes.For | nodes.Macro | nodes.CallBlock)
-        call = nodes.Call(nodes.EnvironmentAttribute(TICK), [], [], None, None)
-        node.body.insert(0, nodes.ExprStmt(call, lineno=node.lineno))
+def watched(tree: nodes.Template) -> nodes.Template:
+    """The same template with a look at the clock where it could run on, and at what it keeps in variables."""
+    for loop in tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
+        assert isinstance(loop, nodes.For | nodes.Macro | nodes.CallBlock)
+        loop.body.insert(0, nodes.ExprStmt(_filtered(nodes.Const(None), TICK), lineno=loop.lineno))
+    for assign in tree.find_all(nodes.Assign):
+        assign.node = _filtered(assign.node, KEPT)
+    for block in tree.find_all(nodes.AssignBlock):
+        block.filter = _filtered(block.filter, KEPT)
     return tree
+
+
+def _filtered(node: nodes.Node | None, name: str) -> nodes.Filter:
+    return nodes.Filter(cast(nodes.Expr | None, node), name, [], [], None, None)

@@ -9,22 +9,21 @@ from time import monotonic
 from typing import Any, NamedTuple, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import nodes, pass_context
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from services.common.errors import SluiceError, invalid
 from services.preprocess.shaping import ContentFormat, as_templates_expect
-from services.preprocess.template_clock import TICK, Clock, Overtime, look_at_clock
+from services.preprocess.template_clock import KEPT, TICK, Clock, Overtime, watched
+from services.preprocess.template_guards import BOUND, LEAST_MOST, MOST_ATTRIBUTE, GuardedEnvironment, check_json, kept
 
 KEPT_TEMPLATES = 64
 MAX_TEMPLATE_CHARS = 256 << 10
-_MAX_BASE, _MAX_EXPONENT = 1 << 32, 64
-_MAX_PRODUCT = 1 << 40
-_MAX_REPEATED = 1 << 22
+OUT_OF_MEMORY, TOO_LONG = "chat_template_memory", "chat_template_output"
+MOST_REASON_CHARS = 300
+"""What an error repeats of a template's own words."""
 
 
 class Refusal(jinja2.TemplateError):
@@ -50,6 +49,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
+    check_json(indent, separators)
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -58,41 +58,20 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _strftime_now(form: str) -> str:
+    if len(form) > MOST_ATTRIBUTE:
+        raise SecurityError("a date's format is too long")
     return datetime.now().strftime(form)
 
 
-class _Environment(ImmutableSandboxedEnvironment):
-    """A sandbox in which no single operator makes something huge, not even while a template is compiled."""
-
-    intercepted_binops = frozenset(("**", "*"))
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """See Jinja; SecurityError for what would be huge."""
-        if operator == "**" and (_magnitude(left) > _MAX_BASE or _magnitude(right) > _MAX_EXPONENT):
-            raise SecurityError("a power is too large")
-        if operator == "*" and _magnitude(left) * _magnitude(right) > _most(left, right):
-            raise SecurityError("a product is too large")
-        return super().call_binop(context, operator, left, right)
-
-
-def _magnitude(value: Any) -> float:
-    if isinstance(value, int | float):
-        return abs(value)
-    return len(value) if isinstance(value, str | bytes | list | tuple) else 1
-
-
-def _most(left: Any, right: Any) -> int:
-    return _MAX_PRODUCT if isinstance(left, int | float) and isinstance(right, int | float) else _MAX_REPEATED
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = _Environment(
+def _environment() -> GuardedEnvironment:
+    environment = GuardedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols], cache_size=0
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
-    setattr(environment, TICK, _CLOCK.tick)
+    environment.filters[TICK] = pass_context(lambda context, value: _CLOCK.tick())
+    environment.filters[KEPT] = kept
     return environment
 
 
@@ -115,14 +94,14 @@ def compiled(source: str) -> Compiled:
         SluiceError: INVALID_ARGUMENT, param "chat_template", when it is too long or not Jinja.
     """
     if len(source) > MAX_TEMPLATE_CHARS:
-        raise invalid(f"The chat template is longer than {MAX_TEMPLATE_CHARS:,} characters.", param="chat_template")
+        raise too_long_a_template()
     try:
         tree = _ENVIRONMENT.parse(source)
         content = content_format(tree)
-        return Compiled(_ENVIRONMENT.from_string(look_at_clock(tree)), content)
+        return Compiled(_ENVIRONMENT.from_string(watched(tree)), content)
     except jinja2.TemplateSyntaxError as error:
         raise invalid(
-            f"The chat template has a syntax error in line {error.lineno}: {_ended(error.message)}",
+            f"The chat template has a syntax error in line {error.lineno}: {_ended(_cut(error.message))}",
             param="chat_template",
         ) from error
     except (SyntaxError, RecursionError, MemoryError, OverflowError, ValueError) as error:
@@ -147,6 +126,7 @@ def render(source: str, variables: dict[str, Any], limit_s: float, max_chars: in
     template, content = compiled(source)
     variables = {**variables, "messages": as_templates_expect(variables["messages"], content)}
     _CLOCK.deadline = monotonic() + limit_s
+    BOUND.most = max(LEAST_MOST, max_chars)
     pieces: list[str] = []
     size = 0
     try:
@@ -164,24 +144,39 @@ def render(source: str, variables: dict[str, Any], limit_s: float, max_chars: in
         raise _failure(error) from error
 
 
+def too_long_a_template() -> SluiceError:
+    """The template itself has too many characters."""
+    return invalid(f"The chat template is longer than {MAX_TEMPLATE_CHARS:,} characters.", param="chat_template")
+
+
 def took_too_long(limit_s: float) -> SluiceError:
     """The template was given up."""
     return invalid(f"The chat template did not finish within {limit_s:g} s.", param="chat_template")
 
 
+def too_much_memory() -> SluiceError:
+    """The template ran into the limit of its process."""
+    return invalid("The chat template needs too much memory.", param="chat_template", code=OUT_OF_MEMORY)
+
+
 def _too_long(max_chars: int) -> SluiceError:
-    return invalid(f"The chat template made more than {max_chars:,} characters.", param="chat_template")
+    return invalid(f"The chat template made more than {max_chars:,} characters.", param="chat_template", code=TOO_LONG)
 
 
 def _failure(error: Exception) -> SluiceError:
     if isinstance(error, Refusal):
-        return invalid(f"The chat template refuses these messages: {error.message}", param="messages")
+        return invalid(f"The chat template refuses these messages: {_cut(error.message)}", param="messages")
     if isinstance(error, RecursionError):
         return invalid("The chat template recurses too deeply.", param="chat_template")
     if isinstance(error, MemoryError):
-        return invalid("The chat template needs too much memory.", param="chat_template")
-    reason = str(error)[:200] or type(error).__name__
+        return too_much_memory()
+    reason = _cut(str(error)) or type(error).__name__
     return invalid(f"The chat template failed on these messages: {_ended(reason)}", param="chat_template")
+
+
+def _cut(words: str | None) -> str:
+    text = (words or "").encode("utf-8", "replace").decode()  # a template can spell what no message can carry
+    return text if len(text) <= MOST_REASON_CHARS else f"{text[:MOST_REASON_CHARS]}…"
 
 
 def _ended(sentence: str | None) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
@@ -94,6 +94,23 @@ def packed_text(tokenizer: TokenizerProtocol, text: str, add_special_tokens: boo
     )
 
 
+@dataclass(frozen=True)
+class PendingPrompt:
+    """A chat whose template runs in another process.
+
+    Attributes:
+        render: begins to render it; to be awaited on the event loop.
+        finish: makes the prompt of what the template made.
+    """
+
+    render: Callable[[], Awaitable[str]]
+    finish: Callable[[str], str]
+
+    async def text(self) -> str:
+        """The prompt; SluiceError as TokenizerProtocol.render."""
+        return self.finish(await self.render())
+
+
 class TokenizerProtocol(Protocol):
     """Turns requests into token ids and ids into text. Called from several threads at once; never awaits.
 
@@ -101,9 +118,11 @@ class TokenizerProtocol(Protocol):
 
     Attributes:
         blocks: the methods wait for something else than this thread's computing, so they are kept off the event loop.
+        renders_apart: the model's own template runs in another process, so chats begin with `begin_chat`.
     """
 
     blocks: ClassVar[bool] = False
+    renders_apart: bool = False
     facts: TokenizerFacts
 
     @property
@@ -118,6 +137,13 @@ class TokenizerProtocol(Protocol):
     def pack_text(self, text: str, add_special_tokens: bool | None = None) -> bytes:
         """The same as `encode_text`, packed u32."""
         return pack_u32(self.encode_text(text, add_special_tokens))
+
+    def begin_chat(self, chat: ChatRequest) -> PendingPrompt | None:
+        """The chat's prompt, where an event loop can wait for it; None where `pack_chat` computes it at once.
+
+        Its ids are those of `pack_text` without special tokens.
+        """
+        return None
 
     def encode_chat(self, chat: ChatRequest) -> list[int]:
         """Ids of a chat's prompt: the ids of `render`, with control tokens only where the template put them."""

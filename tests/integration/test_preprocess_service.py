@@ -216,7 +216,7 @@ BAD_REQUESTS: list[tuple[pb.TokenizeRequest, ErrorKind, str, str]] = [
      "syntax error"),
     (pb.TokenizeRequest(model="tiny", chat=chat(chat_template="{{ 'a' | center(10 ** 11) }}")),
      ErrorKind.INVALID_ARGUMENT,
-     "chat_template", "memory"),
+     "chat_template", "too large"),
     (pb.TokenizeRequest(model="tekken", chat=chat(chat_template="x")), ErrorKind.INVALID_ARGUMENT, "chat_template",
      "takes no chat template"),
     (pb.TokenizeRequest(model="tiny", text=pb.TextInput(text="x" * (MAX_PROMPT + 1))), ErrorKind.TOO_LARGE, "prompt",

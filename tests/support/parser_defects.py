@@ -108,8 +108,8 @@ DEFECTS: dict[str, Defect] = {
     "guided": Defect(
         "guided output lands in reasoning",
         "services/postprocess/parsers/think.py",
-        'elif self._thinks_first and not (self.context.guided and begun[0] in "{["):',
-        "elif self._thinks_first:",
+        'thinks = self._thinks_first and not (self.context.guided and begun[0] in "{[")',
+        "thinks = self._thinks_first",
         f"{PARSERS}::test_guided_output_is_never_reasoning",
     ),
 }

@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 REWATCH_S = 0.5
 KNOWN_MODELS = 1024
+"""Names of models without workers that are remembered, so that they are unavailable (503) and not unknown (404)."""
 LOCAL_PREFILL = "local_prefill"
 DOUBT_S = 10.0
 """A router that was started anew hears of its workers one after the other; until then they are believed to be there."""
@@ -75,7 +76,7 @@ class Catalogue:
         self._on_down = on_down
         self._owner = owner
         self.workers: dict[str, WorkerEntry] = {}
-        self._known_models: dict[str, None] = {}
+        self._known_models: dict[str, None] = {}  # the one whose worker came or left last is the last
         self.synced = False
         self._said: set[str] | None = None  # by the router that is followed now
 
@@ -100,8 +101,8 @@ class Catalogue:
         """A worker of this model, or of the model that this LoRA adapter belongs to.
 
         Raises:
-            SluiceError: NOT_FOUND for a model nobody ever served, with the names of those that the request's key may
-                use; UNAVAILABLE when its workers are gone.
+            SluiceError: NOT_FOUND for a model that no worker served lately, with the names of those that the request's
+                key may use; UNAVAILABLE when its workers are gone.
         """
         if found := self.of_model(name):
             return found[0]
@@ -169,13 +170,21 @@ class Catalogue:
         if self.workers.get(entry.worker_id) == entry:
             return
         self.workers[entry.worker_id] = entry
-        if len(self._known_models) < KNOWN_MODELS:
-            self._known_models[entry.model] = None
+        self._remember(entry.model)
         log.info("worker is up", extra={"worker": entry.worker_id, "address": entry.address, "model": entry.model})
         self._on_up(entry)
 
+    def _remember(self, model: str) -> None:
+        """Keeps a model's name; the one that was seen least recently is forgotten for it."""
+        self._known_models.pop(model, None)
+        self._known_models[model] = None
+        if len(self._known_models) > KNOWN_MODELS:
+            del self._known_models[next(iter(self._known_models))]
+
     def _down(self, worker_id: str) -> None:
-        if self.workers.pop(worker_id, None) is not None:
+        entry = self.workers.pop(worker_id, None)
+        if entry is not None:
+            self._remember(entry.model)
             log.info("worker is down", extra={"worker": worker_id})
             self._on_down(worker_id)
 

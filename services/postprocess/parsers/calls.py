@@ -12,7 +12,7 @@ from typing import ClassVar, NamedTuple
 from services.postprocess.parsers.contract import Parser, ParserContext
 from services.postprocess.parsers.events import CallArguments, CallStart, Content, Degraded, Event
 from services.postprocess.parsers.json_scan import Malformed
-from services.postprocess.parsers.markers import Markers, SpaceGate
+from services.postprocess.parsers.markers import PIECE_CHARS, Markers, SpaceGate, TextBuffer, pieces_of
 
 HEAD_AT_MOST = 65_536
 """Characters that may be held until a call's name is known; longer ones are text."""
@@ -120,7 +120,7 @@ class CallParser(Parser):
         self._calls = Calls(context, self.id_prefix, self.id_length)
         self._gate = SpaceGate()
         self._buffer = ""
-        self._raw = ""  # of the call under way, read and not told
+        self._raw = TextBuffer()  # of the call under way, read and not told
         self._body: Body | None = None
         self._index = -1  # of the call whose arguments are told now; -1: none
         self._unclosed = False  # a call is complete, its end marker did not come yet
@@ -134,6 +134,8 @@ class CallParser(Parser):
 
     def feed(self, text: str) -> list[Event]:
         """See Parser."""
+        if len(text) > PIECE_CHARS:
+            return [event for piece in pieces_of(text) for event in self.feed(piece)]
         self._buffer = self._buffer + text if self._buffer else text
         events: list[Event] = []
         while self._buffer and self._step(events):
@@ -163,7 +165,7 @@ class CallParser(Parser):
         return True
 
     def _begin(self, marker: str) -> None:
-        self._body, self._raw, self._marked = self.body(), marker, True
+        self._body, self._raw, self._marked = self.body(), TextBuffer(marker), True
 
     def _say(self, text: str, events: list[Event]) -> None:
         if text and (certain := self._gate.text(text)):
@@ -173,7 +175,7 @@ class CallParser(Parser):
             events.append(Content(certain))
 
     def _read(self, body: Body, events: list[Event]) -> bool:
-        room = len(self._buffer) if body.calling else HEAD_AT_MOST - len(self._raw)
+        room = len(self._buffer) if body.calling else HEAD_AT_MOST - self._raw.size
         part = self._buffer[:room]
         try:
             at, news = body.push(part, 0)
@@ -188,13 +190,13 @@ class CallParser(Parser):
             self._announce(news, events)
         elif news:
             events.append(CallArguments(self._index, news))
-            self._raw = ""
+            self._raw.clear()
         if body.done and self._body is body:
             self._complete()
         return self._body is not body or bool(news)
 
     def _advance(self, at: int) -> None:
-        self._raw += self._buffer[:at]
+        self._raw.add(self._buffer[:at])
         self._buffer = self._buffer[at:]
 
     def _announce(self, call: Named, events: list[Event]) -> None:
@@ -202,7 +204,7 @@ class CallParser(Parser):
             self._give_up(events, NOT_CHOSEN)
             return
         self._gate.marker()
-        self._raw = ""
+        self._raw.clear()
         self._after_call = True
         start = self._calls.start(call)
         self._index = start.call
@@ -212,7 +214,8 @@ class CallParser(Parser):
 
     def _complete(self) -> None:
         self._gate.marker()
-        self._body, self._raw, self._index = None, "", -1
+        self._body, self._index = None, -1
+        self._raw.clear()
         self._unclosed = bool(self.ends)
 
     def _fail(self, body: Body, events: list[Event]) -> None:
@@ -224,12 +227,12 @@ class CallParser(Parser):
             return
         events.append(Degraded(MALFORMED))
         if self._raw:
-            events.append(CallArguments(self._index, self._raw))
-        self._body, self._raw, self._in_broken = None, "", True
+            events.append(CallArguments(self._index, self._raw.take()))
+        self._body, self._in_broken = None, True
 
     def _give_up(self, events: list[Event], reason: str) -> None:
         """What was held is content after all."""
-        raw, self._raw, self._body, self._index = self._raw, "", None, -1
+        raw, self._body, self._index = self._raw.take(), None, -1
         if self._marked or reason == NOT_CHOSEN:
             events.append(Degraded(reason))
         self._unclosed = False
@@ -264,12 +267,12 @@ class CallParser(Parser):
         return events + self._calls.end()
 
     def _finish_body(self, body: Body, events: list[Event]) -> None:
-        self._raw += self._buffer
+        self._raw.add(self._buffer)
         if body.calling:
             events.append(Degraded(INCOMPLETE))
             if self._raw:
-                events.append(CallArguments(self._index, self._raw))
-        elif self._index >= 0 and not self._raw.strip(" \t\r\n]})`"):
+                events.append(CallArguments(self._index, self._raw.text))
+        elif self._index >= 0 and not self._raw.text.strip(" \t\r\n]})`"):
             self._complete()  # all calls are there, only brackets are missing
             events.append(Degraded(INCOMPLETE))
         else:
@@ -278,4 +281,9 @@ class CallParser(Parser):
     @property
     def held(self) -> str:
         """See Parser."""
-        return self._gate.held + self._raw + self._buffer
+        return self._gate.held + self._raw.text + self._buffer
+
+    @property
+    def held_size(self) -> int:
+        """See Parser."""
+        return len(self._gate.held) + self._raw.size + len(self._buffer)

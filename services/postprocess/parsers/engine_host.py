@@ -53,7 +53,8 @@ class EngineHost(ParserHost):
     """The processes of one engine's parsers.
 
     One process has the engine loaded and never parses; a copy of it does. A copy that raises, loops, grows or dies is
-    replaced by the next one within milliseconds, and the streams that are not to blame go on where they were.
+    replaced by the next one within milliseconds, and the streams that are not to blame go on where they were. When the
+    last model that they were loaded for has gone, both end; the next model starts them again.
 
     Args:
         engine: its name.
@@ -75,6 +76,7 @@ class EngineHost(ParserHost):
         self._pid = 0
         self._known: dict[Pair, Facts | str] = {}
         self._to_load: dict[Pair, asyncio.Future[None]] = {}
+        self._released: set[str] = set()  # sources of models that have gone
 
     @property
     def pid(self) -> int:
@@ -101,6 +103,7 @@ class EngineHost(ParserHost):
     async def prepare(self, pair: Pair) -> Facts:
         """Loads what a pair of parsers needs; SluiceError as `facts`, UNAVAILABLE when it does not come in time."""
         self._check(pair)
+        self._released.discard(pair.source)
         while (found := self.facts(pair)) is None:
             waiting = self._to_load.get(pair)
             if waiting is None:
@@ -128,15 +131,33 @@ class EngineHost(ParserHost):
         self._streams[remote.number] = remote
         return remote
 
+    def release(self, source: str) -> None:
+        """Forgets the parsers of a model that has gone, once its streams have ended."""
+        if any(pair.source == source for pair in self._known):
+            self._released.add(source)
+            self._news.set()
+
+    def forget(self, stream: RemoteStream) -> None:
+        """See remote.Host."""
+        super().forget(stream)
+        if self._released:
+            self._news.set()
+
     def _batch(self) -> tuple[list[list[Any]], dict[int, RemoteStream]]:
-        if self._to_load:
-            # Loading takes long: a message of its own, with more time.
-            if self._changed:
-                self._news.set()
-            return [["load", pair.source, pair.tool, pair.reasoning] for pair in self._to_load], {}
-        return super()._batch()
+        special = [["load", pair.source, pair.tool, pair.reasoning] for pair in self._to_load]
+        if not special and self._released:
+            parsed = {stream.context.source for stream in self._streams.values()}
+            special = [["unload", source] for source in sorted(self._released - parsed)]
+        if not special:
+            return super()._batch()
+        # Loading takes long: a message of its own, with more time.
+        if self._changed or self._closed or self._released:
+            self._news.set()
+        return special, {}
 
     async def _exchange(self, operations: list[list[Any]], asked: dict[int, RemoteStream]) -> str:
+        if operations[0][0] == "unload":
+            return await self._unload([source for _, source in operations])
         if operations[0][0] != "load":
             return await super()._exchange(operations, asked)
         pairs = [Pair(*fields) for _, *fields in operations]
@@ -151,6 +172,20 @@ class EngineHost(ParserHost):
             return TOO_SLOW if isinstance(error, TimeoutError) else DIED
         for pair, answer in zip(pairs, answers, strict=True):
             self._learn(pair, answer)
+        return ""
+
+    async def _unload(self, sources: list[str]) -> str:
+        """Forgets what was loaded for models that have gone; returns as `_exchange`."""
+        self._released.difference_update(sources)
+        self._known = {pair: found for pair, found in self._known.items() if pair.source not in sources}
+        if not self._known and not self._streams:
+            await self._kill()
+        if self._writer is None:
+            return ""
+        try:
+            await self._ask([["unload", source] for source in sources], LOAD_TIMEOUT_S)
+        except (TimeoutError, EOFError, ConnectionError, ValueError) as error:
+            return TOO_SLOW if isinstance(error, TimeoutError) else DIED
         return ""
 
     def _learn(self, pair: Pair, answer: dict[str, Any]) -> None:

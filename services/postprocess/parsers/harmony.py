@@ -14,7 +14,7 @@ from services.postprocess.parsers.calls import INCOMPLETE, MALFORMED, NOT_CHOSEN
 from services.postprocess.parsers.contract import Parser, ParserContext
 from services.postprocess.parsers.events import CallArguments, Content, Degraded, Event, Reasoning
 from services.postprocess.parsers.json_scan import JsonValue, Malformed, skip_spaces
-from services.postprocess.parsers.markers import Markers, SpaceGate
+from services.postprocess.parsers.markers import PIECE_CHARS, Markers, SpaceGate, pieces_of
 from services.postprocess.parsers.objects import is_name
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
@@ -57,6 +57,8 @@ class HarmonyParser(Parser):
 
     def feed(self, text: str) -> list[Event]:
         """See Parser."""
+        if len(text) > PIECE_CHARS:
+            return [event for piece in pieces_of(text) for event in self.feed(piece)]
         self._buffer += text
         events: list[Event] = []
         while self._buffer and self._step(events):
@@ -170,3 +172,9 @@ class HarmonyParser(Parser):
     def held(self) -> str:
         """See Parser."""
         return (self._own_header if self._state == _HEADER else "") + self._gate.held + self._buffer
+
+    @property
+    def held_size(self) -> int:
+        """See Parser."""
+        header = len(self._header) - len(self._given) if self._state == _HEADER else 0
+        return header + len(self._gate.held) + len(self._buffer)

@@ -3,10 +3,60 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import NamedTuple
+
+PIECE_CHARS = 4_096
+"""Longest text that a parser looks at in one step: what it cuts off and copies on the way is bounded by this."""
 
 SPACES_AT_MOST = 1_024
 """White space beside a marker that may belong to it; a longer run is text."""
+
+
+def pieces_of(text: str) -> Iterable[str]:
+    """Returns the text in pieces of at most PIECE_CHARS characters."""
+    return (text[at : at + PIECE_CHARS] for at in range(0, len(text), PIECE_CHARS))
+
+
+class TextBuffer:
+    """Text that grows at its end, at a cost that does not depend on its length.
+
+    Attributes:
+        size: characters in it.
+    """
+
+    __slots__ = ("_parts", "size")
+
+    def __init__(self, text: str = "") -> None:
+        self._parts: list[str] = [text] if text else []
+        self.size = len(text)
+
+    def __bool__(self) -> bool:
+        return self.size > 0
+
+    def add(self, text: str) -> None:
+        """Appends a piece."""
+        if text:
+            self._parts.append(text)
+            self.size += len(text)
+
+    @property
+    def text(self) -> str:
+        """All of it; takes time in proportion to its length."""
+        if len(self._parts) > 1:
+            self._parts = ["".join(self._parts)]
+        return self._parts[0] if self._parts else ""
+
+    def take(self) -> str:
+        """Returns all of it and empties the buffer."""
+        text = self.text
+        self.clear()
+        return text
+
+    def clear(self) -> None:
+        """Empties the buffer."""
+        if self.size:
+            self._parts, self.size = [], 0
 
 
 class Found(NamedTuple):

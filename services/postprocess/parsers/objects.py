@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from services.postprocess.parsers.calls import Body, Named
 from services.postprocess.parsers.json_scan import JsonValue, Malformed, skip_spaces
-from services.postprocess.parsers.markers import Markers
+from services.postprocess.parsers.markers import Markers, TextBuffer
 
 NAME_AT_MOST = 256
 HEAD_AT_MOST = 512
@@ -73,7 +73,7 @@ class CallObject(Body):
         self._bare = bare
         self._next = _OPEN
         self._value = JsonValue()
-        self._text = ""  # of the key or value under way, as far as it is not told
+        self._text = TextBuffer()  # of the key or value under way, as far as it is not told
         self._key = ""
         self._early = ""  # arguments that came before the name
         self._name = ""
@@ -114,7 +114,8 @@ class CallObject(Body):
         return None
 
     def _begin(self, state: int) -> None:
-        self._next, self._value, self._text = state, JsonValue(), ""
+        self._next, self._value = state, JsonValue()
+        self._text.clear()
 
     def _value_begins(self, char: str, at: int) -> Named | None:
         if self._is_arguments:
@@ -146,25 +147,26 @@ class CallObject(Body):
             if self._value.done:
                 self._next, self.calling = _MORE, False
             return stop, piece
-        self._text += piece
+        self._text.add(piece)
         if not self._value.done:
             return stop, None
         if self._next == _IN_KEY:
-            self._key, self._next = json.loads(self._text), _COLON
+            self._key, self._next = json.loads(self._text.text), _COLON
             return stop, None
         self._next = _MORE
         return stop, self._take_value(stop)
 
     def _take_value(self, at: int) -> Named | None:
         if self._is_arguments:
-            self._early = "{}" if self._text == "null" else self._text
+            early = self._text.take()
+            self._early = "{}" if early == "null" else early
         elif self._key == "name":
-            name = json.loads(self._text)
+            name = json.loads(self._text.text)
             if not is_name(name) or self._name:
                 raise Malformed(at)
             self._name = name
         elif self._key == "id" and not self._told:
-            self._id = _as_id(self._text)
+            self._id = _as_id(self._text.text)
         return self._tell(self._early, at) if self._early and self._name and not self._told else None
 
     def _object_ends(self, at: int) -> Named | None:

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from services.postprocess.parsers.contract import Parser, ParserContext
 from services.postprocess.parsers.events import Content, Event, Reasoning
-from services.postprocess.parsers.markers import Markers, SpaceGate
+from services.postprocess.parsers.markers import PIECE_CHARS, Markers, SpaceGate, TextBuffer, pieces_of
 
 _OPENING, _THINKING, _AFTER, _ANSWER = range(4)
 
@@ -43,17 +43,20 @@ class ThinkParser(Parser):
         self._thinks_first = opened or (self.implied and not context.guided)
         self.reasoning = self._thinks_first and not closed
         self._told = False  # some reasoning
+        self._lead = TextBuffer()  # white space at the beginning, until what follows shows whose it is
         self._buffer = ""
         self._gate = SpaceGate()
 
     def feed(self, text: str) -> list[Event]:
         """See Parser."""
-        events: list[Event] = []
         if self._state == _ANSWER:
             return [Content(text)]
+        if len(text) > PIECE_CHARS:
+            return [event for piece in pieces_of(text) for event in self.feed(piece)]
         self._buffer += text
+        events: list[Event] = []
         if self._state == _OPENING:
-            self._open(events)
+            self._open()
         if self._state == _THINKING:
             self._think(events)
         if self._state == _AFTER:
@@ -63,17 +66,20 @@ class ThinkParser(Parser):
             self._buffer = ""
         return events
 
-    def _open(self, events: list[Event]) -> None:
+    def _open(self) -> None:
         begun = self._buffer.lstrip()
+        self._lead.add(self._buffer[: len(self._buffer) - len(begun)])
+        self._buffer = begun
         if begun.startswith(self.start):
             self._state, self._buffer = _THINKING, begun[len(self.start) :]
+            self._lead.clear()
             self.reasoning = True
         elif self.start.startswith(begun):  # nothing but white space and the beginning of the tag
             return
-        elif self._thinks_first and not (self.context.guided and begun[0] in "{["):
-            self._state, self.reasoning = _THINKING, True
         else:
-            self._state, self.reasoning = _ANSWER, False
+            thinks = self._thinks_first and not (self.context.guided and begun[0] in "{[")
+            self._state, self.reasoning = (_THINKING if thinks else _ANSWER), thinks
+            self._buffer = self._lead.take() + begun
 
     def _think(self, events: list[Event]) -> None:
         before, marker, self._buffer = self._tags.split(self._buffer)
@@ -97,7 +103,7 @@ class ThinkParser(Parser):
     def finish(self) -> list[Event]:
         """See Parser."""
         events: list[Event] = []
-        text, self._buffer = self._buffer, ""
+        text, self._buffer = self._lead.take() + self._buffer, ""
         if self.reasoning:
             self._reason(self._gate.flush() + text, events)
         elif text:
@@ -107,7 +113,12 @@ class ThinkParser(Parser):
     @property
     def held(self) -> str:
         """See Parser."""
-        return self._gate.held + self._buffer
+        return self._gate.held + self._lead.text + self._buffer
+
+    @property
+    def held_size(self) -> int:
+        """See Parser."""
+        return len(self._gate.held) + self._lead.size + len(self._buffer)
 
 
 class ImpliedThinkParser(ThinkParser):

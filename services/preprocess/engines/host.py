@@ -24,6 +24,8 @@ from services.preprocess.engines import NOT_NEEDED, TESTED_VERSIONS
 from services.preprocess.engines.tokenizer import EngineTokenizer, answer, error_form
 
 LENGTH = Struct("<I")
+LOAD_FACTOR = 2
+"""How much more a tokenizer may take while it is loaded than it may take afterwards."""
 
 
 def main(arguments: list[str]) -> None:
@@ -32,14 +34,15 @@ def main(arguments: list[str]) -> None:
     Args:
         arguments: the engine; the tokenizer's path; seconds after which the process ends itself when a call hangs;
             MiB it may take beyond what it has once the tokenizer is loaded; a folder for temporary files, which is
-            removed by whoever started the process, because this one may be killed.
+            removed by whoever started the process, because this one may be killed; "foreign" where the files came from
+            a worker.
     """
     engine, path, limit_s, memory_mb = arguments[0], Path(arguments[1]), float(arguments[2]), int(arguments[3])
-    tempfile.tempdir = arguments[4]
+    tempfile.tempdir, foreign = arguments[4], "foreign" in arguments[5:]
     replies = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # what libraries print must not get between the replies
     try:
-        tokenizer = _load(engine, path)
+        tokenizer = _load(engine, path, memory_mb if foreign else 0)
     except Exception as error:
         _write(replies, {"error": _load_error(engine, error)})
         return
@@ -48,9 +51,14 @@ def main(arguments: list[str]) -> None:
     _serve(tokenizer, sys.stdin.buffer, replies, limit_s)
 
 
-def _load(engine: str, path: Path) -> EngineTokenizer:
+def _load(engine: str, path: Path, memory_mb: int) -> EngineTokenizer:
+    """The tokenizer; `memory_mb` bounds what loading it takes beyond the engine's own code, 0 bounds nothing."""
     stand_in_for_absent(*NOT_NEEDED.get(engine, ()))
     module = importlib.import_module(f"services.preprocess.engines.{engine}")
+    if memory_mb:
+        taken = _taken()
+        # Only the soft limit: it is set anew once the tokenizer is loaded.
+        resource.setrlimit(resource.RLIMIT_AS, (taken + LOAD_FACTOR * (memory_mb << 20), resource.RLIM_INFINITY))
     tokenizer: EngineTokenizer = module.Tokenizer(path)
     return tokenizer
 
@@ -65,16 +73,22 @@ def _load_error(engine: str, error: Exception) -> dict[str, Any]:
         return error_form(SluiceError(ErrorKind.FAILED_PRECONDITION, said, param="model", code="missing_extra"))
     if isinstance(error, SluiceError):
         return error_form(error)
+    if isinstance(error, MemoryError):
+        error = RuntimeError("it needs too much memory")
     reason = (str(error).strip().split("\n", 1)[0][:200] or type(error).__name__).rstrip(".")
     said = f"The processor {engine} cannot load this tokenizer: {reason}."
     return error_form(SluiceError(ErrorKind.FAILED_PRECONDITION, said, param="model"))
 
 
 def _bound_memory(memory_mb: int) -> None:
-    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    limit = taken + (memory_mb << 20)
+    limit = _taken() + (memory_mb << 20)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _taken() -> int:
+    """Address space of this process, bytes."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
 def _serve(tokenizer: EngineTokenizer, requests: BinaryIO, replies: BinaryIO, limit_s: float) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,18 @@ OLD, NEW = "0" * 64, "1" * 64
 
 
 class Kept:
-    """A store that has every tokenizer."""
+    """A store that has every tokenizer, and knows which are held."""
+
+    def __init__(self) -> None:
+        self.held: Counter[str] = Counter()
+
+    def hold(self, wanted: str) -> bool:
+        self.held[wanted] += 1
+        return True
+
+    def release(self, wanted: str, remove: bool = False) -> None:
+        self.held[wanted] -= 1
+        assert self.held[wanted] >= 0
 
     def find(self, wanted: str) -> Path:
         return Path("/kept") / wanted
@@ -47,3 +59,4 @@ async def test_a_worker_that_changes_its_tokenizer_while_it_is_learned_is_learne
     await asyncio.sleep(0)
     await delivery._tasks.close()
     assert taken == [OLD, NEW]
+    assert store.held == {OLD: 0, NEW: 1}

@@ -124,9 +124,9 @@ def test_size_and_number_of_files_are_bounded(store: TokenizerStore) -> None:
         incoming.add("tokenizer.json", tokenizer_store.MAX_BYTES + 1, b"")
     incoming = store.receive("0" * 64)
     for index in range(tokenizer_store.MAX_FILES):
-        incoming.add(f"file{index}", 0, b"")
-    with pytest.raises(SluiceError, match="not allowed"):
-        incoming.add("one-more", 0, b"")
+        incoming.add(f"additional_chat_templates/{index}.jinja", 0, b"")
+    with pytest.raises(SluiceError, match="more than 64 files"):
+        incoming.add("tokenizer.json", 0, b"")
 
 
 @pytest.mark.parametrize("wanted", ["", "abc", "../" + "0" * 61, "G" * 64])

@@ -152,6 +152,30 @@ class Failing(Parser):
         return self.kept
 
 
+class Broken(HermesParser):
+    """Raises at an exclamation mark, whatever it holds then."""
+
+    def feed(self, text: str) -> list[Event]:
+        """See Parser."""
+        found = super().feed(text)
+        if "!" in text:
+            self._buffer = "lost"
+            raise RuntimeError("as asked")
+        return found
+
+
+@pytest.mark.parametrize("told", ["", "A word. ", "Many words. " * 1000])
+@pytest.mark.parametrize("held", ["", " ", "<tool_", '<tool_call>{"name": "f', "<tool_call>" + " " * 20_000])
+def test_what_a_failing_parser_held_becomes_content_once(told: str, held: str) -> None:
+    stream = ParsedStream(Stream(OPTIONS, byte_level().vocabulary, Limits()), Broken(ParserContext(TOOLS)))
+    text = f"{told}{held}! and more"
+    stream.feed(byte_level().encode(text))
+    stream.end(FinishReason.STOP)
+    heard = said(stream.events)
+    assert heard.content == text
+    assert heard.degraded == {"parser_failed"}
+
+
 @pytest.mark.parametrize("text", ["one two! three", "one two three"])
 def test_a_parser_that_raises_leaves_plain_text(text: str) -> None:
     stream = ParsedStream(Stream(OPTIONS, tekken().vocabulary, Limits()), Failing(ParserContext()))

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from time import monotonic
 from typing import Any
 
+import psutil
 import pytest
 
 from services.common.errors import ErrorKind, SluiceError
@@ -139,12 +140,19 @@ def test_a_hostile_template_ends_in_bounded_time_and_the_next_one_runs(
 
 def test_closed_processes_are_gone() -> None:
     made = TemplateProcesses(count=1, limit_s=5.0, max_chars=100, memory_mb=256)
+    before = _children()
     assert made.render("x", {"messages": MESSAGES}) == "x"
-    process = made._idle.queue[0]
-    assert process is not None
-    assert process.alive
+    own = _children() - before
+    assert len(own) == 2, "one that has Jinja loaded, and its copy"
     made.close()
-    assert not process.alive
+    _, alive = psutil.wait_procs(list(own), timeout=30)
+    assert not alive
+    with pytest.raises(SluiceError, match="is stopping"):
+        made.render("x", {"messages": MESSAGES})
+
+
+def _children() -> set[psutil.Process]:
+    return set(psutil.Process().children(recursive=True))
 
 
 ENDLESS = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -47,6 +47,14 @@ class Engine(Protocol):
             source: the model's folder, or its tokenizer's file.
             tool, reasoning: names of parsers; empty for none.
         """
+        ...
+
+    def sources(self) -> Collection[str]:
+        """The models that are loaded, as `load` was told their files."""
+        ...
+
+    def forget(self, source: str) -> None:
+        """Gives back what is loaded for a model; unknown ones are ignored."""
         ...
 
     def open(self, tool: str, reasoning: str, context: ParserContext) -> EngineParser:

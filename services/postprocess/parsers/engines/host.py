@@ -83,7 +83,12 @@ def _first_line(error: Exception) -> str:
 
 
 def _prepared(engine: Engine, pairs: list[list[str]]) -> dict[str, Any]:
-    """What the copy says first: the engine's names, and of each pair of parsers what is to be known."""
+    """What the copy says first: the engine's names, and of each pair of parsers what is to be known.
+
+    Models of which no pair is asked for any more are forgotten.
+    """
+    for source in set(engine.sources()) - {source for source, *_ in pairs}:
+        engine.forget(source)
     return {
         "version": engine.version,
         "tool": list(engine.tool),
@@ -114,6 +119,10 @@ def _serve(engine: Engine, answers: socket.socket, progress: mmap.mmap, memory_m
             while (operations := read(source)) is not None:
                 if operations and operations[0][0] == "load":
                     answers.sendall(frame([load(engine, *pair) for _, *pair in operations]))
+                elif operations and operations[0][0] == "unload":
+                    for _, source in operations:
+                        engine.forget(source)
+                    answers.sendall(frame([]))
                 else:
                     answers.sendall(frame(streams.run(operations)))
     except BaseException:

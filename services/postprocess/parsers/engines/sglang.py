@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -55,6 +56,14 @@ class Engine:
             self._models[source] = _Model(tokenizer, templates)
         self.open(tool, reasoning, ParserContext([_PROBE], source=source))
         return Facts(True, reasoning in KEEP_SPECIAL)
+
+    def sources(self) -> Collection[str]:
+        """See adapter.Engine."""
+        return self._models.keys()
+
+    def forget(self, source: str) -> None:
+        """See adapter.Engine."""
+        self._models.pop(source, None)
 
     def open(self, tool: str, reasoning: str, context: ParserContext) -> EngineParser:
         """See adapter.Engine."""

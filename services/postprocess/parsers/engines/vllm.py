@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -64,6 +65,15 @@ class Engine:
             raise ValueError(str(error)) from error
         with_tools, without = (self._keeps_special(source, tool, reasoning, tools) for tools in ([_PROBE], []))
         return Facts(with_tools, without)
+
+    def sources(self) -> Collection[str]:
+        """See adapter.Engine."""
+        return self._models.keys()
+
+    def forget(self, source: str) -> None:
+        """See adapter.Engine."""
+        self._models.pop(source, None)
+        self._classes = {names: made for names, made in self._classes.items() if names[0] != source}
 
     def _keeps_special(self, source: str, tool: str, reasoning: str, tools: list[Any]) -> bool:
         request = request_of(ParserContext(tools))
