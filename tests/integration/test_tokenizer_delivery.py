@@ -259,3 +259,53 @@ async def test_a_cluster_needs_no_shared_volume_and_no_list_of_models(tmp_path: 
         assert (await pre.Tokenize(text, timeout=60)).token_ids == ids
         (info,) = (await pre.ListModels(preprocess_pb2.ListTokenizersRequest())).models
         assert info.tokenizer.fingerprint == tiny_hf().facts.fingerprint
+
+
+async def test_learned_model_without_workers_ends_after_its_grace_and_returns_with_its_next_worker(
+    tmp_path: Path,
+) -> None:
+    addresses = {name: f"127.0.0.1:{free_port()}" for name in ("router", "preprocess", "postprocess")}
+    caches = {name: tmp_path / name for name in ("preprocess", "postprocess")}
+
+    def settings(name: str) -> list[str]:
+        learning = ["--routers", addresses["router"], "--model-grace-s", "0.2", "--max-learned-models", "1"]
+        return ["--listen", addresses[name], *learning, "--drain-s", "0", "--tokenizer-cache", str(caches[name])]
+
+    async with (
+        running(router.serve, RouterSettings.load(["--listen", addresses["router"], "--drain-s", "0"])),
+        running(preprocess.serve, PreprocessSettings.load(settings("preprocess"))) as pre_channel,
+        running(postprocess.serve, PostprocessSettings.load(settings("postprocess"))) as post_channel,
+    ):
+        pre = preprocess_pb2_grpc.PreprocessStub(pre_channel)
+        post = postprocess_pb2_grpc.PostprocessStub(post_channel)
+
+        async def served() -> set[str]:
+            return {info.model for info in (await pre.ListModels(preprocess_pb2.ListTokenizersRequest())).models}
+
+        async def tokenized(model: str) -> bytes:
+            text = preprocess_pb2.TokenizeRequest(model=model, text=preprocess_pb2.TextInput(text="hello world"))
+            return bytes((await pre.Tokenize(text, timeout=60)).token_ids)
+
+        async def parsed(model: str, ids: bytes) -> str:
+            parse = postprocess_pb2.ParseRequest(options=postprocess_pb2.StreamOptions(model=model), token_ids=ids)
+            return str((await post.Parse(parse, timeout=60)).text)
+
+        ids = tiny_hf().encode_text("hello world")
+        for model in ("first", "second", "first"):  # one more than is learned at a time, and one that returns
+            folder = tmp_path / model
+            shutil.copytree(tiny_folder(), folder, dirs_exist_ok=True)
+            (folder / "README.md").write_text(model)
+            async with hosted(folder, routers=[addresses["router"]], model=f"{model}={folder}") as host:
+                assert host.registration is not None
+                await asyncio.wait_for(host.registration.attached.wait(), 60)
+                got = await tokenized(model)
+                assert unpack_u32(got).tolist() == ids
+                assert await parsed(model, got) == "hello world"
+                assert await served() == {model}
+            async with asyncio.timeout(60):
+                while await served() or any(file.is_file() for cache in caches.values() for file in cache.rglob("*")):
+                    await asyncio.sleep(0.02)
+            for ended in (tokenized(model), parsed(model, got)):
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await ended
+                assert from_rpc_error(caught.value, "service").code == "model_not_found"
