@@ -303,7 +303,7 @@ async def test_learned_model_without_workers_ends_after_its_grace_and_returns_wi
                 assert await parsed(model, got) == "hello world"
                 assert await served() == {model}
             async with asyncio.timeout(60):
-                while await served() or any(file.is_file() for cache in caches.values() for file in cache.rglob("*")):
+                while await served() or any(f.is_file() for cache in caches.values() for f in cache.rglob("*")):  # noqa: ASYNC110
                     await asyncio.sleep(0.02)
             for ended in (tokenized(model), parsed(model, got)):
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
