@@ -60,7 +60,7 @@ def same(left: SluiceError, right: SluiceError) -> bool:
 
 @given(
     KINDS,
-    PRINTABLE,
+    PRINTABLE.filter(bool),
     PRINTABLE,
     st.from_regex(r"[a-z0-9_]{0,64}", fullmatch=True),
     st.integers(0, MOST_RETRY_AFTER_MS),
@@ -71,6 +71,10 @@ def test_error_survives_the_wire(
 ) -> None:
     error = SluiceError(kind, message, param=param, code=code, retry_after_ms=retry_after_ms, retryable=retryable)
     assert same(from_detail(common_pb2.ErrorDetail.FromString(to_detail(error).SerializeToString())), error)
+
+
+def test_error_from_the_wire_without_a_message_gets_one() -> None:
+    assert from_detail(common_pb2.ErrorDetail(kind=common_pb2.ERROR_KIND_INTERNAL)).message
 
 
 @given(st.text(), st.text(), st.text(), st.integers(0, 2**32 - 1))
