@@ -23,8 +23,6 @@ NAMES = (
     "pattern_characters",
     "grammar_characters",
     "batch_tokens",
-    "stream_tokens",
-    "text_characters",
     "health_watches",
     "template_processes",
 )
