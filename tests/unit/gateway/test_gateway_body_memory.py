@@ -42,7 +42,7 @@ class Body:
         self.received = 0
         self.scope: Scope = {"type": "http", "headers": [(header[0].encode(), header[1].encode())]}
         request = Request(self.scope, self._receive)
-        self.reading = asyncio.create_task(read_json(request, limit, timeout_s, memory))
+        self.reading = asyncio.create_task(read_json(request, limit, timeout_s, memory=memory))
 
     async def _receive(self) -> Message:
         self.received += 1
