@@ -287,7 +287,8 @@ class TokenizerDelivery:
         if (timer := self._leaving.pop(model, None)) is not None:
             timer.cancel()
         await self._on_gone(learned)
-        await asyncio.to_thread(self._store.release, learned.fingerprint, True)
+        returns = bool(self._watch.of_model(model))  # with its next request
+        await asyncio.to_thread(self._store.release, learned.fingerprint, not returns)
         log.info("a model is not used any more and is ended", extra={"model": model})
 
     def _ended(self, model: str, task: asyncio.Task[None]) -> None:
