@@ -48,6 +48,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return folder
 
 
+@cache
 def _tokenizer(name: str, folders: Callable[[str], Path], fast: bool) -> TokenizerProtocol:
     speed = Speed(fast_backend=fast, cache_bytes=0)
     return (
