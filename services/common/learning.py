@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Protocol
 
 from services.common.replicas import ReplicaSet
@@ -27,6 +27,10 @@ class Learner(Protocol):
     """Who holds models by name and can be given more."""
 
     learn: Callable[[str, float], Awaitable[bool]] | None
+
+    def by_use(self) -> Sequence[str]:
+        """Names of the models that are loaded, the least recently used first."""
+        ...
 
 
 class Learning:
@@ -66,7 +70,9 @@ class Learning:
             check_tokenizer,
         )
         staying = Staying(settings.max_learned_models, settings.model_grace_s)
-        self._delivery = TokenizerDelivery(service, watch, store, configured, on_model, credentials, on_gone, staying)
+        self._delivery = TokenizerDelivery(
+            service, watch, store, configured, on_model, credentials, on_gone, staying, learner.by_use
+        )
 
     async def start(self) -> None:
         """Begins to follow; requests for models that are on their way wait from now on."""

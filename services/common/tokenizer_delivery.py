@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +36,8 @@ FETCHES_AT_ONCE = 16
 HOLD_ATTEMPTS = 3
 RETRY_S = (0.2, 10.0)
 HEARSAY_S = 1.0
+FAILED_S = 5.0
+"""Longest that a request waits for a model whose tokenizer could not be used a moment ago."""
 ROUTER_S = 3.0
 CATCH_UP_S = 120.0
 
@@ -59,7 +61,10 @@ class DeliverySettings(BaseSettings):
         64, ge=1, le=4096, description="largest tokenizer that a worker may send, all its files together, MiB"
     )
     max_learned_models: int = Field(
-        1024, ge=1, description="models learned from workers that are served at a time, those in their grace included"
+        1024,
+        ge=1,
+        description="models learned from workers that are loaded at a time; a request for one more has it loaded in "
+        "place of the one least recently used, those without workers first",
     )
     model_grace_s: float = Field(
         300.0,
@@ -109,8 +114,10 @@ class TokenizerDelivery:
         configured: models that are not learned.
         on_model: takes a model that was learned, or whose tokenizer has changed.
         credentials: for the channels to workers.
-        on_gone: ends a model whose workers have been gone for the whole grace period.
+        on_gone: ends a model whose workers have been gone for the whole grace period, or which makes room for another.
         staying: bounds the models and their grace period.
+        by_use: names of models, the least recently used first; those that it does not name come in the order in which
+            they were learned.
     """
 
     def __init__(
@@ -123,6 +130,7 @@ class TokenizerDelivery:
         credentials: grpc.ChannelCredentials | None = None,
         on_gone: Callable[[Learned], Awaitable[None]] = _nothing_to_end,
         staying: Staying | None = None,
+        by_use: Callable[[], Sequence[str]] = tuple,
     ) -> None:
         self._watch = watch
         self._store = store
@@ -131,10 +139,13 @@ class TokenizerDelivery:
         self._credentials = credentials
         self._on_gone = on_gone
         self._staying = staying or Staying()
+        self._by_use = by_use
         self._learned: dict[str, Learned] = {}
+        self._failed: dict[str, Learned] = {}  # of which something may be loaded all the same
         self._leaving: dict[str, asyncio.TimerHandle] = {}  # without workers, in the order in which they lost the last
-        self._given_up: set[str] = set()
+        self._given_up: dict[str, str] = {}  # not learned so far, and what is wrong; empty where there are too many
         self._fetching: dict[str, asyncio.Task[None]] = {}  # learned or ended now
+        self._resting: set[str] = set()  # of those, what failed and is tried again later
         self._fetches_at_once = asyncio.Semaphore(FETCHES_AT_ONCE)
         self._tasks = TaskOwner()
         self._news = asyncio.Event()
@@ -152,23 +163,24 @@ class TokenizerDelivery:
             await self._tasks.close()
 
     async def wait_for(self, model: str, timeout_s: float) -> bool:
-        """Waits until a model is learned; False when no worker is known to serve it.
+        """Waits until a model is learned, if need be in place of another; False when no worker is known to serve it.
 
         Raises:
-            SluiceError: UNAVAILABLE for a model that cannot be learned because too many are.
+            SluiceError: UNAVAILABLE for a model that is served but not learned in time.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         hearsay = min(deadline, loop.time() + HEARSAY_S)  # the caller may have heard of a worker before we do
         while model not in self._learned:
-            known = self._watch.of_model(model) or not self._watch.synced
-            if known and model in self._given_up and model not in self._fetching:
-                raise unavailable(
-                    f"Model {model!r} is not served: there are more models than --max-learned-models allows.",
-                    code="too_many_models",
-                )
-            left = (deadline if known else hearsay) - loop.time()
+            served = bool(self._watch.of_model(model))
+            if served and model not in self._fetching:
+                self._learn_for_request(model)
+            if served and self._given_up.get(model):
+                deadline = min(deadline, loop.time() + FAILED_S)
+            left = (deadline if served or not self._watch.synced else hearsay) - loop.time()
             if left <= 0:
+                if served:
+                    raise self._not_in_time(model)
                 return False
             self._news.clear()
             try:
@@ -176,6 +188,13 @@ class TokenizerDelivery:
             except TimeoutError:
                 continue
         return True
+
+    def _not_in_time(self, model: str) -> SluiceError:
+        reason = self._given_up.get(model)
+        return unavailable(
+            f"The tokenizer of model {model!r} is not loaded{f': {reason}' if reason else ' yet; try again soon.'}",
+            code="model_loading",
+        )
 
     async def catch_up(self) -> None:
         """Waits until every model that workers serve by now is learned or could not be, `CATCH_UP_S` at most: who takes
@@ -197,7 +216,7 @@ class TokenizerDelivery:
         """Starts to learn what is new among the workers, and to end what none of them serves any more."""
         self._news.set()
         served = self._watch.by_model()
-        self._given_up &= served.keys()
+        self._given_up = {model: reason for model, reason in self._given_up.items() if model in served}
         self._look_who_left(served.keys())
         for model, workers in served.items():
             if model in self._configured or model in self._fetching or self._is_current(model, workers):
@@ -205,11 +224,29 @@ class TokenizerDelivery:
             if model in self._learned or not self._is_full():
                 self._begin(model, self._learn(model))
             elif not self._end_first_leaving() and model not in self._given_up:
-                log.warning("a model is not learned: there are too many", extra={"model": model})
-                self._given_up.add(model)
+                log.info("there are too many models; this one is learned when it is used", extra={"model": model})
+                self._given_up[model] = ""
+
+    def _learn_for_request(self, model: str) -> None:
+        """Learns a served model now; where too many are loaded, once the one least recently used has ended.
+
+        Does nothing while all of them are learned or ended now.
+        """
+        if not self._is_full():
+            self._begin(model, self._learn(model))
+        elif (oldest := next(self._least_used(), None)) is not None:
+            self._begin(oldest, self._end(oldest, self._learned.pop(oldest)))
+            self._begin(model, self._learn(model, self._fetching[oldest]))
+
+    def _least_used(self) -> Iterator[str]:
+        """The models that can make room, those without workers first."""
+        for model in (*self._leaving, *self._by_use(), *self._learned):
+            if model in self._learned and model not in self._fetching:
+                yield model
 
     def _begin(self, model: str, work: Coroutine[None, None, None]) -> None:
         """Learns or ends a model; one of the two at a time."""
+        self._given_up.pop(model, None)
         task = self._fetching[model] = self._tasks.spawn(work, f"model-{model}")
         task.add_done_callback(lambda done: self._ended(model, done))
 
@@ -224,8 +261,9 @@ class TokenizerDelivery:
                 self._leaving[model] = loop.call_later(self._staying.grace_s, self._end_grace, model)
 
     def _is_full(self) -> bool:
-        """Whether no more models may be learned; those that are learned or ended now count as well."""
-        return len(self._learned.keys() | self._fetching.keys()) >= self._staying.models
+        """Whether no more models may be learned; those that are learned or ended now count as well, those that failed
+        and wait for their next try do not."""
+        return len(self._learned.keys() | (self._fetching.keys() - self._resting)) >= self._staying.models
 
     def _end_first_leaving(self) -> bool:
         """Ends the grace of the model that has been without workers longest: another one is looked at when it has gone.
@@ -241,13 +279,17 @@ class TokenizerDelivery:
             self._begin(model, self._forget(model))
 
     async def _forget(self, model: str) -> None:
-        """Ends a model that has no workers any more."""
-        if self._watch.of_model(model):
-            return
-        learned = self._learned.pop(model)
+        """Ends a model if it has no workers any more."""
+        if model in self._learned and not self._watch.of_model(model):
+            await self._end(model, self._learned.pop(model))
+
+    async def _end(self, model: str, learned: Learned) -> None:
+        if (timer := self._leaving.pop(model, None)) is not None:
+            timer.cancel()
         await self._on_gone(learned)
-        await asyncio.to_thread(self._store.release, learned.fingerprint, True)
-        log.info("model has no workers any more and is ended", extra={"model": model})
+        returns = bool(self._watch.of_model(model))  # with its next request
+        await asyncio.to_thread(self._store.release, learned.fingerprint, not returns)
+        log.info("a model is not used any more and is ended", extra={"model": model})
 
     def _ended(self, model: str, task: asyncio.Task[None]) -> None:
         self._fetching.pop(model, None)
@@ -260,14 +302,22 @@ class TokenizerDelivery:
             (served.fingerprint, served.declared) == (known.fingerprint, known.declared) for served in workers
         )
 
-    async def _learn(self, model: str) -> None:
-        """Tries the model's workers in turn until one has delivered or none is left."""
+    async def _learn(self, model: str, after: asyncio.Task[None] | None = None) -> None:
+        """Tries the model's workers in turn until one has delivered, or none is left, or there are too many models.
+
+        Args:
+            model: its name.
+            after: makes room for it.
+        """
+        if after is not None:
+            await asyncio.wait([after])
         retry_s = RETRY_S[0]
         while workers := self._watch.of_model(model):
             served = random.choice(workers)
             try:
                 await self._learn_from(served)
                 self._fetches.add(1, {"service": self._service, "outcome": "ok"})
+                self._given_up.pop(model, None)
                 return
             except SluiceError as error:
                 self._fetches.add(1, {"service": self._service, "outcome": error.kind.name.lower()})
@@ -275,10 +325,19 @@ class TokenizerDelivery:
                     "a worker's tokenizer cannot be used: %s", error.message,
                     extra={"model": model, "worker": served.address},
                 )  # fmt: skip
-            self._given_up.add(model)
+                self._given_up[model] = error.message
             self._news.set()
-            await asyncio.sleep(retry_s * random.uniform(0.5, 1.5))
+            self._resting.add(model)
+            try:
+                await asyncio.sleep(retry_s * random.uniform(0.5, 1.5))
+                if model not in self._learned and self._is_full():
+                    break  # the next request for it has it tried again
+            finally:
+                self._resting.discard(model)
             retry_s = min(2 * retry_s, RETRY_S[1])
+        failed = self._failed.pop(model, None)
+        if failed is not None and model not in self._learned:
+            await self._on_gone(failed)
 
     async def _learn_from(self, served: Served) -> None:
         path = await self._held_files(served)
@@ -289,7 +348,9 @@ class TokenizerDelivery:
             await self._on_model(learned)
         except BaseException:
             self._store.release(served.fingerprint)
+            self._failed[served.model] = learned
             raise
+        self._failed.pop(served.model, None)
         before, self._learned[served.model] = self._learned.get(served.model), learned
         if before is not None:
             await asyncio.to_thread(self._store.release, before.fingerprint, True)

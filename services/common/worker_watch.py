@@ -48,7 +48,7 @@ class Served:
 
 
 class WorkerWatch:
-    """The workers now; the last known ones while nobody answers.
+    """The workers now; the last known ones while no router answers.
 
     Args:
         routers: started and closed by the caller; None asks the workers themselves.
@@ -151,10 +151,13 @@ class WorkerWatch:
             while True:
                 try:
                     info = await stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=ASK_S)
-                    if info.card.model:  # else it is still starting
+                    if info.card.model:
                         check_worker(info.worker_id, address, info.card)
                         self._served[address] = _served(address, info.card, info.engine)
+                    else:  # it is still starting
+                        self._served.pop(address, None)
                 except grpc.aio.AioRpcError as error:
+                    self._served.pop(address, None)  # it may be back soon: a model outlives its workers for a while
                     log.debug("a worker does not answer", extra={"worker": address, "status": error.code().name})
                 except SluiceError as error:
                     self._served.pop(address, None)

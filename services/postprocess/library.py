@@ -102,10 +102,16 @@ class VocabularyLibrary:
 
     def ready(self, model: str) -> Vocabulary | None:
         """The vocabulary, None while it is not loaded; SluiceError(NOT_FOUND) for a model that will not be served."""
-        vocabulary = self._loaded.get(model)
-        if vocabulary is None and model not in self._specs and self.learn is None:
+        vocabulary = self._loaded.pop(model, None)
+        if vocabulary is not None:
+            self._loaded[model] = vocabulary  # as the last, see by_use
+        elif model not in self._specs and self.learn is None:
             raise self._unknown(model)
         return vocabulary
+
+    def by_use(self) -> Sequence[str]:
+        """Names of the models that are loaded, the least recently used first."""
+        return tuple(self._loaded)
 
     def _unknown(self, model: str) -> SluiceError:
         names = ", ".join(sorted(self._specs)) or "none yet"

@@ -74,8 +74,9 @@ class ModelRegistry:
         """
         if name not in self._specs and self.learn is not None:
             await self.learn(name, self._wait_s)
-        tokenizer = self._loaded.get(name)
+        tokenizer = self._loaded.pop(name, None)
         if tokenizer is not None:
+            self._loaded[name] = tokenizer  # as the last, see by_use
             return tokenizer
         task = self._task(self.spec(name))
         try:
@@ -83,6 +84,10 @@ class ModelRegistry:
             return await asyncio.wait_for(asyncio.shield(task), self._wait_s)
         except TimeoutError:
             raise unavailable(f"The tokenizer of model {name} is still loading.", code="model_loading") from None
+
+    def by_use(self) -> Sequence[str]:
+        """Names of the models that are loaded, the least recently used first."""
+        return tuple(self._loaded)
 
     async def add(self, spec: ModelSpec) -> None:
         """Serves one more model, or a known one with other files, once it is loaded; raises what the load raised."""

@@ -7,11 +7,12 @@ import errno
 import os
 import shutil
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import grpc
+import psutil
 import pytest
 
 from services.common import tokenizer_delivery
@@ -36,6 +37,9 @@ from sluice.v1 import postprocess_pb2, postprocess_pb2_grpc, preprocess_pb2, pre
 from tests.support.loaded_tokenizers import tekken, tiny_folder, tiny_hf
 from tests.support.tiny_models import build_tiny_model
 from tests.support.workers import hosted
+
+STAND_IN = Path(__file__).parents[1] / "support" / "fake_vllm_package"
+TOOLS = b'[{"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}]'
 
 
 @pytest.fixture
@@ -226,6 +230,12 @@ async def running(serve: Callable[[Any, Stop], Any], settings: Any) -> AsyncIter
         await task
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110 - of other tasks and processes
+            await asyncio.sleep(0.02)
+
+
 async def test_a_cluster_needs_no_shared_volume_and_no_list_of_models(tmp_path: Path) -> None:
     model = tmp_path / "on-the-worker" / "tiny"
     shutil.copytree(tiny_folder(), model)
@@ -302,10 +312,73 @@ async def test_learned_model_without_workers_ends_after_its_grace_and_returns_wi
                 assert unpack_u32(got).tolist() == ids
                 assert await parsed(model, got) == "hello world"
                 assert await served() == {model}
-            async with asyncio.timeout(60):
-                while await served() or any(f.is_file() for cache in caches.values() for f in cache.rglob("*")):  # noqa: ASYNC110
-                    await asyncio.sleep(0.02)
+            await until(lambda: not any(file.is_file() for cache in caches.values() for file in cache.rglob("*")))
+            assert await served() == set()
             for ended in (tokenized(model), parsed(model, got)):
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
                     await ended
                 assert from_rpc_error(caught.value, "service").code == "model_not_found"
+
+
+async def test_more_models_than_are_loaded_at_a_time_are_all_served(tmp_path: Path) -> None:
+    addresses = {name: f"127.0.0.1:{free_port()}" for name in ("router", "preprocess", "postprocess")}
+
+    def settings(name: str) -> list[str]:
+        learning = ["--routers", addresses["router"], "--max-learned-models", "1"]
+        return ["--listen", addresses[name], *learning, "--drain-s", "0", "--tokenizer-cache", str(tmp_path / name)]
+
+    async with (
+        running(router.serve, RouterSettings.load(["--listen", addresses["router"], "--drain-s", "0"])),
+        hosted(tiny_folder(), routers=[addresses["router"]], model=f"first={tiny_folder()}"),
+        hosted(tiny_folder(), routers=[addresses["router"]], model=f"second={tiny_folder()}"),
+        running(preprocess.serve, PreprocessSettings.load(settings("preprocess"))) as pre_channel,
+        running(postprocess.serve, PostprocessSettings.load(settings("postprocess"))) as post_channel,
+    ):
+        pre = preprocess_pb2_grpc.PreprocessStub(pre_channel)
+        post = postprocess_pb2_grpc.PostprocessStub(post_channel)
+        for model in ("first", "second", "first", "second"):  # their workers stay
+            text = preprocess_pb2.TokenizeRequest(model=model, text=preprocess_pb2.TextInput(text="hello world"))
+            ids = (await pre.Tokenize(text, timeout=60)).token_ids
+            assert unpack_u32(ids).tolist() == tiny_hf().encode_text("hello world")
+            parse = postprocess_pb2.ParseRequest(options=postprocess_pb2.StreamOptions(model=model), token_ids=ids)
+            assert (await post.Parse(parse, timeout=60)).text == "hello world"
+            listed = (await pre.ListModels(preprocess_pb2.ListTokenizersRequest())).models
+            assert [info.model for info in listed] == [model]
+
+
+async def test_engines_processes_end_with_the_last_worker_and_start_again_with_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(STAND_IN))
+    addresses = {name: f"127.0.0.1:{free_port()}" for name in ("router", "preprocess", "postprocess")}
+
+    def settings(name: str) -> list[str]:
+        learning = ["--routers", addresses["router"], "--model-grace-s", "0.2", "--vllm-processing"]
+        return ["--listen", addresses[name], *learning, "--drain-s", "0", "--tokenizer-cache", str(tmp_path / name)]
+
+    def engines() -> int:
+        """Processes with the engine's code: a model's tokenizer, the parsers' loader and its copy."""
+        found = 0
+        for process in psutil.Process().children(recursive=True):
+            with suppress(psutil.Error):
+                found += process.status() != psutil.STATUS_ZOMBIE and "vllm" in process.cmdline()
+        return found
+
+    async with (
+        running(router.serve, RouterSettings.load(["--listen", addresses["router"], "--drain-s", "0"])),
+        running(preprocess.serve, PreprocessSettings.load(settings("preprocess"))) as pre_channel,
+        running(postprocess.serve, PostprocessSettings.load(settings("postprocess"))) as post_channel,
+    ):
+        pre = preprocess_pb2_grpc.PreprocessStub(pre_channel)
+        post = postprocess_pb2_grpc.PostprocessStub(post_channel)
+        for _ in range(2):
+            async with hosted(tiny_folder(), routers=[addresses["router"]]):
+                chat = preprocess_pb2.ChatInput(messages_json=b'[{"role": "user", "content": "hi"}]')
+                rendered = await pre.Render(preprocess_pb2.RenderRequest(model="tiny", chat=chat), timeout=120)
+                assert rendered.text == "<by the engine>hi"
+                options = postprocess_pb2.StreamOptions(model="tiny", tool_parser="vllm:hermes", tools_json=TOOLS)
+                ids = pack_u32(tiny_hf().encode_text("hello"))
+                parse = postprocess_pb2.ParseRequest(options=options, token_ids=ids)
+                assert (await post.Parse(parse, timeout=120)).text == "HELLO", "as the stand-in's parser writes it"
+                assert engines() == 3
+            await until(lambda: engines() == 0)

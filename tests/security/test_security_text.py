@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from services.common.models import DEFAULT_SOURCE, resolve
+from services.common.packing import unpack_u32
 from services.postprocess.parsed import ParsedStream
 from services.postprocess.parsers.contract import ParserContext
 from services.postprocess.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, ParserNames, build, markers_of
@@ -46,6 +48,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return folder
 
 
+@cache
 def _tokenizer(name: str, folders: Callable[[str], Path], fast: bool) -> TokenizerProtocol:
     speed = Speed(fast_backend=fast, cache_bytes=0)
     return (
@@ -69,6 +72,20 @@ def test_a_run_of_any_character_is_tokenized_in_linear_time_to_the_ids_of_the_re
                 lambda size, one=one, run=run: one.pack_text(run(size), False), 32_000, TIMES, TOKENIZED_BOUND
             )
             assert cost < TOKENIZED_BOUND, f"{label} with {backend}"
+
+
+@pytest.mark.parametrize("name", ["tekken", *EXACT])
+def test_random_texts_with_long_runs_have_the_ids_of_the_reference(name: str, folders: Callable[[str], Path]) -> None:
+    reference, fast = (_tokenizer(name, folders, fast) for fast in (False, True))
+    draw = random.Random(name)
+    for number in range(8):
+        pieces = [draw.choice(UNITS) * draw.choice((1, 2, 7, 300, (16 << 10) - 1, 16 << 10)) for _ in range(8)]
+        text = "".join(pieces)
+        expected = reference.pack_text(text, add_special_tokens=False)
+        assert fast.pack_text(text, add_special_tokens=False) == expected, f"text {number}"
+        if isinstance(reference, MistralTokenizer):
+            plain = reference._text.encode(text, bos=False, eos=False)  # as mistral-common itself does it
+            assert unpack_u32(expected).tolist() == plain, f"text {number}"
 
 
 def _texts(names: ParserNames) -> dict[str, Callable[[int], str]]:

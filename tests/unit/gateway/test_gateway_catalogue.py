@@ -9,6 +9,7 @@ from typing import Any, cast
 import grpc
 import pytest
 
+from services.common.errors import ErrorKind, SluiceError
 from services.gateway.clients import catalogue
 from services.gateway.clients.catalogue import Catalogue, WorkerEntry
 from sluice.v1 import common_pb2, router_pb2
@@ -26,9 +27,9 @@ class Router:
     def pick(self) -> Router:
         return self
 
-    def tell(self, kind: KINDS.Kind, *names: str) -> None:
+    def tell(self, kind: KINDS.Kind, *names: str, model: str = "m") -> None:
         for name in names or ("",):
-            card = common_pb2.ModelCard(model="m")
+            card = common_pb2.ModelCard(model=model)
             worker = router_pb2.WorkerInfo(worker_id=name, address=f"{name}:1", card=card)
             self._changes.put_nowait(router_pb2.WorkerChange(kind=kind, worker=worker))
 
@@ -51,7 +52,7 @@ class Followed:
         self._running = asyncio.create_task(self.catalogue.run())
 
     def _up(self, entry: WorkerEntry) -> None:
-        assert entry.model == "m"
+        assert entry.model
 
     async def until(self, *names: str, doubted: bool = False) -> None:
         async with asyncio.timeout(20):
@@ -81,6 +82,24 @@ async def test_a_worker_that_leaves_is_gone_at_once(followed: Followed) -> None:
     followed.router.tell(KINDS.KIND_DOWN, "a")
     await followed.until("b")
     assert followed.gone == ["a"]
+
+
+async def test_model_seen_after_many_others_have_gone_is_unavailable_and_the_oldest_unknown(
+    followed: Followed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalogue, "KNOWN_MODELS", 3)
+    for model in ("m1", "m2", "m3", "m4"):
+        followed.router.tell(KINDS.KIND_UP, model, model=model)
+        followed.router.tell(KINDS.KIND_DOWN, model, model=model)
+    followed.router.tell(KINDS.KIND_DOWN, "a", "b")
+    await followed.until()
+    kinds = {}
+    for model in ("m1", "m2", "m3", "m4", "m"):
+        with pytest.raises(SluiceError) as caught:
+            followed.catalogue.model(model)
+        kinds[model] = caught.value.kind
+    gone, unknown = ErrorKind.UNAVAILABLE, ErrorKind.NOT_FOUND
+    assert kinds == {"m1": unknown, "m2": unknown, "m3": gone, "m4": gone, "m": gone}
 
 
 async def test_a_router_that_knows_nobody_yet_is_given_time(followed: Followed) -> None:
