@@ -75,7 +75,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time, level, logger, message, then the fields."""
+    """One JSON object a line, in ASCII: time, level, logger, message, then the fields."""
 
     def __init__(self, service: str) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str, ensure_ascii=False)
+        return json.dumps(line, default=str)
 
 
 def _is_no_cancellation(record: logging.LogRecord) -> bool:

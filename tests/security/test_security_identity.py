@@ -20,6 +20,7 @@ from services.common.server import GrpcServer
 from services.common.settings import GrpcServiceSettings, TlsSettings
 from services.common.tasks import TaskOwner
 from services.common.tls import channel_credentials
+from services.common.tokens import shown_tokens
 from services.gateway.clients.catalogue import Catalogue
 from services.gateway.clients.router import RouterClient
 from services.gateway.fleet import Fleet
@@ -120,6 +121,27 @@ async def test_worker_is_shown_no_token_that_another_service_accepts(tmp_path: P
             await caller.channel.close()
         for each in calls:
             await each.channel.close()
+
+
+async def test_token_of_one_worker_is_refused_by_another_worker(tmp_path: Path) -> None:
+    made_tokens.make(tmp_path, made_tokens.Options(workers=["w1", "w2"]))
+    show = shown_tokens(SecretStr(""), tmp_path / "gateway" / made_tokens.SHOWN, SecretStr(""), None)
+    assert show is not None
+    accepted = tmp_path / f"worker-w2/{made_tokens.ACCEPTED}"
+    server = GrpcServer(GrpcServiceSettings(listen="127.0.0.1:0", tokens_file=accepted), worker_pb2.DESCRIPTOR)
+    worker_pb2_grpc.add_WorkerServicer_to_server(Spy(), server.server)
+    await server.start()
+    try:
+        refusals = {}
+        for worker_id in ("w1", "w2"):
+            caller = Calls(server.port, show(f"worker/{worker_id}"))
+            refusals[worker_id] = await caller.call(worker_pb2, "Worker", "GetInfo")
+            await caller.channel.close()
+    finally:
+        await server.stop(0)
+    assert refusals["w2"] is None
+    assert refusals["w1"] is not None
+    assert (refusals["w1"].kind, refusals["w1"].code) == (ErrorKind.UNAUTHENTICATED, "invalid_token")
 
 
 def test_token_for_every_service_is_refused_with_a_sentence(tmp_path: Path) -> None:

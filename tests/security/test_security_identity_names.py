@@ -6,9 +6,11 @@ import asyncio
 import io
 import json
 import logging
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -21,6 +23,7 @@ from services.common.server import GrpcServer
 from services.common.settings import GrpcServiceSettings
 from services.common.tasks import TaskOwner
 from services.gateway.clients.worker_link import WorkerLink
+from services.gateway.live_stream import LiveStream
 from sluice.v1 import (
     common_pb2,
     router_pb2,
@@ -55,6 +58,7 @@ class TextLog:
         return self.stream.getvalue().splitlines()
 
 
+SLOT = 7
 FORGED = "00:00:00.000 ERROR   services.router  forged"
 NAMES = [
     f"w\n{FORGED}",
@@ -122,15 +126,23 @@ def test_log_value_cannot_pass_for_further_fields_or_lines() -> None:
     assert json.loads('"\\u2029"') not in log.stream.getvalue()
 
 
+def test_json_log_line_holds_no_line_break_of_a_value() -> None:
+    record = logging.makeLogRecord({"msg": "worker", "worker": "w\x85\u2028\x9b2J\ud800"})
+    line = logs.JsonFormatter("router").format(record)
+    assert line.isascii()
+    assert line.isprintable()
+    assert json.loads(line)["worker"] == record.__dict__["worker"]
+
+
 @dataclass
 class Events:
-    """What a link says about its streams."""
+    """What a link reports about its streams."""
 
     failed: dict[int, SluiceError] = field(default_factory=dict)
     lost: list[SluiceError] = field(default_factory=list)
 
-    def on_failed(self, slot: int, error: SluiceError) -> None:
-        self.failed[slot] = error
+    def on_failed(self, stream: LiveStream, error: SluiceError) -> None:
+        self.failed[stream.slot] = error
 
 
 class Liar(worker_pb2_grpc.WorkerServicer):
@@ -146,7 +158,9 @@ class Liar(worker_pb2_grpc.WorkerServicer):
             await context.abort(self.status, "no", detail)
         await context.write(
             worker_pb2.TokenBatch(
-                extras=[worker_pb2.TokenExtra(slot=7, finish_reason=common_pb2.FINISH_REASON_ERROR, error=self.detail)]
+                extras=[
+                    worker_pb2.TokenExtra(slot=SLOT, finish_reason=common_pb2.FINISH_REASON_ERROR, error=self.detail)
+                ]
             )
         )
         await asyncio.Event().wait()
@@ -180,10 +194,11 @@ async def test_error_of_a_worker_is_cut_and_accuses_no_client(where: str, kind: 
         events,
         lambda _, error: events.lost.append(error),  # type: ignore[arg-type]
     )
+    link.adopt(cast(LiveStream, SimpleNamespace(slot=SLOT, tokens=array("I"))))
     try:
         tasks.spawn(link.run(), "link")
         await until(lambda: bool(events.failed if where == "stream" else events.lost))
-        error = events.failed[7] if where == "stream" else events.lost[0]
+        error = events.failed[SLOT] if where == "stream" else events.lost[0]
     finally:
         await tasks.close()
         await channel.close()
