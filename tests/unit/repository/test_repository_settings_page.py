@@ -45,7 +45,7 @@ def test_bounds_choices_and_defaults_are_shown() -> None:
     assert "| `--trace-sample` | `SLUICE_SERVICE_TRACE_SAMPLE` | `0` |" in page
     assert "at least 0, at most 1" in page
     assert "one of `kv`, `round_robin`" in page
-    assert "| `--reflection` | `SLUICE_SERVICE_REFLECTION` | `on` |" in page
+    assert "| `--open-health` | `SLUICE_SERVICE_OPEN_HEALTH` | `on` |" in page
 
 
 def test_secrets_have_no_default_on_the_page() -> None:
