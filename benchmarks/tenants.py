@@ -55,7 +55,7 @@ def _conversation(
 ) -> Iterator[Arrival]:
     for _ in range(turns):
         ids += tuple(next(fresh) for _ in range(TURN_BLOCKS))
-        yield Arrival(at_s, len(ids) * TOKENS_PER_ID, OUTPUT_TOKENS, ids, salt)
+        yield Arrival(at_s, len(ids) * TOKENS_PER_ID, OUTPUT_TOKENS, ids, salt=salt)
         at_s += THINKS_S * (0.5 + random.random())
 
 

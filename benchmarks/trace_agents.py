@@ -62,7 +62,7 @@ def agent_arrivals(requests: int, seed: int) -> list[Arrival]:
         session.ids.extend(next(fresh) for _ in range(-(-session.tokens // TOKENS_PER_ID) - len(session.ids)))
         output = _tokens(random, OUTPUT_TOKENS)
         ids = tuple(session.ids)
-        arrivals.append(Arrival(now_s, session.tokens, output, ids, session.number, session.agent))
+        arrivals.append(Arrival(now_s, session.tokens, output, ids, session=session.number, agent=session.agent))
         session.tokens += output + _tokens(random, ADDED_TOKENS)
         if random.random() >= 1 / TURNS and session.tokens <= MOST_TOKENS:
             pause_s = random.expovariate(1 / (USER_S if random.random() < USER_SHARE else TOOL_S))

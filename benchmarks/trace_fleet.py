@@ -51,9 +51,9 @@ class Arrival:
     prompt_tokens: int
     output_tokens: int
     ids: tuple[int, ...]
-    salt: str = ""
-    session: int = 0
-    agent: int = 0
+    salt: str = field(default="", kw_only=True)
+    session: int = field(default=0, kw_only=True)
+    agent: int = field(default=0, kw_only=True)
 
 
 Affinity = Literal["none", "session", "agent", "user"]

@@ -1,7 +1,7 @@
 """The session of a request: requests of one session go to one worker, see docs/router.md.
 
-A session's name comes from the client, so the router gets a digest of it that contains the API key's id: clients of
-different keys never share a session, whatever they send.
+A session's name comes from the client, so the router gets a digest of it that contains the tenant of the API key:
+clients of different tenants never share a session, whatever they send. Keys of one tenant share theirs.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _session_id(source: str, name: str) -> str:
             param=source,
             code="invalid_value",
         )
-    parts = (permits.current().key.id, source, name)
+    parts = (permits.current().owner, source, name)
     digest = blake2b(digest_size=_DIGEST_BYTES)
     for part in parts:
         encoded = part.encode("utf-8", "surrogatepass")

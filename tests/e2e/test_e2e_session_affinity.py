@@ -19,13 +19,15 @@ TURNS = 8
 WORKERS = 4
 ONE, ONE_RECORD = create("one")
 TWO, TWO_RECORD = create("two")
+SHOP, SHOP_RECORD = create("of a shop", tenant="shop")
+SHOP_TOO, SHOP_TOO_RECORD = create("of the same shop", tenant="shop")
 SOURCES = "x-session-id,prompt_cache_key,user"
 
 
 @pytest.fixture(scope="module")
 def suite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Suite]:
     file = tmp_path_factory.mktemp("keys") / "keys.json"
-    write(file, [ONE_RECORD, TWO_RECORD])
+    write(file, [ONE_RECORD, TWO_RECORD, SHOP_RECORD, SHOP_TOO_RECORD])
     env = {"SLUICE_GATEWAY_API_KEYS_FILE": str(Path(file)), "SLUICE_GATEWAY_SESSION_SOURCES": SOURCES}
     with Suite("--speedup", "1000", "--workers", str(WORKERS), env=env) as running:
         yield running
@@ -100,12 +102,19 @@ def test_earlier_source_counts(suite: Suite) -> None:
     assert run(suite, user="another", prompt_cache_key="the same") == (by_key[0], True)
 
 
-def test_session_of_another_key_is_another_session(suite: Suite) -> None:
-    mine = run(suite, session="shared")
-    theirs = run(suite, session="shared", key=TWO)
-    assert theirs[1] is False, "a key learns nothing of the sessions of another"
-    assert run(suite, session="shared") == (mine[0], True)
-    assert run(suite, session="shared", key=TWO) == (theirs[0], True)
+@pytest.mark.parametrize("other", [TWO, SHOP])
+def test_session_of_another_tenant_is_another_session(suite: Suite, other: str) -> None:
+    name = secrets.token_hex(8)
+    mine = run(suite, session=name)
+    theirs = run(suite, session=name, key=other)
+    assert theirs[1] is False, "a tenant learns nothing of the sessions of another"
+    assert run(suite, session=name) == (mine[0], True)
+    assert run(suite, session=name, key=other) == (theirs[0], True)
+
+
+def test_keys_of_one_tenant_share_a_session(suite: Suite) -> None:
+    first = run(suite, session="of the shop", key=SHOP)
+    assert run(suite, session="of the shop", key=SHOP_TOO) == (first[0], True)
 
 
 def test_session_name_that_is_too_long_is_refused_by_its_source(suite: Suite) -> None:

@@ -235,7 +235,7 @@ async def test_candidates_scores_costs_and_policies_work_together() -> None:
 @asynccontextmanager
 async def preprocess() -> AsyncIterator[str]:
     settings = PreprocessSettings.load(["--listen", "127.0.0.1:0", "--models", f"{MODEL}=mistral-common:tekken_240911"])
-    registry = ModelRegistry(settings.specs(), lambda spec: tekken())
+    registry = ModelRegistry(settings.served, lambda spec: tekken())
     pool = ComputePool(2, max_waiting=8, inline_bytes=8192, limit_s=30)
     server = GrpcServer(settings, preprocess_pb2.DESCRIPTOR)
     preprocess_pb2_grpc.add_PreprocessServicer_to_server(PreprocessService(registry, pool, 1 << 20), server.server)

@@ -43,13 +43,22 @@ def test_request_without_a_source_has_no_session() -> None:
     assert session(("x-session-id",), user="b") == ""
 
 
-def test_sessions_of_two_keys_differ_and_no_join_of_parts_makes_them_equal() -> None:
+def test_sessions_of_two_tenants_differ_and_no_join_of_parts_makes_them_equal() -> None:
+    found = set()
+    for tenant in ("", "", "x", "xa"):  # a key without a tenant is a tenant of its own
+        _, key = create("key", tenant=tenant)
+        permits.begin(Permit(key, "", None, None))
+        found |= {session(header="a"), session(header=f"{key.owner}a"), session(user=f"a{key.owner}")}
+    assert len(found) == 12
+
+
+def test_keys_of_one_tenant_share_its_sessions() -> None:
     found = set()
     for name in ("one", "two"):
-        _, key = create(name)
+        _, key = create(name, tenant="shop")
         permits.begin(Permit(key, "", None, None))
-        found |= {session(header="a"), session(header=f"{key.id}a"), session(user=f"a{key.id}")}
-    assert len(found) == 6
+        found.add(session(header="a"))
+    assert len(found) == 1
 
 
 def test_any_text_can_name_a_session_up_to_its_limit() -> None:

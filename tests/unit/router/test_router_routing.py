@@ -133,6 +133,13 @@ async def test_policy_direct_needs_exactly_one(cluster: Cluster) -> None:
     assert (await cluster.ask(prompt("A"), policy="direct", candidates=frozenset({"b"}))).worker.worker_id == "b"
 
 
+async def test_policy_direct_with_a_worker_of_two_ranks_is_refused(cluster: Cluster) -> None:
+    await cluster.add(worker("a", ranks=2), worker("b"))
+    with pytest.raises(SluiceError) as refused:
+        await cluster.ask(prompt("A"), policy="direct", candidates=frozenset({"a"}))
+    assert (refused.value.kind, refused.value.param) == (ErrorKind.INVALID_ARGUMENT, "candidates")
+
+
 @pytest.mark.parametrize("model", ["tekken", "org/model", "a:b", "ü %"])
 def test_reservation_ids_name_model_and_request(model: str) -> None:
     assert request_of(reservation_id(model, "chat:1/2")) == (model, "chat:1/2")
