@@ -60,7 +60,7 @@ def same(left: SluiceError, right: SluiceError) -> bool:
 
 @given(
     KINDS,
-    PRINTABLE,
+    PRINTABLE.filter(bool),  # one without a message gets another
     PRINTABLE,
     st.from_regex(r"[a-z0-9_]{0,64}", fullmatch=True),
     st.integers(0, MOST_RETRY_AFTER_MS),
