@@ -192,8 +192,9 @@ async def test_lines_being_written_when_the_service_stops_are_kept(
     loop = asyncio.get_running_loop()
 
     def slow_write(waiting: list[str]) -> None:
-        loop.call_soon_threadsafe(begun.set)
-        disk.wait(30)
+        if threading.current_thread() is not threading.main_thread():
+            loop.call_soon_threadsafe(begun.set)
+            disk.wait(30)
         write(waiting)
 
     monkeypatch.setattr(log, "_write", slow_write)
