@@ -8,7 +8,8 @@ import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -21,6 +22,7 @@ from services.common.server import GrpcServer
 from services.common.settings import GrpcServiceSettings
 from services.common.tasks import TaskOwner
 from services.gateway.clients.worker_link import WorkerLink
+from services.gateway.live_stream import LiveStream
 from sluice.v1 import (
     common_pb2,
     router_pb2,
@@ -129,8 +131,8 @@ class Events:
     failed: dict[int, SluiceError] = field(default_factory=dict)
     lost: list[SluiceError] = field(default_factory=list)
 
-    def on_failed(self, slot: int, error: SluiceError) -> None:
-        self.failed[slot] = error
+    def on_failed(self, stream: LiveStream, error: SluiceError) -> None:
+        self.failed[stream.slot] = error
 
 
 class Liar(worker_pb2_grpc.WorkerServicer):
@@ -180,6 +182,7 @@ async def test_error_of_a_worker_is_cut_and_accuses_no_client(where: str, kind: 
         events,
         lambda _, error: events.lost.append(error),  # type: ignore[arg-type]
     )
+    link.adopt(cast(LiveStream, SimpleNamespace(slot=7, tokens=[])))
     try:
         tasks.spawn(link.run(), "link")
         await until(lambda: bool(events.failed if where == "stream" else events.lost))
