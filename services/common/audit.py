@@ -159,7 +159,12 @@ class AuditLog:
         while True:
             await self._some.wait()
             self._some.clear()
-            await asyncio.to_thread(self._write, self._take())
+            writing = asyncio.ensure_future(asyncio.to_thread(self._write, self._take()))
+            try:
+                await asyncio.shield(writing)
+            except asyncio.CancelledError:
+                await writing  # or its lines are lost, or written when the file is closed
+                raise
             await asyncio.sleep(WRITE_EVERY_S)
 
     def close(self) -> None:

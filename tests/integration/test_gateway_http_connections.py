@@ -24,7 +24,7 @@ from services.gateway.http.server import HttpServer
 from services.gateway.http.silence import Watch
 from services.gateway.openai.answers import ChatFormat
 from services.gateway.openai.choices import StreamedChoices
-from tests.support.raw_http import MALFORMED, WAIT_S, answer, post
+from tests.support.raw_http import MALFORMED, UNKNOWN_METHOD, WAIT_S, answer, post
 
 PIECE = "x" * 1000
 
@@ -84,11 +84,11 @@ async def test_a_plain_request() -> None:
         assert b'{\\"a\\": 1}' in said
 
 
-@pytest.mark.parametrize("name", MALFORMED)
-async def test_malformed_requests_are_refused_and_closed(name: str) -> None:
+@pytest.mark.parametrize("request_", [*MALFORMED.values(), UNKNOWN_METHOD], ids=[*MALFORMED, "an unknown method"])
+async def test_malformed_requests_are_refused_and_closed(request_: bytes) -> None:
     app = App()
     async with served(app, header_timeout_s=1.0) as (host, port, _):
-        said = await answer(host, port, MALFORMED[name] + b"POST /smuggled HTTP/1.1\r\nhost: x\r\n\r\n")
+        said = await answer(host, port, request_ + b"POST /smuggled HTTP/1.1\r\nhost: x\r\n\r\n")
         assert said[9:12] in (b"400", b"408"), said
         assert b"connection: close" in said.lower()
         assert b"Traceback" not in said

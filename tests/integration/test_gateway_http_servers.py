@@ -21,7 +21,7 @@ from services.gateway.http.errors import error_response, plain_error_response
 from services.gateway.http.granian_server import GranianServer
 from services.gateway.http.guarded import Bounds
 from services.gateway.http.server import HttpServer
-from tests.support.raw_http import MALFORMED, WAIT_S, answer, post
+from tests.support.raw_http import MALFORMED, UNKNOWN_METHOD, WAIT_S, answer, everything, post
 
 HEADER_BYTES = 16 << 10
 BOUNDS = Bounds(header_bytes=HEADER_BYTES, header_timeout_s=1.0)
@@ -91,10 +91,17 @@ async def serving(request: pytest.FixtureRequest) -> AsyncIterator[Serving]:
 
 async def test_no_request_is_smuggled(serving: Serving) -> None:
     for name, request in MALFORMED.items():
-        said = await serving.ask(request + SECOND)
+        said = await everything(serving.host, serving.port, request + SECOND)
         assert said[9:12] in (b"400", b"408", b"499", b"501", b"505") or said.strip() == b"", (name, said)
         assert b"Traceback" not in said
         assert "/smuggled" not in serving.app.served, name
+
+
+async def test_a_request_of_an_unknown_method_is_refused_or_ends_where_it_should(serving: Serving) -> None:
+    last = SECOND.replace(b"host: x", b"host: x\r\nconnection: close")
+    said = await everything(serving.host, serving.port, UNKNOWN_METHOD + last)
+    assert said[9:12] == b"400"
+    assert (serving.app.served, said.count(b"HTTP/1.1 ")) in (([], 1), (["/echo", "/smuggled"], 2))
 
 
 async def test_headers_are_bounded(serving: Serving) -> None:

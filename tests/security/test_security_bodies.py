@@ -271,6 +271,14 @@ def test_hostile_body_over_http_is_a_counted_400(http: httpx.Client, name: str, 
     assert refused_so_far(http)[budget] == before + 1
 
 
+def test_body_larger_than_the_memory_once_parsed_over_http_is_a_counted_413(http: httpx.Client) -> None:
+    before = refused_so_far(http)["body_bytes"]
+    answer = http.post(CHAT, content=hostile_bodies.chat(metadata=hostile_bodies.named("p", 94_000, {})))
+    assert answer.status_code == 413, answer.text
+    assert "--max-body-memory-mb" in answer.json()["error"]["message"]
+    assert refused_so_far(http)["body_bytes"] == before + 1
+
+
 def test_defaults_take_what_agents_send() -> None:
     """A long conversation with many tools of real size is far from every budget."""
     parameters = {

@@ -86,7 +86,7 @@ def calls(count: int) -> list[dict[str, Any]]:
     return [USER, {"role": "assistant", "content": used}, {"role": "user", "content": results}]
 
 
-_WIDE = {"properties": named("p", 95_000, {})}
+_WIDE = {"properties": named("p", 80_000, {})}
 _MESSAGES = b'{"model":"m","messages":['
 _BLOCKS = [{"type": "text", "text": "x"}] * 35_000
 _PARTS = [{"type": "input_text", "text": "x"}] * 35_000

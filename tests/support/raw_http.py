@@ -27,6 +27,21 @@ async def answer(host: str, port: int, sent: bytes, more: float = 0) -> bytes:
     return head + b"\r\n\r\n" + body
 
 
+async def everything(host: str, port: int, sent: bytes) -> bytes:
+    """All that comes back until the server closes the connection."""
+    reader, writer = await asyncio.open_connection(host, port)
+    said = b""
+    async with asyncio.timeout(WAIT_S):
+        try:
+            writer.write(sent)
+            while part := await reader.read(65536):
+                said += part
+        except ConnectionResetError:  # it closed with some of what was sent unread
+            pass
+    writer.close()
+    return said
+
+
 def post(body: bytes, *headers: str) -> bytes:
     lines = ["POST /echo HTTP/1.1", "host: x", *headers, "", ""]
     return "\r\n".join(lines).encode("latin-1") + body
@@ -51,6 +66,8 @@ MALFORMED = {
     "no version": b"POST /echo\r\n\r\n",
     "another version": b"POST /echo HTTP/9.9\r\nhost: x\r\n\r\n",
     "no target": b"POST  HTTP/1.1\r\nhost: x\r\n\r\n",
-    "an unknown method": b"GREET /echo HTTP/1.1\r\nhost: x\r\n\r\n",
 }
 """Requests of which no server may make anything, by what is wrong with them."""
+
+UNKNOWN_METHOD = b"GREET /echo HTTP/1.1\r\nhost: x\r\n\r\n"
+"""Well formed, and in uvicorn refused all the same: what follows on its connection is a request of its own."""

@@ -55,7 +55,7 @@ async def read_json(
     if values is not None:
         check_values(body, values)
     if len(body) >= CHECKED_FROM:
-        memory.check(parsed_size(body))
+        memory.check(parsed_size(body, memory.most_parsed))
     try:
         parsed = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -64,7 +64,8 @@ async def read_json(
         raise invalid("The request body is nested too deep.")
     if not isinstance(parsed, dict):
         raise invalid("The request body must be a JSON object.")
-    memory.resize(share, (len(body) >= MEASURED_FROM and measured_size(parsed)) or parsed_size(body))
+    size = measured_size(parsed) if len(body) >= MEASURED_FROM else None
+    memory.resize(share, parsed_size(body, memory.most_parsed) if size is None else size)
     scoped.check_body(permit.current(), parsed)
     return parsed
 

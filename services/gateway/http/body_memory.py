@@ -55,6 +55,11 @@ class BodyMemory:
         return self._large.limit // WHILE_READ
 
     @property
+    def most_parsed(self) -> int:
+        """The most that the objects of one body may take, bytes."""
+        return self._large.limit
+
+    @property
     def used(self) -> int:
         """Bytes held now."""
         return self._small.used + self._large.used + self._complete.used
@@ -111,9 +116,9 @@ class BodyMemory:
 
     def check(self, size: int) -> None:
         """Raises SluiceError(TOO_LARGE) for a body that takes more bytes once it is parsed than there ever are."""
-        if size > self._large.limit:
+        if size > self.most_parsed:
             raise self._large.refuse(
-                f"The request body takes {size} bytes once it is parsed, more than the {self._large.limit} there are; "
+                f"The request body takes {size} bytes once it is parsed, more than the {self.most_parsed} there are; "
                 "send fewer values in one request",
                 kind=ErrorKind.TOO_LARGE,
                 code="request_too_large",

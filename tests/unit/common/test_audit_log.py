@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import stat
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -180,3 +181,27 @@ def test_a_place_where_nothing_can_be_written_is_one_sentence(tmp_path: Path) ->
         AuditLog(settings(tmp_path / "none" / "audit.jsonl"))
     assert refused.value.kind is ErrorKind.FAILED_PRECONDITION
     assert "cannot be written: No such file or directory." in refused.value.message
+
+
+async def test_lines_being_written_when_the_service_stops_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "audit.jsonl"
+    log, tasks = AuditLog(settings(path)), TaskOwner()
+    begun, disk, write = asyncio.Event(), threading.Event(), log._write
+    loop = asyncio.get_running_loop()
+
+    def slow_write(waiting: list[str]) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            loop.call_soon_threadsafe(begun.set)
+            disk.wait(30)
+        write(waiting)
+
+    monkeypatch.setattr(log, "_write", slow_write)
+    tasks.spawn(log.run(), "audit")
+    log.write(entry(1))
+    await begun.wait()
+    loop.call_later(0.1, disk.set)
+    await tasks.close()
+    log.close()
+    assert [line["request_id"] for line in lines(path)] == ["r1"]

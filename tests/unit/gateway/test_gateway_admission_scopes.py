@@ -84,7 +84,7 @@ def test_every_scope_is_needed_by_something() -> None:
     assert needed == ALL == parse(ordered(ALL))
 
 
-@pytest.mark.parametrize("path", ["/health", "/ready", "/docs", "/openapi.json", "/ui", "/ui/", "/ui/main.js"])
+@pytest.mark.parametrize("path", ["/", "/health", "/ready", "/docs", "/openapi.json", "/ui", "/ui/", "/ui/main.js"])
 def test_paths_without_data_need_no_key(path: str) -> None:
     assert scoped.of_path(path) is None
 
@@ -98,7 +98,7 @@ def test_paths_that_show_every_tenant_need_the_scope_operate(path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["/v1/models", "/v1/chat/completions", "/tokenize", "/", "/uix", "/metricsx", "/nothing"]
+    "path", ["/v1/models", "/v1/chat/completions", "/tokenize", "//", "/uix", "/metricsx", "/nothing"]
 )
 def test_all_other_paths_need_the_scope_infer(path: str) -> None:
     assert scoped.of_path(path) is Scope.INFER

@@ -257,3 +257,11 @@ async def test_a_dense_body_without_memory_for_its_objects_is_refused_at_once(
     assert found.kind == ErrorKind.UNAVAILABLE
     assert refused == ["body_bytes"]
     other.reading.cancel()
+
+
+async def test_a_body_of_much_punctuation_in_its_strings_is_read() -> None:
+    memory = BodyMemory(32 * MIB)
+    code = b'{"a":"' + b"[]," * (600 * KIB) + b'"}'
+    body = announced(memory, len(code), limit=4 * MIB)
+    body.send(code)
+    assert len((await body.reading)["a"]) == len(code) - 8

@@ -71,6 +71,19 @@ def test_parsed_size_of_a_prompt_is_a_few_times_what_the_parser_takes(shape: str
     assert parsed_size(SHAPES[shape]) < 5 * taken(SHAPES[shape])
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_parsed_size_of_a_shape_is_over_every_limit_that_it_exceeds(shape: str) -> None:
+    text = SHAPES[shape]
+    size = taken(text)
+    for most in (size // 2, size - 1024):
+        assert parsed_size(text, most) > most
+
+
+def test_parsed_size_of_code_that_might_be_over_the_limit_is_about_what_the_parser_takes() -> None:
+    text = SHAPES["code"]
+    assert parsed_size(text, most=len(text)) == pytest.approx(taken(text), rel=0.2)
+
+
 @pytest.mark.parametrize("shape", ["prose", "code"])
 def test_measured_size_of_a_prompt_is_what_the_parser_takes(shape: str) -> None:
     size = measured_size(orjson.loads(SHAPES[shape]))
