@@ -102,7 +102,7 @@ def test_earlier_source_counts(suite: Suite) -> None:
     assert run(suite, user="another", prompt_cache_key="the same") == (by_key[0], True)
 
 
-@pytest.mark.parametrize("other", [TWO, SHOP])
+@pytest.mark.parametrize("other", [TWO, SHOP], ids=["key", "shop"])
 def test_session_of_another_tenant_is_another_session(suite: Suite, other: str) -> None:
     name = secrets.token_hex(8)
     mine = run(suite, session=name)
