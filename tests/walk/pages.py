@@ -131,7 +131,7 @@ def _of_console(text: str) -> list[str]:
             commands[-1] += "\n" + line.removeprefix("> ")
         else:
             continue
-        continues = line.endswith("\\")
+        continues = line.endswith("\\") or not _is_complete(commands[-1])
     return commands
 
 

@@ -330,13 +330,14 @@ def _packages_of_tests() -> Path:
 def _environment(home: Path) -> dict[str, str]:
     """Nothing of this machine's settings but where programs are; no package index."""
     programs = os.pathsep.join([str(home / "bin"), str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    packages = os.pathsep.join([str(_packages(home)), str(ROOT / "clients/python/src")])  # the client, as if installed
     kept = {name: os.environ[name] for name in ("LANG", "LC_ALL", "TMPDIR") if name in os.environ}
     return {
         **kept,
         "PATH": programs,
         "HOME": str(home),
         "CURL_HOME": str(home),
-        "PYTHONPATH": str(_packages(home)),
+        "PYTHONPATH": packages,
         "PIP_NO_INDEX": "1",
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
         "NO_COLOR": "1",
