@@ -84,6 +84,17 @@ async def test_a_plain_request() -> None:
         assert b'{\\"a\\": 1}' in said
 
 
+async def test_small_parts_of_an_answer_are_sent_at_once() -> None:
+    async with served(App()) as (host, port, server):
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(post(b'{"a":1}', "content-length: 7"))
+        await reader.readuntil(b"\r\n\r\n")
+        (connection,) = server._server.server_state.connections
+        accepted = connection.transport.get_extra_info("socket")  # type: ignore[union-attr]
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        writer.close()
+
+
 @pytest.mark.parametrize("request_", [*MALFORMED.values(), UNKNOWN_METHOD], ids=[*MALFORMED, "an unknown method"])
 async def test_malformed_requests_are_refused_and_closed(request_: bytes) -> None:
     app = App()

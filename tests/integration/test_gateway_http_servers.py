@@ -24,7 +24,7 @@ from services.gateway.http.server import HttpServer
 from tests.support.raw_http import MALFORMED, UNKNOWN_METHOD, WAIT_S, answer, everything, post
 
 HEADER_BYTES = 16 << 10
-BOUNDS = Bounds(header_bytes=HEADER_BYTES, header_timeout_s=1.0)
+BOUNDS = Bounds(header_bytes=HEADER_BYTES, header_timeout_s=1.0, body_timeout_s=1.0)
 SECOND = b"POST /smuggled HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}"
 
 
@@ -33,6 +33,7 @@ class Echo:
 
     def __init__(self) -> None:
         self.served: list[str] = []
+        self.names: list[bytes] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -40,6 +41,7 @@ class Echo:
         self.served.append(scope["path"])
         try:
             body = await read_json(Request(scope, receive), 1 << 16, 1.0)
+            self.names = [name for name, _ in scope["headers"]]
             response = plain_error_response(json.dumps(body), 200)
         except SluiceError as error:
             response = error_response(error)
@@ -102,6 +104,18 @@ async def test_a_request_of_an_unknown_method_is_refused_or_ends_where_it_should
     said = await everything(serving.host, serving.port, UNKNOWN_METHOD + last)
     assert said[9:12] == b"400"
     assert (serving.app.served, said.count(b"HTTP/1.1 ")) in (([], 1), (["/echo", "/smuggled"], 2))
+
+
+async def test_trailers_are_no_headers(serving: Serving) -> None:
+    chunks = b"2\r\n{}\r\n0\r\nauthorization: Bearer k\r\nx-api-key: k\r\n\r\n"
+    said = await serving.ask(post(chunks, "transfer-encoding: chunked", "trailer: authorization, x-api-key"))
+    assert said[9:12] == b"200"
+    assert serving.app.names == [b"host", b"transfer-encoding", b"trailer"]
+
+
+async def test_the_rest_of_a_refused_body_that_trickles_is_closed_in_time(serving: Serving) -> None:
+    said = await slowly(serving, post(b"", "content-length: 1000000"), b"x")
+    assert said[9:12] == b"413"
 
 
 async def test_headers_are_bounded(serving: Serving) -> None:
