@@ -15,6 +15,7 @@ from services.common.errors import ErrorKind, SluiceError
 
 NAMES = (
     "body_bytes",
+    "body_time",
     "body_values",
     "pipelined_requests",
     "list_items",

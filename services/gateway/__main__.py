@@ -25,6 +25,7 @@ from services.gateway.direction_headers import RequestDirections
 from services.gateway.fleet import Fleet
 from services.gateway.http.admitting import Admission
 from services.gateway.http.body_memory import BodyMemory
+from services.gateway.http.body_pace import BodyPace
 from services.gateway.http.hosts import HostCheck, host_policy
 from services.gateway.http.pacing import Pacer
 from services.gateway.http.scoped import without_effect
@@ -102,7 +103,7 @@ async def serve(settings: GatewaySettings, stop: Stop) -> None:
 
     parity = Parity(preprocess.tokenizers, catalogue.of_model, lambda: list(catalogue.models))
     pacer = Pacer(Watch(settings.comment_every_s, settings.write_timeout_s))
-    bodies = BodyMemory(settings.body_memory_bytes)
+    bodies = BodyMemory(settings.body_memory_bytes, BodyPace(settings.large_body_share))
     openai = OpenAIEndpoints(pipelines, settings, pacer, parity, pieces, bodies)
     conductor = Conductor(pipelines, settings, pacer, pieces)
     kept = build_store(settings, tasks)

@@ -6,28 +6,59 @@ byte and builds nothing.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from services.common.budgets import Budget
 
 MANY = 10
 """What a list, an object or a string counts, next to the 1 of a number: about their shares of time and memory."""
 
 
-def check_values(text: bytes | bytearray, budget: Budget) -> None:
+class Marks(NamedTuple):
+    """How many there are of each mark that structures JSON in a text; counted once, for all that is decided by it."""
+
+    commas: int
+    colons: int
+    lists: int
+    objects: int
+    quotes: int
+
+    @classmethod
+    def of(cls, text: bytes | bytearray) -> Marks:
+        """Counts the marks of a text, those within its strings among them."""
+        return cls(text.count(b","), text.count(b":"), text.count(b"["), text.count(b"{"), text.count(b'"'))
+
+    @property
+    def strings(self) -> int:
+        """The strings at most."""
+        return self.quotes // 2
+
+    @property
+    def weight(self) -> int:
+        """What the values beside strings count in `check_values`."""
+        return self.commas + MANY * (self.lists + self.objects)
+
+
+def check_values(text: bytes | bytearray, budget: Budget, marks: Marks | None = None) -> None:
     """Refuses a JSON text that holds too many values.
 
     Args:
         text: JSON, or what claims to be.
         budget: in units of a number; lists, objects and strings count `MANY`, names in objects are strings.
+        marks: of the text, where they have been counted.
 
     Raises:
         SluiceError: INVALID_ARGUMENT.
     """
     limit = budget.limit
-    if MANY * len(text) <= limit or _weight(text) + MANY * text.count(b'"') // 2 <= limit:
+    if MANY * len(text) <= limit:
+        return
+    marks = marks or Marks.of(text)
+    if marks.weight + MANY * marks.strings <= limit:
         return
     # What looks like values may be characters of strings.
     outside, strings = without_strings(text, limit // MANY)
-    if _weight(outside) + MANY * strings > limit:
+    if MANY * strings > limit or Marks.of(outside).weight + MANY * strings > limit:
         raise budget.refuse(
             f"The request body holds too many values: numbers count 1, lists, objects and strings {MANY}, and "
             f"{limit} is the limit"
@@ -57,10 +88,6 @@ def without_strings(text: bytes | bytearray, most: int) -> tuple[bytes, int]:
         text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
     strings = text.count(b'"') // 2
     return (b"", strings) if strings > most else (b"".join(text.split(b'"')[::2]), strings)
-
-
-def _weight(text: bytes | bytearray) -> int:
-    return text.count(b",") + MANY * (text.count(b"[") + text.count(b"{"))
 
 
 def _nodes(text: bytes | bytearray) -> int:

@@ -59,6 +59,13 @@ class GatewaySettings(HttpSettings, BodySettings, AuditSettings, HttpsSettings, 
         description="memory of all request bodies together, parsed ones included, MiB; bodies that do not fit wait "
         "unread, for body-timeout-s at most; 0 (default): 64, or 4 times max-body-mb where that is more",
     )
+    large_body_share: float = Field(
+        0.25,
+        gt=0,
+        le=1,
+        description="most of the gateway's time that parsing request bodies over 64 KiB takes; where more arrive they "
+        "wait, for body-timeout-s at most, and other requests go on",
+    )
     worker_message_mb: int = Field(
         16,
         ge=1,

@@ -194,6 +194,23 @@ async def test_bodies_unfinished_hold_bounded_memory_and_delay_no_other_client(
     assert peak < MOST_MIB
 
 
+async def test_requests_with_large_bodies_leave_time_to_others() -> None:
+    """A8: bodies of megabytes, one after the other, whose parsing would take all of the gateway's time."""
+    body = b'{"model":"' + b"m" * (4 << 20) + b'"}'
+    with LoneGateway("--large-body-share", "0.01", "--body-timeout-s", "1") as gateway:
+        async with innocent(gateway), httpx.AsyncClient(base_url=gateway.url, timeout=WAIT_S) as http:
+            headers = {"content-type": "application/json"}
+            found = await asyncio.gather(
+                *(http.post("/v1/chat/completions", content=body, headers=headers) for _ in range(6))
+            )
+            metrics = (await http.get("/metrics")).text
+        refused = [one.json()["error"] for one in found if "--large-body-share" in one.text]
+        assert 1 <= len(refused) < len(found)
+        assert {one.status_code for one in found} == {400, 503}
+        assert {error["code"] for error in refused} == {budgets.CODE}
+        assert f'budget="body_time"}} {len(refused)}' in metrics
+
+
 async def test_requests_pipelined_hold_bounded_memory_and_delay_no_other_client(gateway: LoneGateway) -> None:
     """A6: 21 MB of small requests on one connection."""
     request = b"GET /v1/nothing HTTP/1.1\r\nhost: localhost\r\n\r\n"

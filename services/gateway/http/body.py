@@ -13,9 +13,10 @@ from starlette.types import Scope
 from services.common.budgets import Budget
 from services.common.errors import ErrorKind, SluiceError, invalid
 from services.gateway.admission import permit
-from services.gateway.body_values import check_values
+from services.gateway.body_values import Marks, check_values
 from services.gateway.http import scoped
 from services.gateway.http.body_memory import SETTING, SMALL_BYTES, BodyMemory, BodyShare
+from services.gateway.http.body_pace import LARGE_BYTES
 from services.gateway.http.json_size import measured_size, parsed_size
 
 MAX_DEPTH = 200
@@ -45,27 +46,30 @@ async def read_json(
         memory: of all bodies; None for a body that shares with no other.
 
     Raises:
-        SluiceError: TOO_LARGE, UNAVAILABLE when there is no memory for it, CANCELLED, PERMISSION_DENIED for a model or
-            a field that the key may not use, or INVALID_ARGUMENT for anything that is no JSON object.
+        SluiceError: TOO_LARGE, UNAVAILABLE when there is no memory or time for it, CANCELLED, PERMISSION_DENIED for a
+            model or a field that the key may not use, or INVALID_ARGUMENT for anything that is no JSON object.
         HTTPException: 408 when it does not arrive in time, 415 when it is compressed or sent as a form.
     """
     length = _announced_length(request)
     memory = memory or BodyMemory(4 * limit)
     body, share = await _read_in_time(request, length, limit, timeout_s, memory)
+    if len(body) > LARGE_BYTES:
+        await memory.pace.turn(timeout_s)
+    marks = Marks.of(body)
     if values is not None:
-        check_values(body, values)
+        check_values(body, values, marks)
     if len(body) >= CHECKED_FROM:
-        memory.check(parsed_size(body, memory.most_parsed))
+        memory.check(parsed_size(body, memory.most_parsed, marks))
     try:
         parsed = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise invalid(f"The request body is not valid JSON: {error.msg} at character {error.pos}.") from None
-    if body.count(b"[") + body.count(b"{") > MAX_DEPTH and not _can_be_written(parsed):
+    if marks.lists + marks.objects > MAX_DEPTH and not _can_be_written(parsed):
         raise invalid("The request body is nested too deep.")
     if not isinstance(parsed, dict):
         raise invalid("The request body must be a JSON object.")
     size = measured_size(parsed) if len(body) >= MEASURED_FROM else None
-    memory.resize(share, parsed_size(body, memory.most_parsed) if size is None else size)
+    memory.resize(share, parsed_size(body, memory.most_parsed, marks) if size is None else size)
     scoped.check_body(permit.current(), parsed)
     return parsed
 

@@ -20,6 +20,7 @@ from time import monotonic
 
 from services.common.budgets import BudgetPool
 from services.common.errors import ErrorKind, SluiceError
+from services.gateway.http.body_pace import BodyPace
 
 SETTING = "--max-body-memory-mb"
 SMALL_BYTES = 64 << 10
@@ -39,9 +40,11 @@ class BodyMemory:
 
     Args:
         limit: bytes of all bodies together.
+        pace: spaces out large ones.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, pace: BodyPace | None = None) -> None:
+        self.pace = pace or BodyPace()
         small, complete = int(limit * PART_FOR_SMALL), int(limit * PART_FOR_COMPLETE)
         self._small = BudgetPool("body_bytes", small, SETTING)
         self._large = BudgetPool("body_bytes", limit - small - complete, SETTING)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from sys import getsizeof
 from typing import Any
 
-from services.gateway.body_values import without_strings
+from services.gateway.body_values import Marks, without_strings
 
 MOST_MEASURED = 4_096
 """Values: a conversation of many messages has fewer, and looking at as many takes less than a millisecond."""
@@ -20,7 +20,7 @@ _PER_LIST = 80
 _FOUR_BYTE_LEADS = (b"\xf0", b"\xf1", b"\xf2", b"\xf3", b"\xf4")
 
 
-def parsed_size(text: bytes | bytearray, most: int | None = None) -> int:
+def parsed_size(text: bytes | bytearray, most: int | None = None, marks: Marks | None = None) -> int:
     """Returns about how many bytes the Python objects of a JSON text take, rather too many than too few.
 
     Punctuation within strings is counted like that of the JSON itself, so that prose comes to twice its length and
@@ -28,24 +28,25 @@ def parsed_size(text: bytes | bytearray, most: int | None = None) -> int:
 
     Args:
         most: whether there are more bytes is what the caller asks: strings are left out where that may decide it.
+        marks: of the text, where they have been counted.
     """
-    size = _parsed_size(text, text, text.count(b'"') // 2)
+    texts = _width(text) * len(text)
+    marks = marks or Marks.of(text)
+    size = texts + _objects_size(marks, marks.strings)
     if most is None or size <= most:
         return size
     outside, strings = without_strings(text, most // _PER_STRING)
-    return _parsed_size(text, outside, strings)
+    return texts + _objects_size(Marks.of(outside), strings)
 
 
-def _parsed_size(text: bytes | bytearray, outside: bytes | bytearray, strings: int) -> int:
-    objects = outside.count(b"{")
+def _objects_size(marks: Marks, strings: int) -> int:
     return (
-        _width(text) * len(text)
-        + _PER_VALUE * outside.count(b",")
+        _PER_VALUE * marks.commas
         + _PER_STRING * strings
-        + _PER_ENTRY * min(outside.count(b":"), strings)
-        + _PER_OBJECT * objects
-        + _FIRST_TABLE * min(objects, strings)  # it has a key
-        + _PER_LIST * outside.count(b"[")
+        + _PER_ENTRY * min(marks.colons, strings)
+        + _PER_OBJECT * marks.objects
+        + _FIRST_TABLE * min(marks.objects, strings)  # it has a key
+        + _PER_LIST * marks.lists
     )
 
 

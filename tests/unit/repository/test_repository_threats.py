@@ -12,7 +12,7 @@ DEFINED = re.compile(r"^(?:async )?def (test_\w+)", re.M)
 
 def threats() -> list[list[str]]:
     """The rows of the table, as cells."""
-    section = (ROOT / "docs/security.md").read_text().split("\n## Threats\n")[1].split("\n## ")[0]
+    section = (ROOT / "docs/security.md").read_text().split("\n## Threats\n")[1].split("\n#")[0]
     rows = [line.strip("|").split(" | ") for line in section.splitlines() if line.startswith("|")]
     return rows[2:]  # after the head and the line below it
 
