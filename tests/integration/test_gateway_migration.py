@@ -90,6 +90,8 @@ async def test_a_worker_cut_at_every_token_is_never_noticed(folder: Path) -> Non
     async with staged(folder) as stage:
         for name, request in STORIES.items():
             told = await undisturbed(stage, request)
+            stage.knives[0].set(0)
+            await stage.ask(request)  # from now on the other worker has the prompt in its cache, too
             for after in range(told.usage[1] + 1):
                 stage.knives[0].set(after)
                 heard = await stage.ask(request)

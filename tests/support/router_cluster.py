@@ -54,7 +54,7 @@ class RouterProcess:
         """Drains and ends; fails when the router had failed before."""
         self._stop.set()
         await asyncio.wait_for(self._serving, 20)
-        await self.channel.close()
+        await self.channel.close(5)  # calls that the router has ended still read how
         assert not self._stop.failed
 
 
