@@ -13,6 +13,7 @@ from array import array
 from services.common.packing import pack_u32, unpack_u32
 from services.gateway.clients.post_link import PostLink
 from services.gateway.clients.worker_link import WorkerLink
+from services.gateway.live_stream import LiveStream
 from services.gateway.text_replicas import TextReplicas
 
 _ONES = pack_u32([1]) * 16_384
@@ -35,8 +36,14 @@ class TokenPath:
             ValueError: the columns do not fit together.
         """
         sole = self._texts.sole
-        if sole is None or counts != _ONES[: len(counts)]:
+        if sole is None:
             self._split(link, slots, counts, token_ids)
+            return
+        if counts != _ONES[: len(counts)]:
+            if _extended(link, slots, counts, token_ids):
+                sole.feed(slots, counts, token_ids)
+            else:
+                self._split(link, slots, counts, token_ids)
             return
         ids, foreign = unpack_u32(token_ids), False
         for keep, token in zip(map(link.keep.get, unpack_u32(slots)), ids, strict=True):
@@ -53,7 +60,7 @@ class TokenPath:
         sole.feed(slots, counts, token_ids)
 
     def _split(self, link: WorkerLink, slots: bytes, counts: bytes, token_ids: bytes) -> None:
-        """The same when streams are on several replicas or wait for one, and for rows of several tokens.
+        """The same when streams are on several replicas or wait for one, and for columns with rows to drop or to cut.
 
         Of what is over a stream's limit one token is passed on, at which its text ends.
         """
@@ -76,6 +83,22 @@ class TokenPath:
         _check_ends(start, ids)
         for post, columns in parts.items():
             post.feed(*map(pack_u32, columns))
+
+
+def _extended(link: WorkerLink, slots: bytes, counts: bytes, token_ids: bytes) -> bool:
+    """Keeps the tokens of rows of several; False, and nothing is kept, where rows have to be dropped or cut."""
+    ids, numbers = unpack_u32(token_ids), unpack_u32(counts)
+    streams: list[LiveStream] = []
+    for stream, number in zip(map(link.streams.get, unpack_u32(slots)), numbers, strict=True):
+        if stream is None or number > stream.max_tokens + 1 - len(stream.tokens):
+            return False
+        streams.append(stream)
+    _check_ends(sum(numbers), ids)
+    start = 0
+    for stream, number in zip(streams, numbers, strict=True):
+        stream.tokens.extend(ids[start : start + number])
+        start += number
+    return True
 
 
 def _check_ends(counted: int, ids: array[int]) -> None:
