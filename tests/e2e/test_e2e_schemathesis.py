@@ -121,6 +121,15 @@ def whole_numbers(value: Any) -> Any:
     return {key: whole_numbers(each) for key, each in value.items()} if isinstance(value, dict) else value
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"])
+def test_streamed_answer_conforms_to_the_document(document: BaseSchema, path: str) -> None:
+    prompt = PROMPTS.get(path, {"messages": [{"role": "user", "content": "hi"}]})
+    limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    body = {"model": "tekken", limit: 8, "stream": True, **prompt}
+    answer = document[path]["POST"].Case(body=body).call_and_validate(checks=CHECKS, timeout=LONGEST_S)
+    assert answer.headers["content-type"][0].startswith("text/event-stream")
+
+
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
 @pytest.mark.parametrize(("method", "path"), ENDPOINTS)
 def test_every_answer_is_one_that_the_document_names(

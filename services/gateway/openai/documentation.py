@@ -32,6 +32,13 @@ _FAILURES = {
 GENERATING = (400, 401, 403, 404, 408, 413, 415, 429, 499, 500, 502, 503, 504)
 """How requests that workers or preprocess serve can fail."""
 
+_EVENT = {
+    "type": "object",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["data"],
+}
+"""One server-sent event; source: the OpenAPI Specification, "Special Considerations for text/event-stream Content"."""
+
 
 def responses(answer: type[BaseModel], failures: Sequence[int], streams: bool = False) -> dict[int | str, Any]:
     """An endpoint's answers by status.
@@ -43,7 +50,7 @@ def responses(answer: type[BaseModel], failures: Sequence[int], streams: bool = 
     """
     good: dict[str, Any] = {"model": answer, "description": "The answer."}
     if streams:
-        events = {"schema": {"type": "string"}, "example": 'data: {"id": "…", "choices": […]}\n\ndata: [DONE]\n\n'}
+        events = {"schema": _EVENT, "example": 'data: {"id": "…", "choices": […]}\n\ndata: [DONE]\n\n'}
         good["content"] = {"text/event-stream": events}
     return {200: good, **{status: {"model": ErrorAnswer, "description": _FAILURES[status]} for status in failures}}
 
