@@ -12,9 +12,9 @@ from typing import Any
 
 from services.common.hashing import block_hashes
 from services.common.packing import pack_u32, pack_u64
-from services.router.events import BlockOp, EventBatch, Kind, Tier
-from services.router.index import BlockIndex
-from services.router.workers import Slot
+from services.router.kv_index.events import BlockOp, EventBatch, Kind, Tier
+from services.router.kv_index.index import BlockIndex
+from services.router.workers.worker import WorkerRank
 
 BLOCK_SIZE = 16
 PLENTY = 1 << 24
@@ -42,9 +42,9 @@ def stored(sequence: int, hashes: array[int]) -> EventBatch:
     return EventBatch(0, sequence, (BlockOp(Kind.STORED, Tier.DEVICE, pack_u64(hashes)),))
 
 
-def index_of(workers: int) -> tuple[BlockIndex, list[Slot]]:
+def index_of(workers: int) -> tuple[BlockIndex, list[WorkerRank]]:
     """An empty index and its ranks."""
-    index, slots = BlockIndex(), [Slot(f"worker-{number}", 0) for number in range(workers)]
+    index, slots = BlockIndex(), [WorkerRank(f"worker-{number}", 0) for number in range(workers)]
     for slot in slots:
         index.open(slot, 1, PLENTY)
     return index, slots

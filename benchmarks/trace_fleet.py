@@ -16,13 +16,13 @@ from typing import Literal
 from services.common.errors import SluiceError
 from services.common.hashing import HASH_SCHEME, block_hashes
 from services.common.packing import pack_u64
-from services.router.attachment import Attachment
-from services.router.cost import PREFILL_LOAD_SCALE, CostModel
-from services.router.events import BlockOp, EventBatch, Kind, Tier
-from services.router.queries import Prompt, Query
+from services.router.kv_index.events import BlockOp, EventBatch, Kind, Tier
 from services.router.router import Router, RouterConfig
+from services.router.scheduling.cost import PREFILL_LOAD_SCALE, CostModel
+from services.router.scheduling.queries import Prompt, Query
 from services.router.store.memory import MemoryStore
-from services.router.workers import KV_EVENTS, Role, Worker
+from services.router.workers.stream import WorkerStream
+from services.router.workers.worker import KV_EVENTS, Role, Worker
 from services.worker.cache_events import BlocksRemoved, BlocksStored, KvEvent
 from services.worker.engines.mock.blocks import BlockPool
 from services.worker.engines.mock.scheduler import Scheduler, Step
@@ -205,7 +205,7 @@ class Simulation:
         return self.outcome
 
     async def _attach(self) -> None:
-        self._workers: dict[str, tuple[MockWorker, Attachment]] = {}
+        self._workers: dict[str, tuple[MockWorker, WorkerStream]] = {}
         for number in range(self._shape.workers):
             worker = MockWorker(f"worker-{number}", self._shape)
             attachment, _ = await self._router.workforce.attach(worker.card)

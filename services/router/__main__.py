@@ -8,17 +8,17 @@ import logging
 from services.common.runner import Stop, run
 from services.common.server import GrpcServer
 from services.common.tls import channel_credentials
-from services.router.cost import CostModel
-from services.router.disaggregation import DisaggRules
-from services.router.messages import read_report, used_blocks
-from services.router.predictions import Lifetimes
-from services.router.preprocess import PreprocessBodies
+from services.router.kv_index.predictions import Lifetimes
+from services.router.messages.workers import read_report, used_blocks
+from services.router.preprocess_client import PreprocessBodies
 from services.router.router import Router, RouterConfig
+from services.router.scheduling.cost import CostModel
+from services.router.scheduling.disaggregation import DisaggRules
+from services.router.scheduling.thresholds import Thresholds
 from services.router.service import RouterService
 from services.router.settings import RouterSettings
 from services.router.store.base import Store
 from services.router.store.memory import MemoryStore
-from services.router.thresholds import Thresholds
 from sluice.v1 import router_pb2, router_pb2_grpc
 
 log = logging.getLogger(__name__)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from services.common.catalogue import MODEL, Catalogue, Declared
 from services.common.instruments import Counter, Histogram, Level, watch
 from services.common.label_bounds import Label
-from services.router.decisions import Decision
-from services.router.view import ModelView
+from services.router.scheduling.decisions import Decision
+from services.router.sync.model_state import ModelState
 
 BUCKETS_S = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 5e-2, 0.25, 1)
 WAITED_BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
@@ -96,10 +96,10 @@ class Metrics:
         self.reloads = Counter(RELOADS)
         self.workers = Level(ATTACHED)
 
-    def watch_views(self, views: Callable[[], Iterable[ModelView]], waiting: Callable[[str], int]) -> None:
+    def watch_views(self, views: Callable[[], Iterable[ModelState]], waiting: Callable[[str], int]) -> None:
         """Shows each model's index, its age, what is predicted, what is booked and who waits."""
 
-        def gauge(declared: Declared, of: Callable[[ModelView], float]) -> None:
+        def gauge(declared: Declared, of: Callable[[ModelState], float]) -> None:
             watch(declared, lambda: [(of(view), {"model": view.model}) for view in list(views())])
 
         gauge(INDEX_BLOCKS, lambda view: view.index.distinct_blocks)

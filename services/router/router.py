@@ -10,35 +10,35 @@ from random import Random
 
 from services.common.errors import SluiceError, invalid, not_found, quoted, unavailable
 from services.common.tasks import TaskOwner
-from services.router.bodies import Bodies, NoBodies
-from services.router.book import AllBusy, Choice
-from services.router.bookkeeper import Bookkeeper
-from services.router.cost import NO_LOAD, Load
-from services.router.deciding import Decider
-from services.router.decisions import Decision, Decisions
-from services.router.disaggregation import Casting, DisaggRules
-from services.router.drift import Drift, ReadReport
-from services.router.followups import FollowUps
-from services.router.index import NO_OVERLAP, Overlap
-from services.router.keeper import Keeper
-from services.router.limits import check
-from services.router.line import Lines
-from services.router.link import Link
+from services.router.kv_index.index import NO_OVERLAP, Overlap
+from services.router.kv_index.predictions import Lifetimes
+from services.router.kv_index.prompts import in_blocks
 from services.router.metrics import Metrics
-from services.router.owners import Owners
-from services.router.predictions import Lifetimes
-from services.router.prompts import in_blocks
-from services.router.queries import Prompt, Query, Route
-from services.router.registry import Registry
-from services.router.reports import Reports, UsedBlocks
-from services.router.reservations import unscoped
-from services.router.selection import Ask, Selector, SelectorConfig
-from services.router.sessions import Sessions
+from services.router.request_limits import check
+from services.router.reservations.ids import unscoped
+from services.router.reservations.lifecycle import RequestLifecycle
+from services.router.reservations.load_reconciler import LoadReconciler, ReadReport
+from services.router.reservations.manager import ReservationManager
+from services.router.reservations.owners import Owners
+from services.router.reservations.table import AllBusy, Choice
+from services.router.scheduling.admission_queue import AdmissionQueues
+from services.router.scheduling.cost import NO_LOAD, Load
+from services.router.scheduling.decisions import Decision, Decisions
+from services.router.scheduling.disaggregation import Casting, DisaggRules
+from services.router.scheduling.openai_prompts import Bodies, NoBodies
+from services.router.scheduling.queries import Prompt, Query, Route
+from services.router.scheduling.scheduler import Scheduler
+from services.router.scheduling.selection import SchedulingRequest, Selector, SelectorConfig
+from services.router.scheduling.session_affinity import SessionAffinity
+from services.router.scheduling.thresholds import Thresholds
 from services.router.store.base import Store
-from services.router.thresholds import Thresholds
-from services.router.view import ModelView
-from services.router.workers import Role, Slot, Worker, holding
-from services.router.workforce import Workforce
+from services.router.sync.model_state import ModelState
+from services.router.sync.store_health import Link
+from services.router.sync.synchronizer import IndexSynchronizer
+from services.router.workers.load_reports import Reports, UsedBlocks
+from services.router.workers.manager import WorkerManager
+from services.router.workers.registry import Registry
+from services.router.workers.worker import Role, Worker, WorkerRank, holding
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +86,8 @@ class Router:
         self._store = store
         self._tasks = TaskOwner(on_death)
         self._link = Link(store)
-        self._bookkeeper = Bookkeeper(store, self._link, self._random)
-        self._keeper = Keeper(
+        self._bookkeeper = ReservationManager(store, self._link, self._random)
+        self._keeper = IndexSynchronizer(
             store,
             self._link,
             self._bookkeeper,
@@ -96,13 +96,15 @@ class Router:
             self.metrics,
             self.config.lease_ms,
             self.config.lifetimes,
-            Drift(store, read_report, self.metrics, self.config.drift_after_s),
+            LoadReconciler(store, read_report, self.metrics, self.config.drift_after_s),
         )
         self.owners = Owners(store, self._link, self._keeper, self.metrics, self.config.owner_lease_ms)
         self.decisions = Decisions(self.config.decisions_kept)
-        self.lines: Lines[Route] = Lines(self._tasks, self.config.line_limit, self._abandon)
+        self.lines: AdmissionQueues[Route] = AdmissionQueues(self._tasks, self.config.line_limit, self._abandon)
         self.metrics.watch_views(lambda: self._keeper.views, self.lines.length)
-        self.followups = FollowUps(self._bookkeeper, self._keeper, self.decisions, self.metrics, self.lines.ended)
+        self.followups = RequestLifecycle(
+            self._bookkeeper, self._keeper, self.decisions, self.metrics, self.lines.ended
+        )
         self._casting = Casting(self.registry, self.config.disagg, self.config.line_limit)
         self._selector = Selector(
             store,
@@ -117,10 +119,10 @@ class Router:
             ),
             self._random,
         )
-        sessions = Sessions(store, self._link, self.config.session_ttl_ms)
-        self._decider = Decider(store, self._keeper, self._selector, sessions, self._casting, self.config.policy)
+        sessions = SessionAffinity(store, self._link, self.config.session_ttl_ms)
+        self._decider = Scheduler(store, self._keeper, self._selector, sessions, self._casting, self.config.policy)
         self._bodies = bodies or NoBodies()
-        self.workforce = Workforce(
+        self.workforce = WorkerManager(
             store, self._link, self._keeper, self._bookkeeper, self._tasks, self.metrics, self.config.lease_ms
         )
 
@@ -190,7 +192,7 @@ class Router:
         _, workers = self._serving(model)
         return await self._bodies.tokenized(model, prompt, workers)
 
-    async def add(self, slot: Slot, query: Query) -> tuple[Choice, Overlap]:
+    async def add(self, slot: WorkerRank, query: Query) -> tuple[Choice, Overlap]:
         """Books a request on a rank its caller chose; NOT_FOUND when that is not there."""
         check(query)
         view, _ = self._serving(query.model)
@@ -203,7 +205,7 @@ class Router:
         blocks = in_blocks(query.prompt, [worker])
         overlaps = view.match(blocks.hashes)
         overlap = overlaps.get(slot, NO_OVERLAP)
-        choice = await self._selector.place(Ask(query, view, blocks, overlaps), slot, worker.role)
+        choice = await self._selector.place(SchedulingRequest(query, view, blocks, overlaps), slot, worker.role)
         if not choice.repeated and worker.role is not Role.DECODE:
             view.expect(worker, slot, blocks.hashes, overlap, query.request_id)
         return choice, overlap
@@ -221,27 +223,27 @@ class Router:
         view = self._keeper.find(worker.model)
         return view.reports.get(worker.worker_id, b"") if view else b""
 
-    async def loads(self, model: str) -> dict[Slot, tuple[Worker, Load]]:
+    async def loads(self, model: str) -> dict[WorkerRank, tuple[Worker, Load]]:
         """Booked load of every rank of one or all models."""
-        found: dict[Slot, tuple[Worker, Load]] = {}
+        found: dict[WorkerRank, tuple[Worker, Load]] = {}
         for view in self._views(model):
             booked = await self._keeper.booked(view)
             for worker in view.workers:
                 found |= {slot: (worker, booked.get(slot, NO_LOAD)) for slot in worker.slots}
         return found
 
-    def overlaps(self, model: str, prompt: Prompt) -> Mapping[Slot, Overlap]:
+    def overlaps(self, model: str, prompt: Prompt) -> Mapping[WorkerRank, Overlap]:
         """How much of a prompt each rank holds; ranks with nothing are left out."""
         view, workers = self._serving(model)
         return view.match(in_blocks(prompt, workers).hashes)
 
-    def indexes(self, model: str) -> list[ModelView]:
+    def indexes(self, model: str) -> list[ModelState]:
         """The views of one or all models."""
         return self._views(model)
 
     # Inside
 
-    def _views(self, model: str) -> list[ModelView]:
+    def _views(self, model: str) -> list[ModelState]:
         if not model:
             return self._keeper.views
         view = self._keeper.find(model)
@@ -252,7 +254,7 @@ class Router:
         if not self.ready.is_set():
             raise unavailable("The router is starting and has not reached its store yet.", code="not_ready")
 
-    def _serving(self, model: str) -> tuple[ModelView, list[Worker]]:
+    def _serving(self, model: str) -> tuple[ModelState, list[Worker]]:
         """The view of a model and its workers that take requests."""
         self.check_ready()
         view = self._keeper.find(model)
@@ -297,7 +299,7 @@ def _decision(query: Query, route: Route) -> Decision:
         route.reservation_id,
         unscoped(query.scope, query.request_id),
         query.model,
-        Slot(route.worker.worker_id, route.rank),
+        WorkerRank(route.worker.worker_id, route.rank),
         route.worker.address,
         prompt_tokens=route.prompt_tokens,
         predicted_cached_tokens=expected * route.block_size,
@@ -308,6 +310,6 @@ def _decision(query: Query, route: Route) -> Decision:
         degraded=route.degraded,
         waited_ms=route.waited_ms,
         session_hit=route.session_hit,
-        prefill_slot=None if prefill is None else Slot(prefill.worker_id, route.prefill_rank),
+        prefill_slot=None if prefill is None else WorkerRank(prefill.worker_id, route.prefill_rank),
         prefill_address=prefill.address if prefill else "",
     )

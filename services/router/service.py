@@ -16,16 +16,17 @@ from services.common.call_session import CallSession, Metadata
 from services.common.errors import ErrorKind, SluiceError, invalid, unavailable
 from services.common.grpc_errors import abort, answer
 from services.common.identity import Caller
-from services.router import messages, query_messages
-from services.router.attachment import HEARTBEATS_PER_LEASE, Attachment
-from services.router.cost import CostModel
-from services.router.dialogue import Said
-from services.router.inbox import Inbox
-from services.router.limits import check_owner
-from services.router.queries import Query
-from services.router.reservations import reservation_id, scoped, within
+from services.router.messages import queries as query_messages
+from services.router.messages import workers as messages
+from services.router.request_limits import check_owner
+from services.router.reservations.ids import reservation_id, scoped, within
 from services.router.router import Router
-from services.router.workers import Slot, Worker
+from services.router.scheduling.cost import CostModel
+from services.router.scheduling.queries import Query
+from services.router.workers.inbox import Inbox
+from services.router.workers.stream import HEARTBEATS_PER_LEASE, WorkerStream
+from services.router.workers.stream_messages import Said
+from services.router.workers.worker import Worker, WorkerRank
 from sluice.v1 import router_pb2, router_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -107,7 +108,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
             owner=scoped(scope, request.owner),
             scope=scope,
         )
-        choice, overlap = await self._router.add(Slot(request.worker_id, request.data_parallel_rank), query)
+        choice, overlap = await self._router.add(WorkerRank(request.worker_id, request.data_parallel_rank), query)
         return router_pb2.AddRequestResponse(
             reservation_id=reservation_id(request.model, query.request_id),
             expires_unix_ms=choice.expires_unix_ms,
@@ -252,7 +253,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
             log.exception("unexpected failure of an attachment")
             await abort(context, SluiceError(ErrorKind.INTERNAL, "Unexpected failure; the router's log has more."))
 
-    async def _registered(self, first: Any, context: Context) -> tuple[Attachment, dict[int, int]]:
+    async def _registered(self, first: Any, context: Context) -> tuple[WorkerStream, dict[int, int]]:
         caller = identity.current.get()
         try:
             if first is grpc.aio.EOF or first.WhichOneof("message") != "registration":
@@ -268,7 +269,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
             self._router.metrics.refused.add(1, {"code": error.code or error.kind.name.lower()})
             raise
 
-    async def _attached(self, attachment: Attachment, sequences: dict[int, int], context: Context) -> None:
+    async def _attached(self, attachment: WorkerStream, sequences: dict[int, int], context: Context) -> None:
         worker = attachment.worker
         conversation = _Conversation(worker, Inbox(INBOX_LIMIT))
         self._take_over(conversation)
@@ -307,7 +308,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
                 )
         self._conversations.add(conversation)
 
-    async def _converse(self, attachment: Attachment, inbox: Inbox[Said], context: Context) -> None:
+    async def _converse(self, attachment: WorkerStream, inbox: Inbox[Said], context: Context) -> None:
         """Handles everything that was read meanwhile as one batch, until the worker is done."""
         lease_s = self._router.config.lease_ms / 1000
         metrics = self._router.metrics

@@ -13,7 +13,7 @@ from services.common.redis.scripts import Script, ScriptRunner
 from services.common.redis.target import parse
 from services.router.store.base import StoreUnavailable
 from services.router.store.redis import RedisStore
-from services.router.workers import Role, Worker
+from services.router.workers.worker import Role, Worker
 from tests.support.redis_name import RedisName
 from tests.support.redis_server import RedisServer
 from tests.support.redis_topologies import ask

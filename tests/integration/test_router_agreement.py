@@ -12,9 +12,9 @@ import pytest
 
 from services.common.hashing import block_hashes
 from services.common.packing import pack_u32, pack_u64, unpack_u64
-from services.router.events import BlockOp, EventBatch, Kind, Tier
+from services.router.kv_index.events import BlockOp, EventBatch, Kind, Tier
 from services.router.store.redis import RedisStore
-from services.router.workers import Role, Slot, Worker
+from services.router.workers.worker import Role, Worker, WorkerRank
 from sluice.v1 import router_pb2
 from tests.support.redis_server import RedisServer
 from tests.support.router_child import router_children
@@ -76,7 +76,7 @@ async def test_a_replica_that_joins_late_and_an_outage_in_between(redis: RedisSe
             await until(lambda: _agree(workers, first, second), timeout_s=60)
             store = RedisStore(redis.url, timeout_s=10)
             for worker in workers.values():
-                found = await store.blocks(MODEL, Slot(worker.worker_id, 0))
+                found = await store.blocks(MODEL, WorkerRank(worker.worker_id, 0))
                 assert found is not None
                 assert found[1].sequence == worker.sequence
                 assert set(unpack_u64(found[1].tiers[Tier.DEVICE])) == worker.cache

@@ -11,8 +11,8 @@ import pytest
 from redis.asyncio import Redis
 
 from services.common.packing import pack_u64
-from services.router.cost import CostModel
-from services.router.queries import Prompt, Query, Route
+from services.router.scheduling.cost import CostModel
+from services.router.scheduling.queries import Prompt, Query, Route
 from services.router.store.redis import RedisStore
 from tests.support.redis_server import RedisServer
 from tests.support.replication import MODEL, Engine, Replica

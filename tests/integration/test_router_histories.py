@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from redis.asyncio import Redis
 
-from services.router.events import Kind, Tier
+from services.router.kv_index.events import Kind, Tier
 from services.router.store.redis import RedisStore
 from tests.support.redis_server import RedisServer
 from tests.support.replication import MODEL, Content, Engine, Replica, stored_content

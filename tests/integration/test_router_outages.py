@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from services.common.packing import pack_u32, pack_u64
-from services.router.events import Snapshot
+from services.router.kv_index.events import Snapshot
 from services.router.store.redis import RedisStore
-from services.router.workers import Role, Worker
+from services.router.workers.worker import Role, Worker
 from sluice.v1 import router_pb2
 from tests.support.redis_server import RedisServer
 from tests.support.router_child import RouterChild, router_children

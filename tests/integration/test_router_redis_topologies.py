@@ -11,17 +11,17 @@ import trustme
 from services.common.packing import pack_u64, unpack_u64
 from services.common.ports import free_port
 from services.common.redis.target import Credentials
-from services.router.book import Terms
-from services.router.cost import Load, Offer
-from services.router.events import BlockOp, EventBatch, Kind, Tier
+from services.router.kv_index.events import BlockOp, EventBatch, Kind, Tier
+from services.router.reservations.table import ReservationParams
+from services.router.scheduling.cost import Load, Offer
 from services.router.store.base import Lease, StoreUnavailable
 from services.router.store.redis import RedisStore
-from services.router.workers import Role, Slot, Worker
+from services.router.workers.worker import Role, Worker, WorkerRank
 from tests.support.redis_server import RedisServer
 from tests.support.redis_topologies import RedisCluster, RedisSentinels, ask
 from tests.support.router_cluster import until
 
-A = Slot("a", 0)
+A = WorkerRank("a", 0)
 OFFERS = [Offer(A, 10, 10, 0, 10_000, 10_000)]
 
 
@@ -65,7 +65,7 @@ async def test_models_spread_over_the_nodes_of_a_cluster(cluster: RedisCluster) 
     for model in models:
         await store.register(worker(model), "s", 60_000)
         await store.apply(model, "a", 1, 100, [stored(1, 7, 8)])
-        await store.select(model, OFFERS, Terms("r", 60_000))
+        await store.select(model, OFFERS, ReservationParams("r", 60_000))
     assert sorted(await store.models()) == sorted(models)
     assert min(cluster.keys()) > 0
     for model in models:
@@ -88,12 +88,12 @@ async def test_the_store_moves_to_the_new_master_when_the_old_one_dies(sentinels
     store = RedisStore(sentinels.url, timeout_s=10)
     await store.register(worker("m"), "s", 60_000)
     await store.apply("m", "a", 1, 100, [stored(1, 7, 8)])
-    await store.select("m", OFFERS, Terms("r", 60_000))
+    await store.select("m", OFFERS, ReservationParams("r", 60_000))
     position = (await store.load("m")).position
     sentinels.replicated()
     sentinels.master.stop()
     with pytest.raises(StoreUnavailable):
-        await store.select("m", OFFERS, Terms("r2", 60_000))
+        await store.select("m", OFFERS, ReservationParams("r2", 60_000))
 
     async def back() -> bool:
         try:

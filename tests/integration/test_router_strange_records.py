@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from services.common.packing import pack_u64
-from services.router import keeper
-from services.router.events import BlockOp, Kind, Tier, encode_ops
+from services.router.kv_index.events import BlockOp, Kind, Tier, encode_ops
 from services.router.store import redis as redis_store
-from services.router.store.base import ModelState
+from services.router.store.base import StoredModel
 from services.router.store.redis import RedisStore
+from services.router.sync import synchronizer as keeper
 from tests.support.redis_server import RedisServer
 from tests.support.redis_topologies import ask
 from tests.support.routing import Cluster, worker
@@ -147,7 +147,7 @@ async def test_a_model_whose_reading_fails_is_read_again_after_a_while(
     monkeypatch.setattr(keeper, "REREAD_AFTER_S", 0.2)
     load, failed_at = RedisStore.load, []
 
-    async def broken(self: RedisStore, model: str) -> ModelState:
+    async def broken(self: RedisStore, model: str) -> StoredModel:
         if len(failed_at) < 3:
             failed_at.append(asyncio.get_running_loop().time())
             raise KeyError("poison")
@@ -164,7 +164,7 @@ async def test_a_model_whose_reading_fails_is_read_again_after_a_while(
 
 
 async def test_a_report_that_cannot_be_read_is_no_report(redis: Redis, caplog: pytest.LogCaptureFixture) -> None:
-    from services.router.messages import read_report, used_blocks, worker_info
+    from services.router.messages.workers import read_report, used_blocks, worker_info
 
     garbled = b"\xff\xff" + redis.prefix.encode()
     assert read_report(garbled) == []

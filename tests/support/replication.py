@@ -7,17 +7,17 @@ from random import Random
 
 from services.common.errors import SluiceError
 from services.common.packing import pack_u64, unpack_u64
-from services.router.attachment import Attachment
-from services.router.dialogue import Replies, Report, Said, SnapshotChunk
-from services.router.events import BlockOp, EventBatch, Kind, Tier
+from services.router.kv_index.events import BlockOp, EventBatch, Kind, Tier
 from services.router.router import Router, RouterConfig
 from services.router.store.redis import RedisStore
-from services.router.workers import Role, Slot, Worker
+from services.router.workers.stream import WorkerStream
+from services.router.workers.stream_messages import Replies, Report, Said, SnapshotChunk
+from services.router.workers.worker import Role, Worker, WorkerRank
 from tests.support.redis_server import RedisServer
 
 MODEL = "m"
 CAPACITY = 1_000
-Content = dict[Slot, tuple[int, int, list[list[int]]]]  # epoch, sequence, sorted hashes by tier
+Content = dict[WorkerRank, tuple[int, int, list[list[int]]]]  # epoch, sequence, sorted hashes by tier
 
 
 class Replica:
@@ -71,7 +71,7 @@ class Engine:
     epoch: int = 1
     tiers: list[list[set[int]]] = field(default_factory=list)
     sequences: list[int] = field(default_factory=list)
-    attachment: Attachment | None = None
+    attachment: WorkerStream | None = None
     replica: Replica | None = None
     late: list[EventBatch] = field(default_factory=list)
 
@@ -105,7 +105,7 @@ class Engine:
     def content(self) -> Content:
         """What every replica should hold of it."""
         return {
-            Slot(self.name, rank): (self.epoch, self.sequences[rank], [sorted(held) for held in self.tiers[rank]])
+            WorkerRank(self.name, rank): (self.epoch, self.sequences[rank], [sorted(held) for held in self.tiers[rank]])
             for rank in range(self.ranks)
         }
 

@@ -9,15 +9,15 @@ from typing import Any
 
 from services.common.hashing import block_hashes
 from services.common.packing import pack_u32, pack_u64
-from services.router.attachment import Attachment
-from services.router.cost import CostModel, Load
-from services.router.dialogue import Report
-from services.router.events import BlockOp, EventBatch, Kind, Tier
-from services.router.queries import Prompt, Query, Route
+from services.router.kv_index.events import BlockOp, EventBatch, Kind, Tier
 from services.router.router import Router, RouterConfig
+from services.router.scheduling.cost import CostModel, Load
+from services.router.scheduling.queries import Prompt, Query, Route
 from services.router.store.base import Store
 from services.router.store.memory import MemoryStore
-from services.router.workers import Role, Slot, Worker
+from services.router.workers.stream import WorkerStream
+from services.router.workers.stream_messages import Report
+from services.router.workers.worker import Role, Worker, WorkerRank
 
 BLOCK = 8
 COST = CostModel()
@@ -61,7 +61,7 @@ class Cluster:
 
     def __init__(self, config: RouterConfig | None = None, store: Store | None = None, **more: Any) -> None:
         self.router = Router(store or MemoryStore(random=Random(3)), config, Random(3), **more)
-        self.attachments: dict[tuple[str, str], Attachment] = {}
+        self.attachments: dict[tuple[str, str], WorkerStream] = {}
         self.sequences: dict[tuple[str, str, int], int] = {}
         self.requests = 0
 
@@ -73,14 +73,14 @@ class Cluster:
     async def report(self, worker_id: str, document: bytes) -> None:
         await self.attachments["m", worker_id].handle([Report(document)])
 
-    async def lose(self, attachment: Attachment) -> None:
+    async def lose(self, attachment: WorkerStream) -> None:
         watch = self.router.registry.watch()
         known = len(await watch.next())
         self.router.workforce.detach(attachment)
         assert known
         await asyncio.wait_for(watch.next(), 10)
 
-    async def cache(self, model: str, slot: Slot, hashes: bytes) -> None:
+    async def cache(self, model: str, slot: WorkerRank, hashes: bytes) -> None:
         key = (model, slot.worker_id, slot.rank)
         self.sequences[key] = sequence = self.sequences.get(key, 0) + 1
         batch = EventBatch(slot.rank, sequence, (BlockOp(Kind.STORED, Tier.DEVICE, hashes),))
@@ -92,7 +92,9 @@ class Cluster:
         candidates = frozenset({only}) if only else None
         query = Query("m", prompt(blocks), COST, f"r{self.requests}", candidates=candidates)
         route = await self.router.query(query)
-        await self.cache("m", Slot(route.worker.worker_id, route.rank), pack_u64(block_hashes(tokens(blocks), BLOCK)))
+        await self.cache(
+            "m", WorkerRank(route.worker.worker_id, route.rank), pack_u64(block_hashes(tokens(blocks), BLOCK))
+        )
         await self.router.free([route.reservation_id])
         return route
 

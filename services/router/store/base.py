@@ -16,13 +16,13 @@ from enum import Enum
 from typing import NamedTuple
 
 from services.common.errors import ErrorKind, SluiceError
-from services.router.book import Choice, Reservation, Terms
-from services.router.claims import Claim, Hold
-from services.router.cost import Load, Offer
-from services.router.events import Change, EventBatch, Snapshot
-from services.router.holding import Outcome
-from services.router.index import BlockIndex
-from services.router.workers import Slot, Worker
+from services.router.kv_index.events import Change, EventBatch, Snapshot
+from services.router.kv_index.index import BlockIndex
+from services.router.kv_index.rank_cache import Outcome
+from services.router.reservations.table import Choice, Reservation, ReservationParams
+from services.router.scheduling.cost import Load, Offer
+from services.router.workers.claims import Claim, Hold
+from services.router.workers.worker import Worker, WorkerRank
 
 KNOWN_FOR_S = 3600  # a model stays known this long after a worker last registered for it
 
@@ -63,7 +63,7 @@ class Applied(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class ModelState:
+class StoredModel:
     """The workers of a model and the place in the feed from where to follow. Blocks are read slot by slot.
 
     `generation` is another one after the store has lost what it held.
@@ -78,7 +78,7 @@ class ModelState:
 class Pulse:
     """Loads now: booked by all replicas, by rank, and as last reported by each worker."""
 
-    loads: dict[Slot, Load]
+    loads: dict[WorkerRank, Load]
     reports: dict[str, bytes]
 
 
@@ -160,11 +160,11 @@ class Store(ABC):
         """Replaces what a rank holds, unless the snapshot is older than that."""
 
     @abstractmethod
-    async def load(self, model: str) -> ModelState:
+    async def load(self, model: str) -> StoredModel:
         """Workers and feed position, from one moment."""
 
     @abstractmethod
-    async def blocks(self, model: str, slot: Slot) -> tuple[int, Snapshot] | None:
+    async def blocks(self, model: str, slot: WorkerRank) -> tuple[int, Snapshot] | None:
         """Epoch and content of one rank, from one moment; None when its worker is not there."""
 
     @abstractmethod
@@ -176,7 +176,7 @@ class Store(ABC):
         """
 
     @abstractmethod
-    async def select(self, model: str, offers: Sequence[Offer], terms: Terms) -> Choice:
+    async def select(self, model: str, offers: Sequence[Offer], terms: ReservationParams) -> Choice:
         """Chooses the cheapest of at least one offer by what all replicas booked, and books it, in one step.
 
         Raises:
@@ -205,11 +205,11 @@ class Store(ABC):
         """Gives all load back; returns the ids that are not booked."""
 
     @abstractmethod
-    async def session(self, model: str, session_id: str) -> Slot | None:
+    async def session(self, model: str, session_id: str) -> WorkerRank | None:
         """The rank a session's last request went to; None when that is forgotten."""
 
     @abstractmethod
-    async def remember_session(self, model: str, session_id: str, slot: Slot, ttl_ms: int) -> None:
+    async def remember_session(self, model: str, session_id: str, slot: WorkerRank, ttl_ms: int) -> None:
         """Remembers it for this long."""
 
     @abstractmethod
@@ -221,7 +221,7 @@ class Store(ABC):
         """Clears workers whose lease expired and reservations nobody freed in time; returns how many of both."""
 
     @abstractmethod
-    async def correct(self, model: str, slot: Slot, most: int, age_ms: int, computed: bool) -> tuple[int, int]:
+    async def correct(self, model: str, slot: WorkerRank, most: int, age_ms: int, computed: bool) -> tuple[int, int]:
         """Fits what was booked on a rank longer than `age_ms` ago to what it says it has.
 
         Args:

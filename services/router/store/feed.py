@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import AsyncIterator
 from itertools import islice
 
-from services.router.events import Change
+from services.router.kv_index.events import Change
 from services.router.store.base import FellBehind, Position
 
 QUIET_S = 0.5

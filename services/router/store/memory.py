@@ -8,10 +8,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from services.common.errors import ErrorKind, SluiceError
-from services.router.book import Book, Choice, Reservation, Terms
-from services.router.claims import Claim, Claims, Hold
-from services.router.cost import Offer
-from services.router.events import (
+from services.router.kv_index.events import (
     BlocksChanged,
     BlocksReplaced,
     Change,
@@ -21,12 +18,15 @@ from services.router.events import (
     WorkerDraining,
     WorkerUp,
 )
-from services.router.holding import Outcome
-from services.router.index import BlockIndex
-from services.router.pins import Pins
-from services.router.store.base import KNOWN_FOR_S, Applied, Lease, ModelState, Position, Pulse, Store
+from services.router.kv_index.index import BlockIndex
+from services.router.kv_index.rank_cache import Outcome
+from services.router.reservations.table import Choice, Reservation, ReservationParams, ReservationTable
+from services.router.scheduling.cost import Offer
+from services.router.scheduling.local_affinity import LocalSessionAffinity
+from services.router.store.base import KNOWN_FOR_S, Applied, Lease, Position, Pulse, Store, StoredModel
 from services.router.store.feed import Feed
-from services.router.workers import Slot, Worker
+from services.router.workers.claims import Claim, Claims, Hold
+from services.router.workers.worker import Worker, WorkerRank
 
 FEED_LIMIT = 1_024  # its followers live in the same process and are never far behind
 
@@ -58,16 +58,16 @@ class _Model:
     def __init__(self, now_ms: Callable[[], int], random: Random, feed_limit: int) -> None:
         self.records: dict[str, _Record] = {}
         self.index = BlockIndex()
-        self.book = Book(now_ms, random)
+        self.book = ReservationTable(now_ms, random)
         self.feed = Feed(feed_limit)
         self.registered_ms = 0
-        self.pins = Pins(now_ms)
+        self.pins = LocalSessionAffinity(now_ms)
 
     def owned(self, worker_id: str, session: str) -> _Record | None:
         record = self.records.get(worker_id)
         return record if record is not None and record.session == session else None
 
-    def applied(self, slot: Slot, outcome: Outcome) -> Applied:
+    def applied(self, slot: WorkerRank, outcome: Outcome) -> Applied:
         holding = self.index.holding(slot)
         return Applied(outcome, 0 if holding is None else holding.sequence)
 
@@ -183,7 +183,7 @@ class MemoryStore(Store):
         state = self._model(model)
         applied = []
         for batch in batches:
-            slot = Slot(worker_id, batch.rank)
+            slot = WorkerRank(worker_id, batch.rank)
             outcome = state.index.apply(slot, epoch, batch)
             if outcome is Outcome.APPLIED:
                 state.feed.append(BlocksChanged(slot, epoch, batch))
@@ -192,24 +192,24 @@ class MemoryStore(Store):
 
     async def replace(self, model: str, worker_id: str, epoch: int, capacity: int, snapshot: Snapshot) -> Applied:
         state = self._model(model)
-        slot = Slot(worker_id, snapshot.rank)
+        slot = WorkerRank(worker_id, snapshot.rank)
         outcome = state.index.replace(slot, epoch, snapshot)
         if outcome is Outcome.APPLIED:
             state.feed.append(BlocksReplaced(slot, epoch, snapshot.sequence))
         return state.applied(slot, outcome)
 
-    async def load(self, model: str) -> ModelState:
+    async def load(self, model: str) -> StoredModel:
         state = self._model(model)
-        return ModelState(state.feed.position, [record.worker for record in state.records.values()])
+        return StoredModel(state.feed.position, [record.worker for record in state.records.values()])
 
-    async def blocks(self, model: str, slot: Slot) -> tuple[int, Snapshot] | None:
+    async def blocks(self, model: str, slot: WorkerRank) -> tuple[int, Snapshot] | None:
         holding = self._model(model).index.holding(slot)
         return None if holding is None else (holding.epoch, holding.snapshot(slot.rank))
 
     def follow(self, model: str, position: Position) -> AsyncIterator[list[Change]]:
         return self._model(model).feed.follow(position)
 
-    async def select(self, model: str, offers: Sequence[Offer], terms: Terms) -> Choice:
+    async def select(self, model: str, offers: Sequence[Offer], terms: ReservationParams) -> Choice:
         return self._model(model).book.select(offers, terms)
 
     async def book(self, model: str, reservation: Reservation) -> None:
@@ -229,10 +229,10 @@ class MemoryStore(Store):
     async def free(self, model: str, request_ids: Sequence[str]) -> list[str]:
         return self._model(model).book.free(request_ids)
 
-    async def session(self, model: str, session_id: str) -> Slot | None:
+    async def session(self, model: str, session_id: str) -> WorkerRank | None:
         return self._model(model).pins.get(session_id)
 
-    async def remember_session(self, model: str, session_id: str, slot: Slot, ttl_ms: int) -> None:
+    async def remember_session(self, model: str, session_id: str, slot: WorkerRank, ttl_ms: int) -> None:
         self._model(model).pins.put(session_id, slot, ttl_ms)
 
     async def pulse(self, model: str) -> Pulse:
@@ -249,7 +249,7 @@ class MemoryStore(Store):
             await self.remove(model, record.worker.worker_id, record.session)
         return len(expired) + state.book.expire()
 
-    async def correct(self, model: str, slot: Slot, most: int, age_ms: int, computed: bool) -> tuple[int, int]:
+    async def correct(self, model: str, slot: WorkerRank, most: int, age_ms: int, computed: bool) -> tuple[int, int]:
         return self._model(model).book.correct(slot, most, age_ms, computed)
 
     async def sweep_owners(self, model: str) -> int:

@@ -15,10 +15,7 @@ from functools import lru_cache
 from random import Random
 
 from services.common.redis.target import Credentials, parse
-from services.router.book import AllBusy, Choice, Owner, Reservation, Terms
-from services.router.claims import Claim, Hold, Taken
-from services.router.cost import MILLI, Limits, Load, Offer
-from services.router.events import (
+from services.router.kv_index.events import (
     HASH_BYTES,
     BlockOp,
     BlocksChanged,
@@ -32,20 +29,23 @@ from services.router.events import (
     decode_ops,
     encode_ops,
 )
-from services.router.holding import Outcome
+from services.router.kv_index.rank_cache import Outcome
+from services.router.reservations.table import AllBusy, Choice, Owner, Reservation, ReservationParams
+from services.router.scheduling.cost import MILLI, Limits, Load, Offer
 from services.router.store.base import (
     KNOWN_FOR_S,
     Applied,
     FellBehind,
     Lease,
-    ModelState,
     Position,
     Pulse,
     Store,
+    StoredModel,
 )
 from services.router.store.memory import older_epoch
 from services.router.store.redis_client import RedisClient
-from services.router.workers import Slot, UnreadableWorker, Worker
+from services.router.workers.claims import Claim, Hold, Taken
+from services.router.workers.worker import UnreadableWorker, Worker, WorkerRank
 
 log = logging.getLogger(__name__)
 
@@ -208,15 +208,15 @@ class RedisStore(Store):
         )
         return _applied(answer)
 
-    async def load(self, model: str) -> ModelState:
+    async def load(self, model: str) -> StoredModel:
         number, entry, workers, generation = await self._client.run("load", self._tag(model), uuid.uuid4().hex)
-        return ModelState(
+        return StoredModel(
             Position(number, entry),
             [worker for kept in workers if (worker := _worker(*kept)) is not None],
             generation,
         )
 
-    async def blocks(self, model: str, slot: Slot) -> tuple[int, Snapshot] | None:
+    async def blocks(self, model: str, slot: WorkerRank) -> tuple[int, Snapshot] | None:
         answer = await self._bulk.run("blocks", self._tag(model), slot.worker_id, slot.rank)
         if answer is None:
             return None
@@ -239,7 +239,7 @@ class RedisStore(Store):
                     changes.append(change)
             yield changes
 
-    async def select(self, model: str, offers: Sequence[Offer], terms: Terms) -> Choice:
+    async def select(self, model: str, offers: Sequence[Offer], terms: ReservationParams) -> Choice:
         args: list[str | bytes | int | float] = [
             terms.request_id,
             terms.ttl_ms,
@@ -263,7 +263,7 @@ class RedisStore(Store):
         field, expires, repeated = await self._client.run("select", self._tag(model), *args)
         if not field:
             raise AllBusy
-        return Choice(Slot.of_field(field.decode()), expires, bool(repeated))
+        return Choice(WorkerRank.of_field(field.decode()), expires, bool(repeated))
 
     async def book(self, model: str, reservation: Reservation) -> None:
         slot = reservation.slot
@@ -298,11 +298,11 @@ class RedisStore(Store):
         for start in range(0, len(owners), MOST_IDS):
             await self._client.run("renew_owners", self._tag(model), lease_ms, *owners[start : start + MOST_IDS])
 
-    async def session(self, model: str, session_id: str) -> Slot | None:
+    async def session(self, model: str, session_id: str) -> WorkerRank | None:
         field = await self._client.run("session", self._tag(model), session_id)
-        return None if field is None else Slot.of_field(field.decode())
+        return None if field is None else WorkerRank.of_field(field.decode())
 
-    async def remember_session(self, model: str, session_id: str, slot: Slot, ttl_ms: int) -> None:
+    async def remember_session(self, model: str, session_id: str, slot: WorkerRank, ttl_ms: int) -> None:
         await self._client.run("remember", self._tag(model), session_id, slot.field, ttl_ms)
 
     async def _finish(self, script: str, model: str, request_ids: Sequence[str]) -> list[str]:
@@ -316,7 +316,7 @@ class RedisStore(Store):
         prefill, decode, requests, reports = await self._client.run("pulse", self._tag(model))
         prefills, decodes, counts = _pairs(prefill), _pairs(decode), _pairs(requests)
         loads = {
-            Slot.of_field(field.decode()): Load(
+            WorkerRank.of_field(field.decode()): Load(
                 int(prefills.get(field, 0)) / MILLI, int(decodes.get(field, 0)) / MILLI, int(count)
             )
             for field, count in counts.items()
@@ -326,7 +326,7 @@ class RedisStore(Store):
     async def sweep(self, model: str) -> int:
         return int(await self._client.run("sweep", self._tag(model), SWEEP_AT_ONCE, self._feed_limit))
 
-    async def correct(self, model: str, slot: Slot, most: int, age_ms: int, computed: bool) -> tuple[int, int]:
+    async def correct(self, model: str, slot: WorkerRank, most: int, age_ms: int, computed: bool) -> tuple[int, int]:
         ended, found = await self._client.run(
             "correct", self._tag(model), slot.worker_id, slot.field, most, age_ms, int(computed)
         )
@@ -393,7 +393,7 @@ def _told(fields: dict[bytes, bytes]) -> Change:
         return WorkerDown(worker_id, epoch)
     if kind not in (b"blocks", b"replaced"):
         raise ValueError("the kind is not known")
-    slot, sequence = Slot(worker_id, int(fields[b"r"])), int(fields[b"s"])
+    slot, sequence = WorkerRank(worker_id, int(fields[b"r"])), int(fields[b"s"])
     if kind == b"replaced":
         return BlocksReplaced(slot, epoch, sequence)
     return BlocksChanged(slot, epoch, EventBatch(slot.rank, sequence, _ops(fields[b"o"])))

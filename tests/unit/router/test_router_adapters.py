@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.router.workers import Role, Worker, holding
+from services.router.workers.worker import Role, Worker, holding
 
 
 def worker(name: str, *adapters: str) -> Worker:

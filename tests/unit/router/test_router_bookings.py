@@ -9,16 +9,16 @@ from random import Random
 
 import pytest
 
-from services.router.book import Owner, Reservation, Terms
-from services.router.cost import Load, Offer
+from services.router.reservations.table import Owner, Reservation, ReservationParams
+from services.router.scheduling.cost import Load, Offer
 from services.router.store.base import Store
 from services.router.store.memory import MemoryStore, unix_ms
 from services.router.store.redis import RedisStore
-from services.router.workers import Slot
+from services.router.workers.worker import WorkerRank
 from tests.support.redis_server import RedisServer
 
 M = "m"
-A = Slot("a", 0)
+A = WorkerRank("a", 0)
 OFFER = Offer(A, 5.0, 5.0, 0, 5_000, 7_000)  # two of the seven blocks are expected output
 LONG = 600_000
 
@@ -43,8 +43,8 @@ async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
     await made.close()
 
 
-def terms(request_id: str, owner: str = "", lease_ms: int = LONG) -> Terms:
-    return Terms(request_id, LONG, output=2_000, owner=Owner(owner, lease_ms) if owner else None)
+def terms(request_id: str, owner: str = "", lease_ms: int = LONG) -> ReservationParams:
+    return ReservationParams(request_id, LONG, output=2_000, owner=Owner(owner, lease_ms) if owner else None)
 
 
 async def load(store: Store) -> Load | None:
@@ -130,7 +130,7 @@ async def test_more_reservations_than_one_sweep_clears_go_with_the_next(store: S
 
 
 async def test_what_a_worker_cannot_have_any_more_is_given_back_oldest_first(store: Store) -> None:
-    b = OFFER._replace(slot=Slot("a", 1))
+    b = OFFER._replace(slot=WorkerRank("a", 1))
     for number in range(4):
         await store.select(M, [OFFER], terms(f"old-{number}", "owner" if number else ""))
         await asyncio.sleep(0.01)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from contextlib import suppress
 
 from services.common.tasks import TaskOwner
-from services.router.book import AllBusy
-from services.router.line import Lines
+from services.router.reservations.table import AllBusy
+from services.router.scheduling.admission_queue import AdmissionQueues
 from tests.support.circles import circles_of
 
 TIMES = 20
@@ -22,7 +22,7 @@ async def nobody(found: int) -> None:
 
 async def test_refused_after_a_wait_in_line() -> None:
     tasks = TaskOwner()
-    lines: Lines[int] = Lines(tasks, 100, nobody)
+    lines: AdmissionQueues[int] = AdmissionQueues(tasks, 100, nobody)
 
     async def wait() -> None:
         with suppress(AllBusy):

@@ -7,8 +7,8 @@ from random import Random
 
 import pytest
 
-from services.router.cost import CostModel, choose, cost, softmax
-from services.router.index import Overlap
+from services.router.kv_index.index import Overlap
+from services.router.scheduling.cost import CostModel, choose, cost, softmax
 
 
 @pytest.mark.parametrize(

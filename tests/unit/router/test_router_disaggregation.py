@@ -9,13 +9,13 @@ import pytest
 from services.common.errors import ErrorKind, SluiceError
 from services.common.hashing import block_hashes
 from services.common.packing import pack_u64
-from services.router.cost import CostModel, Load
-from services.router.disaggregation import FEW_UNCACHED, DisaggRules
-from services.router.index import Overlap
-from services.router.queries import Route
+from services.router.kv_index.index import Overlap
 from services.router.router import RouterConfig
-from services.router.thresholds import Thresholds
-from services.router.workers import Role, Slot, Worker
+from services.router.scheduling.cost import CostModel, Load
+from services.router.scheduling.disaggregation import FEW_UNCACHED, DisaggRules
+from services.router.scheduling.queries import Route
+from services.router.scheduling.thresholds import Thresholds
+from services.router.workers.worker import Role, Worker, WorkerRank
 from tests.support.routing import BLOCK, Cluster, prompt, tokens, worker
 
 NEVER_S = 3600.0
@@ -47,7 +47,7 @@ async def test_four_growing_prompts_go_to_one_prefill_worker() -> None:
             assert route.overlap == Overlap(3 * number)
             chosen.append(pair(route))
             hashes = pack_u64(block_hashes(tokens(blocks), BLOCK))
-            await cluster.cache("m", Slot(route.prefill_worker.worker_id, route.prefill_rank), hashes)
+            await cluster.cache("m", WorkerRank(route.prefill_worker.worker_id, route.prefill_rank), hashes)
             await cluster.router.mark_prefill_complete([route.reservation_id])
         prefills, decodes = {p for p, _ in chosen}, {d for _, d in chosen}
         assert len(prefills) == 1
@@ -189,7 +189,7 @@ async def test_prompts_with_little_left_to_compute_skip_the_prefill_workers() ->
         short = await cluster.ask(prompt("XY"))
         assert (pair(short), short.prefill_skipped) == ((None, "a"), FEW_UNCACHED)
         assert pair(await cluster.ask(prompt("ABCD"))) == ("p", "d")
-        await cluster.cache("m", Slot("a", 0), pack_u64(block_hashes(tokens("ABC"), BLOCK)))
+        await cluster.cache("m", WorkerRank("a", 0), pack_u64(block_hashes(tokens("ABC"), BLOCK)))
         cached = await cluster.ask(prompt("ABCD"))
         assert (pair(cached), cached.prefill_skipped, cached.tokens_to_compute) == ((None, "a"), FEW_UNCACHED, BLOCK)
 
@@ -245,7 +245,7 @@ async def test_a_session_keeps_its_decode_worker() -> None:
 async def test_scores_tell_of_both_parts() -> None:
     async with disagg() as cluster:
         await cluster.add(prefill("p1"), prefill("p2"), decode("d1"), decode("d2"))
-        await cluster.cache("m", Slot("p2", 0), pack_u64(block_hashes(tokens("AB"), BLOCK)))
+        await cluster.cache("m", WorkerRank("p2", 0), pack_u64(block_hashes(tokens("AB"), BLOCK)))
         route = await cluster.ask(prompt("ABC"), explain=True, cost=CostModel(prefill_load_scale=2))
         assert {score.slot.worker_id for score in route.scores[:2]} == {"d1", "d2"}
         assert [(score.slot.worker_id, score.cost) for score in route.scores[2:]] == [("p2", 2), ("p1", 6)]

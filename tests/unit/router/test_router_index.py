@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.packing import pack_u64
-from services.router.events import BlockOp, EventBatch, Kind, Snapshot, Tier, decode_ops, encode_ops
-from services.router.holding import Outcome
-from services.router.index import BlockIndex, Overlap
-from services.router.workers import Slot
+from services.router.kv_index.events import BlockOp, EventBatch, Kind, Snapshot, Tier, decode_ops, encode_ops
+from services.router.kv_index.index import BlockIndex, Overlap
+from services.router.kv_index.rank_cache import Outcome
+from services.router.workers.worker import WorkerRank
 
-A, B = Slot("a", 0), Slot("b", 0)
+A, B = WorkerRank("a", 0), WorkerRank("b", 0)
 
 
 def stored(sequence: int, *hashes: int, tier: Tier = Tier.DEVICE) -> EventBatch:
@@ -25,7 +25,7 @@ def removed(sequence: int, *hashes: int, tier: Tier = Tier.DEVICE) -> EventBatch
     return EventBatch(0, sequence, (BlockOp(Kind.REMOVED, tier, pack_u64(hashes)),))
 
 
-def index_of(*slots: Slot, capacity: int = 1000) -> BlockIndex:
+def index_of(*slots: WorkerRank, capacity: int = 1000) -> BlockIndex:
     index = BlockIndex()
     for slot in slots:
         index.open(slot, 1, capacity)
@@ -119,7 +119,7 @@ def test_matching_finds_every_depth(length: int, depths: list[int]) -> None:
     index = BlockIndex()
     expected = {}
     for number, wanted in enumerate(depths):
-        slot, depth = Slot(f"w{number}", 0), min(wanted, length)
+        slot, depth = WorkerRank(f"w{number}", 0), min(wanted, length)
         index.open(slot, 1, 1000)
         index.apply(slot, 1, stored(1, *prompt[:depth]))
         if depth:
@@ -143,7 +143,7 @@ operations = st.lists(
 def test_tables_equal_what_the_ranks_hold(ops: list[tuple[Kind, Tier, list[int], bool]]) -> None:
     index = index_of(A, B)
     sequences = {A: 0, B: 0}
-    model: dict[Slot, dict[Tier, set[int]]] = {slot: {tier: set() for tier in Tier} for slot in (A, B)}
+    model: dict[WorkerRank, dict[Tier, set[int]]] = {slot: {tier: set() for tier in Tier} for slot in (A, B)}
     for kind, tier, hashes, first in ops:
         slot = A if first else B
         sequences[slot] += 1

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from services.common.errors import ErrorKind, SluiceError
-from services.router.cost import Load
-from services.router.limits import MOST_MS, MOST_NAME, MOST_TOKENS
-from services.router.queries import Prompt, Query
-from services.router.workers import Slot
+from services.router.request_limits import MOST_MS, MOST_NAME, MOST_TOKENS
+from services.router.scheduling.cost import Load
+from services.router.scheduling.queries import Prompt, Query
+from services.router.workers.worker import WorkerRank
 from tests.support.routing import COST, Cluster, prompt, worker
 
 ABSURD: list[tuple[dict[str, Any], str]] = [
@@ -31,7 +31,7 @@ async def test_absurd_queries_are_refused(fields: dict[str, Any], param: str) ->
     query = Query(**{"model": "m", "prompt": prompt("A"), "cost": COST, "request_id": "r", **fields})
     async with Cluster() as cluster:
         await cluster.add(worker("a"))
-        for call in (cluster.router.query(query), cluster.router.add(Slot("a", 0), query)):
+        for call in (cluster.router.query(query), cluster.router.add(WorkerRank("a", 0), query)):
             with pytest.raises(SluiceError) as caught:
                 await call
             assert (caught.value.kind, caught.value.param) == (ErrorKind.INVALID_ARGUMENT, param)

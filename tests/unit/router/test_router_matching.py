@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.matching import bits_of, depths
+from services.router.kv_index.matching import bits_of, depths
 
 
 class CountedTable:

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from redis.asyncio import Redis
 
-from services.router.events import BlockOp, EventBatch, Kind, Snapshot, Tier, WorkerUp
-from services.router.registry import Registry
+from services.router.kv_index.events import BlockOp, EventBatch, Kind, Snapshot, Tier, WorkerUp
 from services.router.store.base import Store
 from services.router.store.memory import MemoryStore
 from services.router.store.redis import RedisStore
-from services.router.view import ModelView
-from services.router.workers import Role, Worker
+from services.router.sync.model_state import ModelState
+from services.router.workers.registry import Registry
+from services.router.workers.worker import Role, Worker
 from tests.support.redis_server import RedisServer
 
 WORKERS = 8
@@ -26,7 +26,7 @@ def worker(number: int) -> Worker:
     return Worker(f"w{number}", "w:1", 1, "m", Role.AGGREGATED, 16, "sluice-xxh3-v1", EACH, 1, b"")
 
 
-async def fill(store: Store, view: ModelView | None = None) -> None:
+async def fill(store: Store, view: ModelState | None = None) -> None:
     """Random blocks for every worker, a snapshot each, and with a view event by event."""
     for number in range(WORKERS):
         card = worker(number)
@@ -45,7 +45,7 @@ async def test_100_bytes_a_block_in_the_embedded_store_and_its_view() -> None:
     tracemalloc.start()
     try:
         before, _ = tracemalloc.get_traced_memory()
-        view = ModelView("m", Registry(), store.index("m"))
+        view = ModelState("m", Registry(), store.index("m"))
         await fill(store, view)
         after, _ = tracemalloc.get_traced_memory()
     finally:

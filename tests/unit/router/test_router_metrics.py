@@ -5,15 +5,15 @@ from __future__ import annotations
 from services.common.hashing import block_hashes
 from services.common.instruments import read
 from services.common.packing import pack_u64
-from services.router.decisions import Outcome
-from services.router.workers import KV_EVENTS, Slot
+from services.router.scheduling.decisions import Outcome
+from services.router.workers.worker import KV_EVENTS, WorkerRank
 from tests.support.routing import BLOCK, Cluster, prompt, tokens, worker
 
 
 async def test_decisions_and_their_outcomes_are_measured() -> None:
     async with Cluster() as cluster:
         await cluster.add(worker("a", capabilities=(KV_EVENTS,)))
-        await cluster.cache("m", Slot("a", 0), pack_u64(block_hashes(tokens("ABCD"), BLOCK)))
+        await cluster.cache("m", WorkerRank("a", 0), pack_u64(block_hashes(tokens("ABCD"), BLOCK)))
         route = await cluster.ask(prompt("ABCDE"), request_id="r1")
         await cluster.ask(prompt("ABCDE"), request_id="r1")
         await cluster.ask(prompt("ABX"), policy="random")
@@ -38,7 +38,7 @@ async def test_decisions_and_their_outcomes_are_measured() -> None:
 async def test_the_index_and_the_book_are_shown_by_model() -> None:
     async with Cluster() as cluster:
         await cluster.add(worker("a"), worker("b", model="other"))
-        await cluster.cache("m", Slot("a", 0), pack_u64(block_hashes(tokens("ABCD"), BLOCK)))
+        await cluster.cache("m", WorkerRank("a", 0), pack_u64(block_hashes(tokens("ABCD"), BLOCK)))
         await cluster.ask(prompt("XY"), request_id="r1")
         await cluster.router.loads("")
         assert read("sluice_router_index_blocks") == {("m",): 4, ("other",): 0}

@@ -9,7 +9,7 @@ import pytest
 
 from services.common.errors import ErrorKind, SluiceError
 from services.common.packing import pack_u32
-from services.router.openai_body import ChatBody, TextBody, TokenBody, read_body
+from services.router.scheduling.openai_body import ChatBody, TextBody, TokenBody, read_body
 
 MESSAGES = [{"role": "user", "content": "hé\ud800"}]
 

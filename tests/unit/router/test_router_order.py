@@ -9,14 +9,14 @@ from random import Random
 
 import pytest
 
-from services.router.events import WorkerDown, WorkerUp
-from services.router.index import BlockIndex
-from services.router.registry import Registry
+from services.router.kv_index.events import WorkerDown, WorkerUp
+from services.router.kv_index.index import BlockIndex
 from services.router.router import Router
-from services.router.store.base import ModelState, StoreUnavailable
+from services.router.store.base import StoredModel, StoreUnavailable
 from services.router.store.memory import MemoryStore
-from services.router.view import ModelView
-from services.router.workers import Role, Worker
+from services.router.sync.model_state import ModelState
+from services.router.workers.registry import Registry
+from services.router.workers.worker import Role, Worker
 from tests.support.router_cluster import until
 
 MODEL = "m"
@@ -52,7 +52,7 @@ class SharedStore(MemoryStore):
             raise StoreUnavailable("a test")
         return owned
 
-    async def load(self, model: str) -> ModelState:
+    async def load(self, model: str) -> StoredModel:
         self.loading.set()
         await self.answering.wait()
         return await super().load(model)
@@ -118,7 +118,7 @@ async def test_an_answer_that_is_slower_than_the_feed_changes_nothing_any_more()
 @pytest.mark.parametrize("there", [True, False], ids=["registered", "removed"])
 async def test_what_was_changed_before_the_store_was_read_is_not_changed_again_after(there: bool) -> None:
     store = SharedStore()
-    view = ModelView(MODEL, registry := Registry())
+    view = ModelState(MODEL, registry := Registry())
     view.apply(WorkerUp(worker()))
     if there:
         await store.register(worker(), "s", 60_000)
@@ -134,7 +134,7 @@ async def test_what_was_changed_before_the_store_was_read_is_not_changed_again_a
 async def test_an_answer_from_before_the_store_was_read_changes_nothing_after() -> None:
     store = SharedStore()
     await store.register(worker(), "s", 60_000)
-    view = ModelView(MODEL, registry := Registry())
+    view = ModelState(MODEL, registry := Registry())
     with view.asking("w") as asking:
         await view.rebuild(store)
     assert asking.overtaken

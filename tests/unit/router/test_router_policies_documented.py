@@ -7,7 +7,7 @@ from pathlib import Path
 from random import Random
 from typing import get_args
 
-from services.router.policies import all_policies
+from services.router.scheduling.policies import all_policies
 from services.router.settings import PolicyName
 
 PAGE = Path(__file__).parents[3] / "docs/router.md"

@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 
 from services.common.hashing import block_hashes
 from services.common.packing import pack_u64
-from services.router.cost import Load
-from services.router.decisions import Outcome
-from services.router.events import BlockOp, EventBatch, Kind, Tier
-from services.router.index import NO_OVERLAP, Overlap
-from services.router.predictions import Lifetimes, Predictions
+from services.router.kv_index.events import BlockOp, EventBatch, Kind, Tier
+from services.router.kv_index.index import NO_OVERLAP, Overlap
+from services.router.kv_index.predictions import Lifetimes, Predictions
 from services.router.router import RouterConfig
-from services.router.workers import KV_EVENTS, Slot
+from services.router.scheduling.cost import Load
+from services.router.scheduling.decisions import Outcome
+from services.router.workers.worker import KV_EVENTS, WorkerRank
 from tests.support.routing import BLOCK, Cluster, prompt, tokens, worker
 
-A, B = Slot("a", 0), Slot("b", 0)
+A, B = WorkerRank("a", 0), WorkerRank("b", 0)
 LIVES = Lifetimes(silent_s=100, bridge_s=2, computing_s=10, most_blocks=50)
 
 
@@ -40,11 +40,11 @@ class Expected:
         self.held = Predictions(LIVES, self.clock)
         self.requests = 0
 
-    def overlap(self, slot: Slot, hashes: Sequence[int], observed: int = 0) -> Overlap:
+    def overlap(self, slot: WorkerRank, hashes: Sequence[int], observed: int = 0) -> Overlap:
         return self.held.added_to({slot: Overlap(observed)} if observed else {}, hashes).get(slot, NO_OVERLAP)
 
     def send(
-        self, slot: Slot, hashes: Sequence[int], silent: bool = False, observed: int = 0, capacity: int = 0
+        self, slot: WorkerRank, hashes: Sequence[int], silent: bool = False, observed: int = 0, capacity: int = 0
     ) -> str:
         self.requests += 1
         request_id = f"r{self.requests}"
@@ -173,12 +173,12 @@ def chained(path: Sequence[int]) -> list[int]:
 @settings(deadline=None, max_examples=200)
 @given(STEPS, PATHS)
 def test_it_is_what_a_table_of_blocks_with_expiry_would_say(
-    steps: list[tuple[Slot, list[int], bool, float]], asked: list[int]
+    steps: list[tuple[WorkerRank, list[int], bool, float]], asked: list[int]
 ) -> None:
     expected = Expected()
-    table: dict[tuple[Slot, int], float] = {}
+    table: dict[tuple[WorkerRank, int], float] = {}
 
-    def depth(slot: Slot, hashes: list[int]) -> int:
+    def depth(slot: WorkerRank, hashes: list[int]) -> int:
         reached = 0
         while reached < len(hashes) and table.get((slot, hashes[reached]), 0.0) > expected.clock.now:
             reached += 1
@@ -239,7 +239,7 @@ async def test_predictions_are_shown_apart_and_never_in_the_index(cluster: Clust
     assert again.tokens_to_compute == len(SHARED) * BLOCK
     (view,) = cluster.router.indexes("m")
     assert view.index.distinct_blocks == 0
-    assert cluster.router.overlaps("m", prompt(SHARED)) == {Slot(first.worker.worker_id, 0): again.overlap}
+    assert cluster.router.overlaps("m", prompt(SHARED)) == {WorkerRank(first.worker.worker_id, 0): again.overlap}
 
 
 async def test_a_query_that_books_nothing_predicts_nothing(cluster: Cluster) -> None:
@@ -263,7 +263,7 @@ async def test_events_and_losses_end_predictions() -> None:
         await cluster.add(worker("a", capabilities=(KV_EVENTS,)))
         (view,) = cluster.router.indexes("m")
         hashes = pack_u64(block_hashes(tokens("ABC"), BLOCK))
-        slot = Slot("a", 0)
+        slot = WorkerRank("a", 0)
         await cluster.ask(prompt("ABC"), request_id="r1")
         assert view.predictions.blocks(slot) == 3
         await cluster.cache("m", slot, hashes)
@@ -288,4 +288,4 @@ async def test_the_end_of_a_request_that_never_ran_ends_its_prediction() -> None
             request_id = outcome.reservation_id.partition(":")[2]
             await cluster.ask(prompt("ABC"), request_id=request_id)
             await cluster.router.followups.free([outcome.reservation_id], [outcome])
-            assert cluster.router.indexes("m")[0].predictions.blocks(Slot("a", 0)) == left
+            assert cluster.router.indexes("m")[0].predictions.blocks(WorkerRank("a", 0)) == left

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from services.common.errors import SluiceError, invalid
-from services.router.inbox import Inbox
-from services.router.registry import Happening, News, Registry
 from services.router.settings import RouterSettings
-from services.router.workers import Role, Slot, Worker
+from services.router.workers.inbox import Inbox
+from services.router.workers.registry import Happening, News, Registry
+from services.router.workers.worker import Role, Worker, WorkerRank
 
 
 def worker(worker_id: str, epoch: int = 1, model: str = "m") -> Worker:
@@ -70,7 +70,7 @@ async def test_closing_ends_watches() -> None:
 def test_workers_survive_json() -> None:
     assert Worker.from_json(worker("a", 2**63).to_json()) == worker("a", 2**63)
     assert Worker.from_json(worker("a").to_json(), draining=True).draining
-    assert Slot.of_field(Slot("a/b", 3).field) == Slot("a/b", 3)
+    assert WorkerRank.of_field(WorkerRank("a/b", 3).field) == WorkerRank("a/b", 3)
 
 
 async def test_an_inbox_gives_all_there_is_and_bounds_the_reader() -> None:

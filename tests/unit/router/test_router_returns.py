@@ -10,27 +10,27 @@ from random import Random
 import pytest
 
 from services.common.packing import pack_u64, unpack_u64
-from services.router.attachment import Attachment
-from services.router.book import AllBusy, Choice, Reservation, Terms
-from services.router.bookkeeper import Bookkeeper
-from services.router.cost import Limits, Load, Offer
-from services.router.decisions import Outcome
-from services.router.dialogue import SnapshotChunk
-from services.router.events import BlockOp, EventBatch, Kind, Snapshot, Tier
-from services.router.index import BlockIndex
-from services.router.link import Link
-from services.router.registry import Registry
-from services.router.reservations import prefill_id, reservation_id
+from services.router.kv_index.events import BlockOp, EventBatch, Kind, Snapshot, Tier
+from services.router.kv_index.index import BlockIndex
+from services.router.reservations.ids import prefill_id, reservation_id
+from services.router.reservations.manager import ReservationManager
+from services.router.reservations.table import AllBusy, Choice, Reservation, ReservationParams
 from services.router.router import Router
-from services.router.store.base import ModelState, StoreUnavailable
+from services.router.scheduling.cost import Limits, Load, Offer
+from services.router.scheduling.decisions import Outcome
+from services.router.store.base import StoredModel, StoreUnavailable
 from services.router.store.memory import MemoryStore
-from services.router.view import ModelView
-from services.router.workers import Role, Slot, Worker
+from services.router.sync.model_state import ModelState
+from services.router.sync.store_health import Link
+from services.router.workers.registry import Registry
+from services.router.workers.stream import WorkerStream
+from services.router.workers.stream_messages import SnapshotChunk
+from services.router.workers.worker import Role, Worker, WorkerRank
 
 MODEL = "m"
-A = Slot("a", 0)
+A = WorkerRank("a", 0)
 OFFER = Offer(A, 5.0, 5.0, 0, 5_000, 7_000)
-TERMS = Terms("r", 600_000)
+TERMS = ReservationParams("r", 600_000)
 
 
 class HeldStore(MemoryStore):
@@ -72,11 +72,11 @@ class HeldStore(MemoryStore):
         await self._wait("book")
         await super().book(model, said)
 
-    async def load(self, model: str) -> ModelState:
+    async def load(self, model: str) -> StoredModel:
         state = await super().load(model)
-        return ModelState(state.position, state.workers, self.generation)
+        return StoredModel(state.position, state.workers, self.generation)
 
-    async def blocks(self, model: str, slot: Slot) -> tuple[int, Snapshot] | None:
+    async def blocks(self, model: str, slot: WorkerRank) -> tuple[int, Snapshot] | None:
         await self._wait("blocks")
         return await super().blocks(model, slot)
 
@@ -99,7 +99,7 @@ async def turns(number: int = 50) -> None:
 
 async def test_two_who_settle_at_once_tell_everything_once() -> None:
     store = HeldStore()
-    bookkeeper = Bookkeeper(store, Link(store), Random(1))
+    bookkeeper = ReservationManager(store, Link(store), Random(1))
     await bookkeeper.select(MODEL, [OFFER], TERMS, {})  # the store is away: booked here
     store.hold("book")
     settling = [asyncio.create_task(bookkeeper.settle()) for _ in range(2)]  # one tends, the other finds it back again
@@ -113,7 +113,7 @@ async def test_two_who_settle_at_once_tell_everything_once() -> None:
 
 async def test_a_prompt_that_is_computed_while_its_booking_travels_is_no_load_any_more() -> None:
     store = HeldStore()
-    bookkeeper = Bookkeeper(store, Link(store), Random(1))
+    bookkeeper = ReservationManager(store, Link(store), Random(1))
     await bookkeeper.select(MODEL, [OFFER], TERMS, {})
     store.hold("book")
     settling = asyncio.create_task(bookkeeper.settle())
@@ -127,7 +127,7 @@ async def test_a_prompt_that_is_computed_while_its_booking_travels_is_no_load_an
 
 async def test_a_prompt_is_computed_although_the_store_had_booked_it_unheard() -> None:
     store = HeldStore()
-    bookkeeper = Bookkeeper(store, Link(store), Random(1))
+    bookkeeper = ReservationManager(store, Link(store), Random(1))
     await store.select(MODEL, [OFFER], TERMS)  # its answer was lost
     await bookkeeper.select(MODEL, [OFFER], TERMS, {})
     await bookkeeper.mark_prefill_complete(MODEL, ["r"])
@@ -141,7 +141,7 @@ class Unheard(MemoryStore):
 
     lost = True
 
-    async def select(self, model: str, offers: Sequence[Offer], terms: Terms) -> Choice:
+    async def select(self, model: str, offers: Sequence[Offer], terms: ReservationParams) -> Choice:
         choice = await super().select(model, offers, terms)
         if self.lost:
             raise StoreUnavailable("a test")
@@ -154,7 +154,7 @@ async def test_who_is_refused_here_after_the_store_booked_it_unheard_is_not_book
     link = Link(store)
     keeping = asyncio.create_task(link.keep(_nothing))
     await link.wait()
-    bookkeeper = Bookkeeper(store, link, Random(1))
+    bookkeeper = ReservationManager(store, link, Random(1))
     limited = OFFER._replace(limits=Limits(1e6, 1e6, 5))
     with pytest.raises(AllBusy):
         await bookkeeper.select(MODEL, [limited], TERMS, {A: Load(0, 0, 5)})
@@ -247,13 +247,13 @@ async def test_a_snapshot_on_its_way_when_the_store_returns_is_taken_as_a_whole(
     link = Link(store)
     keeping = asyncio.create_task(link.keep(_nothing))
     await link.wait()
-    attachment = Attachment(worker(), store, link, ModelView(MODEL, Registry(), store.index(MODEL)), 60_000)
+    attachment = WorkerStream(worker(), store, link, ModelState(MODEL, Registry(), store.index(MODEL)), 60_000)
     await attachment.open()
     await attachment.handle([EventBatch(0, 2, (BlockOp(Kind.STORED, Tier.DEVICE, pack_u64([2])),))])  # 1 was lost
     await attachment.handle([SnapshotChunk(0, 2, Tier.DEVICE, pack_u64([1]), False)])
     await attachment.reopen()  # the store does not hold what the worker has said
     replies = await attachment.handle([SnapshotChunk(0, 2, Tier.DEVICE, pack_u64([2]), True)])
-    found = await store.blocks(MODEL, Slot("w", 0))
+    found = await store.blocks(MODEL, WorkerRank("w", 0))
     assert found is not None
     assert sorted(unpack_u64(found[1].tiers[Tier.DEVICE])) == [1, 2]
     assert replies.acks == {0: 2}
@@ -267,10 +267,10 @@ async def _nothing() -> None:
 # The view
 
 
-async def lost_its_store() -> tuple[HeldStore, ModelView, Registry]:
+async def lost_its_store() -> tuple[HeldStore, ModelState, Registry]:
     """A view that has a worker whose store has forgotten everything."""
     store = HeldStore()
-    view = ModelView(MODEL, registry := Registry())
+    view = ModelState(MODEL, registry := Registry())
     await store.register(worker(), "s", 60_000)
     store.generation = b"first"
     await view.rebuild(store)
@@ -327,7 +327,7 @@ class Halfway(MemoryStore):
     async def ping(self) -> None:
         self.pings += 1
 
-    async def load(self, model: str) -> ModelState:
+    async def load(self, model: str) -> StoredModel:
         raise StoreUnavailable("a test")
 
 

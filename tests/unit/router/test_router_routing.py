@@ -10,14 +10,14 @@ import pytest
 from services.common.errors import ErrorKind, SluiceError
 from services.common.hashing import block_hashes
 from services.common.packing import pack_u64
-from services.router.book import Choice, Terms
-from services.router.cost import Load, Offer
-from services.router.index import Overlap
-from services.router.policies import Candidate, Demand, Shelf, all_policies, shortlist
-from services.router.reservations import prefill_halves, prefill_id, request_of, reservation_id
+from services.router.kv_index.index import Overlap
+from services.router.reservations.ids import prefill_halves, prefill_id, request_of, reservation_id
+from services.router.reservations.table import Choice, ReservationParams
 from services.router.router import Router
+from services.router.scheduling.cost import Load, Offer
+from services.router.scheduling.policies import Candidate, Demand, Shelf, all_policies, shortlist
 from services.router.store.memory import MemoryStore
-from services.router.workers import Role, Slot
+from services.router.workers.worker import Role, WorkerRank
 from tests.support.routing import BLOCK, COST, Cluster, prompt, tokens, worker
 
 
@@ -36,7 +36,7 @@ async def test_the_known_routing_scenario(cluster: Cluster) -> None:
     tie = await cluster.run("ACG")
     assert (tie.worker.worker_id, tie.overlap, tie.best_overlap_blocks) == ("b", Overlap(2), 2)
     (view,) = cluster.router.indexes("m")
-    assert (view.index.blocks(Slot("a", 0)), view.index.blocks(Slot("b", 0))) == (5, 4)
+    assert (view.index.blocks(WorkerRank("a", 0)), view.index.blocks(WorkerRank("b", 0))) == (5, 4)
 
 
 class Leaving(MemoryStore):
@@ -44,7 +44,7 @@ class Leaving(MemoryStore):
 
     router: Router
 
-    async def select(self, model: str, offers: Sequence[Offer], terms: Terms) -> Choice:
+    async def select(self, model: str, offers: Sequence[Offer], terms: ReservationParams) -> Choice:
         choice = await super().select(model, offers, terms)
         self.router.registry.down(model, choice.slot.worker_id, 1)
         return choice
@@ -63,7 +63,7 @@ async def test_nothing_stays_booked_on_workers_that_go_while_they_are_chosen() -
 async def test_adapters_salts_and_models_never_mix(cluster: Cluster) -> None:
     await cluster.add(worker("a"), worker("b", model="other"))
     hashes = block_hashes(tokens("ABC"), BLOCK, "lora", "salt")
-    await cluster.cache("m", Slot("a", 0), pack_u64(hashes))
+    await cluster.cache("m", WorkerRank("a", 0), pack_u64(hashes))
     assert (await cluster.ask(prompt("ABC", "lora", "salt"))).overlap == Overlap(3)
     for other in (prompt("ABC"), prompt("ABC", "lora"), prompt("ABC", salt="salt"), prompt("ABC", "salt", "lora")):
         assert (await cluster.ask(other)).overlap == Overlap()
@@ -72,7 +72,7 @@ async def test_adapters_salts_and_models_never_mix(cluster: Cluster) -> None:
 
 async def test_ranks_are_chosen_one_by_one(cluster: Cluster) -> None:
     await cluster.add(worker("a", ranks=4))
-    await cluster.cache("m", Slot("a", 2), pack_u64(block_hashes(tokens("ABC"), BLOCK)))
+    await cluster.cache("m", WorkerRank("a", 2), pack_u64(block_hashes(tokens("ABC"), BLOCK)))
     assert (await cluster.ask(prompt("ABCD"))).rank == 2
     others = [prompt(f"XY{n}"[::-1]) for n in range(4)]
     assert {(await cluster.ask(each, request_id=f"r{n}")).rank for n, each in enumerate(others)} == {0, 1, 2, 3}
@@ -80,7 +80,7 @@ async def test_ranks_are_chosen_one_by_one(cluster: Cluster) -> None:
 
 async def test_a_shared_prefix_stays_together_until_the_load_is_too_high(cluster: Cluster) -> None:
     await cluster.add(worker("a"), worker("b"))
-    await cluster.cache("m", Slot("a", 0), pack_u64(block_hashes(tokens("ABCDEFGH"), BLOCK)))
+    await cluster.cache("m", WorkerRank("a", 0), pack_u64(block_hashes(tokens("ABCDEFGH"), BLOCK)))
     routes = [await cluster.ask(prompt(f"ABCDEFGH{n}"), request_id=f"r{n}") for n in range(9)]
     names = [route.worker.worker_id for route in routes]
     assert names[:3] == ["a", "a", "a"]
@@ -159,22 +159,24 @@ def test_turns_of_models_and_parts_are_not_mixed() -> None:
     assert turns == ["a", "a", "a", "b", "b", "b"]
 
 
-CANDIDATES = [Candidate(Slot(name, 0), Overlap(overlap, 2), 10) for name, overlap in (("a", 0), ("b", 5), ("c", 3))]
+CANDIDATES = [
+    Candidate(WorkerRank(name, 0), Overlap(overlap, 2), 10) for name, overlap in (("a", 0), ("b", 5), ("c", 3))
+]
 
 
 def test_offers_say_what_is_left_to_compute_and_to_book() -> None:
     policies = all_policies(Random(1))
     kv = policies["kv"](CANDIDATES, Demand(10, 4), COST)
-    assert kv[1] == Offer(Slot("b", 0), 10 - 5 - 1.5, 5, 10, 3_500, 9_000)
+    assert kv[1] == Offer(WorkerRank("b", 0), 10 - 5 - 1.5, 5, 10, 3_500, 9_000)
     blind = policies["least_loaded"](CANDIDATES, Demand(10, 4), COST)
-    assert blind[1] == Offer(Slot("b", 0), 10, 10, 0, 3_500, 9_000)
+    assert blind[1] == Offer(WorkerRank("b", 0), 10, 10, 0, 3_500, 9_000)
     assert len(policies["power_of_two"](CANDIDATES, Demand(10), COST)) == 2
     assert len(policies["power_of_two"](CANDIDATES[:1], Demand(10), COST)) == 1
 
 
 def test_the_shortlist_keeps_the_cheapest() -> None:
-    offers = [Offer(Slot(f"w{n}", 0), float(n), 0, 0, 0, 0) for n in range(100)]
-    loads = {Slot("w0", 0): Load(prefill=1000)}
+    offers = [Offer(WorkerRank(f"w{n}", 0), float(n), 0, 0, 0, 0) for n in range(100)]
+    loads = {WorkerRank("w0", 0): Load(prefill=1000)}
     kept = shortlist(offers, loads, 1.0, 10, Random(1))
     assert [offer.slot.worker_id for offer in kept] == [f"w{n}" for n in range(1, 11)]
     assert shortlist(offers[:5], loads, 1.0, 10, Random(1)) == offers[:5]

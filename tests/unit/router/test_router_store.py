@@ -14,10 +14,7 @@ import pytest
 
 from services.common.errors import ErrorKind, SluiceError
 from services.common.packing import pack_u64, unpack_u64
-from services.router.book import AllBusy, Reservation, Terms
-from services.router.claims import Claim, Hold, Taken
-from services.router.cost import Limits, Load, Offer
-from services.router.events import (
+from services.router.kv_index.events import (
     BlockOp,
     BlocksChanged,
     BlocksReplaced,
@@ -30,16 +27,19 @@ from services.router.events import (
     WorkerDraining,
     WorkerUp,
 )
-from services.router.holding import Outcome
+from services.router.kv_index.rank_cache import Outcome
+from services.router.reservations.table import AllBusy, Reservation, ReservationParams
+from services.router.scheduling.cost import Limits, Load, Offer
 from services.router.store.base import FellBehind, Lease, Position, Store
 from services.router.store.memory import MemoryStore, unix_ms
 from services.router.store.redis import RedisStore
-from services.router.workers import Role, Slot, Worker
+from services.router.workers.claims import Claim, Hold, Taken
+from services.router.workers.worker import Role, Worker, WorkerRank
 from tests.support.redis_server import RedisServer
 from tests.support.redis_topologies import RedisCluster
 
 M = "org/model"
-A, B, C = Slot("a", 0), Slot("b", 0), Slot("c", 0)
+A, B, C = WorkerRank("a", 0), WorkerRank("b", 0), WorkerRank("c", 0)
 
 
 @pytest.fixture(scope="module")
@@ -93,11 +93,11 @@ def batch(sequence: int, *hashes: int, rank: int = 0, kind: Kind = Kind.STORED, 
     return EventBatch(rank, sequence, (BlockOp(kind, tier, pack_u64(hashes)),))
 
 
-def offer(slot: Slot, uncached: float = 10, added: float = 10, held: int = 0) -> Offer:
+def offer(slot: WorkerRank, uncached: float = 10, added: float = 10, held: int = 0) -> Offer:
     return Offer(slot, uncached, added, held, int(uncached * 1000), int(added * 1000))
 
 
-async def held(store: Store, slot: Slot, model: str = M) -> list[list[int]] | None:
+async def held(store: Store, slot: WorkerRank, model: str = M) -> list[list[int]] | None:
     found = await store.blocks(model, slot)
     return None if found is None else [sorted(unpack_u64(tier)) for tier in found[1].tiers]
 
@@ -192,7 +192,7 @@ async def test_another_process_starts_anew_whatever_its_epoch(store: Store) -> N
     old = replace(worker(epoch=7), caller="worker", lease_digest="one")
     await store.register(old, "s1", 5000)
     await apply(store, batch(1, 1, 2), epoch=7)
-    await store.select(M, [offer(A)], Terms("r", 60_000))
+    await store.select(M, [offer(A)], ReservationParams("r", 60_000))
     position = (await store.load(M)).position
     new = replace(worker(epoch=3), caller="worker", lease_digest="two")
     assert await store.register(new, "s2", 5000) == {}
@@ -207,7 +207,7 @@ async def test_models_do_not_mix(store: Store) -> None:
     await store.register(worker("a"), "s1", 5000)
     await store.register(worker("a", model="{other}"), "s2", 5000)
     await apply(store, batch(1, 7))
-    await store.select("{other}", [offer(A)], Terms("r", 1000))
+    await store.select("{other}", [offer(A)], ReservationParams("r", 1000))
     assert await held(store, A) == [[7], [], []]
     assert await held(store, A, "{other}") == [[], [], []]
     assert (await store.pulse(M)).loads == {}
@@ -218,7 +218,7 @@ async def test_models_do_not_mix(store: Store) -> None:
 async def test_a_higher_epoch_starts_empty_and_a_lower_is_refused(store: Store) -> None:
     await store.register(worker(epoch=1), "s1", 5000)
     await apply(store, batch(1, 1, 2))
-    await store.select(M, [offer(A)], Terms("r", 1000))
+    await store.select(M, [offer(A)], ReservationParams("r", 1000))
     assert await store.register(worker(epoch=2**63), "s2", 5000) == {}
     assert await held(store, A) == [[], [], []]
     assert (await store.pulse(M)).loads == {}
@@ -232,7 +232,7 @@ async def test_the_same_epoch_keeps_blocks_and_says_where_it_is(store: Store) ->
     await apply(store, batch(1, 1), batch(2, 2), batch(1, 9, rank=1))
     assert await store.register(worker(ranks=2), "s2", 5000) == {0: 2, 1: 1}
     assert await held(store, A) == [[1, 2], [], []]
-    assert await held(store, Slot("a", 1)) == [[9], [], []]
+    assert await held(store, WorkerRank("a", 1)) == [[9], [], []]
 
 
 async def test_sequence_rules(store: Store) -> None:
@@ -339,7 +339,7 @@ async def test_expired_leases_are_swept_with_blocks_and_reservations(store: Stor
     await store.register(worker("a"), "s1", 1)
     await store.register(worker("b"), "s2", 60_000)
     await apply(store, batch(1, 1))
-    await store.select(M, [offer(A)], Terms("r", 60_000))
+    await store.select(M, [offer(A)], ReservationParams("r", 60_000))
     position = (await store.load(M)).position
     await asyncio.sleep(0.01)
     assert await store.sweep(M) >= 1
@@ -359,7 +359,7 @@ async def test_draining_is_kept_and_ends_with_a_new_registration(store: Store) -
 
 async def test_a_worker_that_left_keeps_its_reservations_when_it_goes(store: Store) -> None:
     await store.register(worker(), "s1", 5000)
-    await store.select(M, [offer(A)], Terms("r", 60_000))
+    await store.select(M, [offer(A)], ReservationParams("r", 60_000))
     await store.remove(M, "a", "s1", keep_reservations=True)
     assert (await store.pulse(M)).loads == {A: Load(10, 10, 1)}
     assert await store.free(M, ["r"]) == []
@@ -368,19 +368,19 @@ async def test_a_worker_that_left_keeps_its_reservations_when_it_goes(store: Sto
 
 async def test_select_books_the_cheapest_by_what_is_booked(store: Store) -> None:
     offers = [offer(A, uncached=2, added=2), offer(B, uncached=10, added=10)]
-    first = await store.select(M, offers, Terms("r1", 60_000))
+    first = await store.select(M, offers, ReservationParams("r1", 60_000))
     assert first.slot == A
     assert not first.repeated
     assert abs(first.expires_unix_ms - unix_ms() - 60_000) < 30_000
     for number in range(2, 7):
-        await store.select(M, offers, Terms(f"r{number}", 60_000))
+        await store.select(M, offers, ReservationParams(f"r{number}", 60_000))
     loads = (await store.pulse(M)).loads
     assert loads[B].requests >= 1
     assert loads[A].requests + loads[B].requests == 6
 
 
 async def test_select_without_a_request_id_books_nothing(store: Store) -> None:
-    choice = await store.select(M, [offer(A, 5), offer(B, 1)], Terms("", 1000))
+    choice = await store.select(M, [offer(A, 5), offer(B, 1)], ReservationParams("", 1000))
     assert (choice.slot, choice.expires_unix_ms) == (B, 0)
     assert (await store.pulse(M)).loads == {}
 
@@ -389,29 +389,29 @@ async def test_limits_keep_ranks_from_taking_more_and_refuse_when_all_are_at_the
     two = offer(A, uncached=0, added=0)._replace(limits=Limits(math.inf, math.inf, 2))
     ten = offer(B)._replace(limits=Limits(100, 25, math.inf))  # 10 of each are booked a request
     free = offer(C, uncached=99, added=99)
-    taken = [(await store.select(M, [two, ten], Terms(f"r{n}", 60_000))).slot for n in range(5)]
+    taken = [(await store.select(M, [two, ten], ReservationParams(f"r{n}", 60_000))).slot for n in range(5)]
     assert (taken.count(A), taken.count(B)) == (2, 3)
     for request in ("", "r5"):
         with pytest.raises(AllBusy):
-            await store.select(M, [two, ten], Terms(request, 60_000))
-    again = await store.select(M, [two, ten], Terms("r0", 60_000))
+            await store.select(M, [two, ten], ReservationParams(request, 60_000))
+    again = await store.select(M, [two, ten], ReservationParams("r0", 60_000))
     assert (again.slot, again.repeated) == (taken[0], True)
-    assert (await store.select(M, [two, free, ten], Terms("r6", 60_000))).slot == C
+    assert (await store.select(M, [two, free, ten], ReservationParams("r6", 60_000))).slot == C
     await store.free(M, [f"r{taken.index(B)}"])
-    hot = Terms("r7", 60_000, temperature=100)
+    hot = ReservationParams("r7", 60_000, temperature=100)
     assert (await store.select(M, [two, ten], hot)).slot == B
     prefill = offer(B)._replace(limits=Limits(25, math.inf, math.inf))
     with pytest.raises(AllBusy):
-        await store.select(M, [prefill], Terms("r8", 60_000))
+        await store.select(M, [prefill], ReservationParams("r8", 60_000))
     await store.mark_prefill_complete(M, ["r7"])
-    assert (await store.select(M, [prefill], Terms("r8", 60_000))).slot == B
+    assert (await store.select(M, [prefill], ReservationParams("r8", 60_000))).slot == B
 
 
 async def test_sessions_are_remembered_by_model_for_their_time(store: Store) -> None:
     assert await store.session(M, "s") is None
     await store.remember_session(M, "s", A, 60_000)
-    await store.remember_session(M, "s", Slot("b/c", 3), 60_000)
-    assert await store.session(M, "s") == Slot("b/c", 3)
+    await store.remember_session(M, "s", WorkerRank("b/c", 3), 60_000)
+    assert await store.session(M, "s") == WorkerRank("b/c", 3)
     assert await store.session("other", "s") is None
     await store.remember_session(M, "short", A, 1)
     await asyncio.sleep(0.05)
@@ -419,24 +419,26 @@ async def test_sessions_are_remembered_by_model_for_their_time(store: Store) -> 
 
 
 async def test_select_is_idempotent_by_request_id(store: Store) -> None:
-    first = await store.select(M, [offer(A)], Terms("r", 60_000))
-    again = await store.select(M, [offer(B)], Terms("r", 60_000))
+    first = await store.select(M, [offer(A)], ReservationParams("r", 60_000))
+    again = await store.select(M, [offer(B)], ReservationParams("r", 60_000))
     assert (again.slot, again.expires_unix_ms, again.repeated) == (A, first.expires_unix_ms, True)
-    moved = await store.select(M, [offer(B)], Terms("r", 60_000, allowed=frozenset({"b", "c"})))
+    moved = await store.select(M, [offer(B)], ReservationParams("r", 60_000, allowed=frozenset({"b", "c"})))
     assert (moved.slot, moved.repeated) == (B, False)
     assert list((await store.pulse(M)).loads) == [B]
 
 
 async def test_ties_go_to_the_emptiest_then_to_any(store: Store) -> None:
     for _ in range(20):
-        assert (await store.select(M, [offer(A, held=3), offer(B, held=2)], Terms("", 1))).slot == B
-    seen = {(await store.select(M, [offer(A, held=3), offer(B, held=3)], Terms("", 1))).slot for _ in range(60)}
+        assert (await store.select(M, [offer(A, held=3), offer(B, held=2)], ReservationParams("", 1))).slot == B
+    seen = {
+        (await store.select(M, [offer(A, held=3), offer(B, held=3)], ReservationParams("", 1))).slot for _ in range(60)
+    }
     assert seen == {A, B}
 
 
 async def test_temperature_samples(store: Store) -> None:
-    terms = Terms("", 1, temperature=1.0)
-    offers = [offer(Slot(name, 0), cost, 0) for name, cost in (("x", 1), ("y", 2), ("z", 3))]
+    terms = ReservationParams("", 1, temperature=1.0)
+    offers = [offer(WorkerRank(name, 0), cost, 0) for name, cost in (("x", 1), ("y", 2), ("z", 3))]
     seen = [(await store.select(M, offers, terms)).slot.worker_id for _ in range(1_500)]
     shares = [seen.count(name) / 1_500 for name in "xyz"]
     assert shares == pytest.approx([0.506, 0.307, 0.186], abs=0.06)
@@ -444,13 +446,13 @@ async def test_temperature_samples(store: Store) -> None:
 
 async def test_prefill_scale_weighs(store: Store) -> None:
     offers = [offer(A, uncached=10, added=1), offer(B, uncached=1, added=5)]
-    assert (await store.select(M, offers, Terms("", 1, prefill_load_scale=1.0))).slot == B
-    assert (await store.select(M, offers, Terms("", 1, prefill_load_scale=0.1))).slot == A
+    assert (await store.select(M, offers, ReservationParams("", 1, prefill_load_scale=1.0))).slot == B
+    assert (await store.select(M, offers, ReservationParams("", 1, prefill_load_scale=0.1))).slot == A
 
 
 async def test_mark_and_free_are_batched_and_count_the_unknown(store: Store) -> None:
     for number in range(3):
-        await store.select(M, [offer(A)], Terms(f"r{number}", 60_000))
+        await store.select(M, [offer(A)], ReservationParams(f"r{number}", 60_000))
     assert await store.mark_prefill_complete(M, ["r0", "x", "r1"]) == ["x"]
     assert await store.mark_prefill_complete(M, ["r0"]) == []
     assert (await store.pulse(M)).loads == {A: Load(10, 30, 3)}
@@ -461,7 +463,7 @@ async def test_mark_and_free_are_batched_and_count_the_unknown(store: Store) -> 
 
 
 async def test_expired_reservations_are_swept(store: Store) -> None:
-    await store.select(M, [offer(A)], Terms("r", 1))
+    await store.select(M, [offer(A)], ReservationParams("r", 1))
     await asyncio.sleep(0.01)
     assert await store.sweep(M) == 1
     assert (await store.pulse(M)).loads == {}
@@ -476,9 +478,12 @@ async def test_booking_a_reservation_made_elsewhere(store: Store) -> None:
 
 
 async def test_concurrent_selects_do_not_herd(store: Store) -> None:
-    slots = [Slot(f"w{number}", 0) for number in range(8)]
+    slots = [WorkerRank(f"w{number}", 0) for number in range(8)]
     await asyncio.gather(
-        *(store.select(M, [offer(slot) for slot in slots], Terms(f"r{number}", 60_000)) for number in range(64))
+        *(
+            store.select(M, [offer(slot) for slot in slots], ReservationParams(f"r{number}", 60_000))
+            for number in range(64)
+        )
     )
     loads = (await store.pulse(M)).loads
     assert [loads[slot].requests for slot in slots] == [8] * 8

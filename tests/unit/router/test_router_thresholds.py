@@ -9,15 +9,15 @@ from collections.abc import Sequence
 import pytest
 
 from services.common.errors import ErrorKind, SluiceError
-from services.router.cost import Limits, Load
-from services.router.queries import Route
 from services.router.router import RouterConfig
-from services.router.thresholds import CLOSED, Thresholds
-from services.router.workers import Slot
+from services.router.scheduling.cost import Limits, Load
+from services.router.scheduling.queries import Route
+from services.router.scheduling.thresholds import CLOSED, Thresholds
+from services.router.workers.worker import WorkerRank
 from tests.support.router_cluster import until
 from tests.support.routing import BLOCK, Cluster, prompt, worker
 
-A = Slot("a", 0)
+A = WorkerRank("a", 0)
 
 
 def used_blocks(report: bytes) -> Sequence[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.tier import Shelf, TierTable
+from services.router.kv_index.tier import Shelf, TierTable
 
 steps = st.lists(st.tuples(st.booleans(), st.booleans(), st.lists(st.integers(0, 40), max_size=8)), max_size=60)
 

@@ -1,0 +1,1 @@
+"""Protobuf messages and the router's own types, in both directions."""

@@ -1,0 +1,160 @@
+"""Messages of queries and reservations ↔ the router's own words."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from services.common.errors import invalid
+from services.router.kv_index.index import Overlap
+from services.router.reservations.ids import scoped
+from services.router.scheduling.cost import CostModel
+from services.router.scheduling.decisions import Decision, Outcome
+from services.router.scheduling.headers import headers_of
+from services.router.scheduling.queries import Prompt, Query, Route, RoutedPrompt
+from services.router.workers.worker import WorkerRank
+from sluice.v1 import router_pb2
+
+NO_PROMPT = RoutedPrompt()
+_MODES = router_pb2.RouteQueryRequest.Mode.values()
+
+
+def prompt_of(prompt: router_pb2.PromptRef, lora: str, cache_salt: str) -> Prompt:
+    """A prompt."""
+    return Prompt(
+        prompt.token_ids,
+        prompt.block_hashes,
+        prompt.hash_scheme,
+        prompt.block_size,
+        prompt.prompt_tokens,
+        lora,
+        cache_salt,
+        prompt.openai_body,
+    )
+
+
+def query_of(request: router_pb2.RouteQueryRequest, defaults: CostModel, scope: str = "") -> Query:
+    """A query; SluiceError(INVALID_ARGUMENT) when it cannot be.
+
+    Args:
+        scope: of the caller's reservations.
+    """
+    if request.mode not in _MODES:
+        raise invalid(f"Mode {request.mode} is not known.", param="mode")
+    reserve = request.mode == router_pb2.RouteQueryRequest.MODE_SELECT_AND_RESERVE
+    if reserve:
+        check_request_id(request.request_id)
+    return Query(
+        request.model,
+        prompt_of(request.prompt, request.lora, request.cache_salt),
+        _cost_model(request.cost, defaults) if request.HasField("cost") else defaults,
+        scoped(scope, request.request_id) if reserve else "",
+        request.policy,
+        frozenset(request.candidates.worker_ids) if request.HasField("candidates") else None,
+        request.expected_output_tokens,
+        request.ttl_ms,
+        request.explain,
+        scoped(scope, request.owner),
+        request.priority,
+        request.session_id,
+        request.session_ttl_ms,
+        request.max_wait_ms,
+        request.return_token_ids,
+        scope,
+    )
+
+
+def check_request_id(request_id: str) -> None:
+    """SluiceError(INVALID_ARGUMENT) for one that nothing can be booked under."""
+    if not request_id:
+        raise invalid("A reservation needs a request_id.", param="request_id")
+    if "\0" in request_id:
+        raise invalid("A request_id cannot contain a NUL character.", param="request_id")
+
+
+def _cost_model(overrides: router_pb2.CostOverrides, defaults: CostModel) -> CostModel:
+    changes = {field.name: value for field, value in overrides.ListFields()}
+    for name, value in changes.items():
+        most = 1 if name.endswith("_credit") else float("inf")
+        if not 0 <= value <= most or value == float("inf"):
+            raise invalid(f"{name} is {value}; it must be from 0 to {most}.", param=f"cost.{name}")
+    return replace(defaults, **changes)
+
+
+def overlap_of(overlap: Overlap) -> router_pb2.Overlap:
+    """An overlap."""
+    return router_pb2.Overlap(
+        device_blocks=overlap.device,
+        host_blocks=overlap.host,
+        disk_blocks=overlap.disk,
+        predicted_blocks=overlap.predicted,
+    )
+
+
+def answer_of(route: Route) -> router_pb2.RouteQueryResponse:
+    """The answer to a query."""
+    prefill, prompt = route.prefill_worker, route.prompt or NO_PROMPT
+    return router_pb2.RouteQueryResponse(
+        decode=_target(WorkerRank(route.worker.worker_id, route.rank), route.worker.address),
+        prefill=None
+        if prefill is None
+        else _target(WorkerRank(prefill.worker_id, route.prefill_rank), prefill.address),
+        overlap=overlap_of(route.overlap),
+        tokens_to_compute=route.tokens_to_compute,
+        reservation_id=route.reservation_id,
+        expires_unix_ms=route.expires_unix_ms,
+        index_age_ms=route.index_age_ms,
+        degraded=route.degraded,
+        scores=[
+            router_pb2.CandidateScore(
+                worker_id=score.slot.worker_id,
+                data_parallel_rank=score.slot.rank,
+                cost=score.cost,
+                overlap=overlap_of(score.overlap),
+                prefill_blocks=score.load.prefill,
+                decode_blocks=score.load.decode,
+            )
+            for score in route.scores
+        ],
+        headers=headers_of(route),
+        best_overlap_blocks=route.best_overlap_blocks,
+        waited_ms=route.waited_ms,
+        session_hit=route.session_hit,
+        prefill_skipped=route.prefill_skipped,
+        token_ids=prompt.token_ids,
+        block_hashes=prompt.block_hashes,
+        hash_scheme=prompt.hash_scheme,
+        block_size=prompt.block_size,
+    )
+
+
+def outcome_of(outcome: router_pb2.RequestOutcome) -> Outcome:
+    """What became of a request."""
+    cached = outcome.cached_tokens if outcome.HasField("cached_tokens") else None
+    return Outcome(outcome.reservation_id, cached, outcome.output_tokens)
+
+
+def _target(slot: WorkerRank, address: str) -> router_pb2.WorkerTarget:
+    return router_pb2.WorkerTarget(worker_id=slot.worker_id, address=address, data_parallel_rank=slot.rank)
+
+
+def decision_of(decision: Decision) -> router_pb2.Decision:
+    """A decision record."""
+    prefill = decision.prefill_slot
+    return router_pb2.Decision(
+        reservation_id=decision.reservation_id,
+        request_id=decision.request_id,
+        model=decision.model,
+        decode=_target(decision.slot, decision.address),
+        prefill=None if prefill is None else _target(prefill, decision.prefill_address),
+        prompt_tokens=decision.prompt_tokens,
+        predicted_cached_tokens=decision.predicted_cached_tokens,
+        best_cached_tokens=decision.best_cached_tokens,
+        delivered_cached_tokens=decision.delivered_cached_tokens,
+        output_tokens=decision.output_tokens,
+        decided_unix_ms=decision.decided_unix_ms,
+        decision_us=decision.decision_us,
+        waited_ms=decision.waited_ms,
+        policy=decision.policy,
+        degraded=decision.degraded,
+        session_hit=decision.session_hit,
+    )

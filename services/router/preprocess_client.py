@@ -1,0 +1,84 @@
+"""Asks the preprocess service for the tokens of OpenAI bodies."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+import grpc
+
+from services.common.replicas import ReplicaSet
+from services.router.scheduling.openai_body import Body, ChatBody, TextBody, read_body
+from services.router.scheduling.queries import Prompt
+from services.router.workers.worker import Worker
+from sluice.v1 import preprocess_pb2, preprocess_pb2_grpc
+
+READ_INLINE = 32 << 10  # bytes of JSON that are read on the event loop; larger ones would hold up other queries
+
+
+class PreprocessBodies:
+    """See Bodies. `start` before, `close` after use."""
+
+    def __init__(self, targets: Sequence[str], credentials: grpc.ChannelCredentials | None, timeout_s: float) -> None:
+        self._replicas: ReplicaSet[preprocess_pb2_grpc.PreprocessAsyncStub] = ReplicaSet(
+            "preprocess", targets, preprocess_pb2_grpc.PreprocessStub, credentials
+        )
+        self._timeout_s = timeout_s
+
+    async def start(self) -> None:
+        """Looks for replicas."""
+        await self._replicas.start()
+
+    async def close(self) -> None:
+        """Closes every channel."""
+        await self._replicas.close()
+
+    async def tokenized(self, model: str, prompt: Prompt, workers: Sequence[Worker]) -> Prompt:
+        """Returns the prompt by its token ids and, where the model has blocks, their hashes.
+
+        Raises:
+            SluiceError: INVALID_ARGUMENT for a body without a prompt, UNAVAILABLE or DEADLINE_EXCEEDED when no replica
+                answers, else as preprocess says.
+        """
+        text = prompt.openai_body
+        body = read_body(text) if len(text) <= READ_INLINE else await asyncio.to_thread(read_body, text)
+        block_size = next((worker.block_size for worker in workers if worker.block_size), 0)
+        request = _request(body)
+        request.model = model
+        request.block_size = block_size
+        request.lora = prompt.lora
+        request.cache_salt = prompt.cache_salt or body.cache_salt
+        answer = await self._replicas.call(lambda stub: stub.Tokenize, request, self._timeout_s)
+        hashed = bool(answer.block_hashes)
+        return replace(
+            prompt,
+            openai_body=b"",
+            cache_salt=request.cache_salt,
+            token_ids=answer.token_ids,
+            block_hashes=answer.block_hashes,
+            hash_scheme=answer.hash_scheme if hashed else "",
+            block_size=block_size if hashed else 0,
+            prompt_tokens=len(answer.token_ids) // 4,
+        )
+
+
+def _request(body: Body) -> preprocess_pb2.TokenizeRequest:
+    if isinstance(body, ChatBody):
+        return preprocess_pb2.TokenizeRequest(
+            chat=preprocess_pb2.ChatInput(
+                messages_json=body.messages_json,
+                tools_json=body.tools_json,
+                template_kwargs_json=body.template_kwargs_json,
+                chat_template=body.chat_template,
+                add_generation_prompt=body.add_generation_prompt,
+                continue_final_message=body.continue_final_message,
+                documents_json=body.documents_json,
+                tool_choice_json=body.tool_choice_json,
+            )
+        )
+    if isinstance(body, TextBody):
+        return preprocess_pb2.TokenizeRequest(
+            text=preprocess_pb2.TextInput(text=body.text, add_special_tokens=body.add_special_tokens)
+        )
+    return preprocess_pb2.TokenizeRequest(tokens=preprocess_pb2.TokenInput(token_ids=body.token_ids))

@@ -1,0 +1,1 @@
+"""Reservations: which request is booked on which rank, who owns it, and how loads are corrected."""

@@ -1,0 +1,1 @@
+"""Workers attached to this replica: registration, leases, their streams and what they report."""

@@ -1,0 +1,52 @@
+"""Notices a worker that says more than any engine could mean."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from services.common.errors import ErrorKind, SluiceError
+from services.router.workers.worker import Worker
+
+WINDOW_S = 10.0
+MOST_MESSAGES = 50_000  # a window and rank; a worker of this suite sends at most 200 a second
+LEAST_HASHES = 1_000_000  # a window and rank, however small the cache is
+MOST_TURNOVERS = 20  # of a whole cache a window
+
+
+class FloodGuard:
+    """Counts what one worker says, window by window.
+
+    Args:
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, worker: Worker, clock: Callable[[], float] = time.monotonic) -> None:
+        self._worker_id = worker.worker_id
+        self._most_messages = MOST_MESSAGES * worker.ranks
+        self._most_hashes = max(LEAST_HASHES, MOST_TURNOVERS * worker.total_blocks) * worker.ranks
+        self._clock = clock
+        self._until = 0.0
+        self._messages = 0
+        self._hashes = 0
+
+    def count(self, messages: int, hashes: int) -> None:
+        """Adds what was said.
+
+        Raises:
+            SluiceError: OVERLOADED when that is a flood; cut the worker off.
+        """
+        now = self._clock()
+        if now >= self._until:
+            self._until = now + WINDOW_S
+            self._messages = self._hashes = 0
+        self._messages += messages
+        self._hashes += hashes
+        if self._messages > self._most_messages or self._hashes > self._most_hashes:
+            raise SluiceError(
+                ErrorKind.OVERLOADED,
+                f"Worker {self._worker_id} floods the router: {self._messages} messages with {self._hashes} block "
+                f"hashes in {WINDOW_S:g} s, where {self._most_messages} and {self._most_hashes} are allowed.",
+                code="flood",
+                retry_after_ms=int(WINDOW_S * 1000),
+            )

@@ -1,0 +1,377 @@
+"""One worker's attachment: its lease, its event stream and the resyncs it needs."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from services.common.errors import ErrorKind, SluiceError, invalid
+from services.router.kv_index.events import (
+    HASH_BYTES,
+    MAX_SEQUENCE,
+    BlocksChanged,
+    EventBatch,
+    Snapshot,
+    WorkerDown,
+    WorkerDraining,
+    WorkerUp,
+)
+from services.router.kv_index.rank_cache import Outcome
+from services.router.store.base import Applied, Lease, Store, StoreUnavailable
+from services.router.sync.model_state import ModelState
+from services.router.sync.store_health import Link
+from services.router.workers.claims import Claim, Hold, Taken
+from services.router.workers.flood_guard import FloodGuard
+from services.router.workers.stream_messages import Leaving, Replies, Report, Said, SnapshotChunk
+from services.router.workers.worker import Worker, WorkerRank
+
+log = logging.getLogger(__name__)
+
+MOST_BUFFERED = 4_096  # batches of one rank kept back while its snapshot is under way
+HEARTBEATS_PER_LEASE = 3
+
+
+@dataclass(slots=True)
+class _Assembly:
+    """A snapshot on its way, and the batches that came after it was asked for."""
+
+    sequence: int = 0
+    tiers: tuple[bytearray, bytearray, bytearray] = field(
+        default_factory=lambda: (bytearray(), bytearray(), bytearray())
+    )
+    later: list[EventBatch] = field(default_factory=list)
+
+
+class WorkerStream:
+    """A worker's stream to this router. Not reentrant: its owner handles one batch of messages after another.
+
+    Args:
+        proof: of the worker's identity, for logs.
+        check_here: raises Taken when another process holds the worker's id as far as this replica can tell without the
+            store; called while that is away.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        store: Store,
+        link: Link,
+        view: ModelState,
+        lease_ms: int,
+        proof: str = "",
+        check_here: Callable[[Claim], None] = lambda claim: None,
+    ) -> None:
+        self.worker = worker
+        self._claim = replace(worker.claim, proof=proof)
+        self._check_here = check_here
+        self.session = uuid.uuid4().hex
+        self.left = False
+        self._unstored: set[int] = set()  # ranks whose last words the store does not hold
+        self._refused: SluiceError | None = None
+        self._store = store
+        self._link = link
+        self._view = view
+        self._lease_ms = lease_ms
+        self._renewed_at = 0.0
+        self._flood = FloodGuard(worker)
+        self._heard: dict[int, int] = {}  # last sequence number the worker spoke of, by rank
+        self._assemblies: dict[int, _Assembly] = {}
+
+    async def open(self) -> dict[int, int]:
+        """Registers; returns the last sequence number held, by rank.
+
+        Raises:
+            Taken: another process holds the worker's id.
+            SluiceError: FAILED_PRECONDITION for an old epoch, or a block size others of the model do not have.
+        """
+        self._check_fits()
+        try:
+            sequences = await self._register()
+        except StoreUnavailable as error:
+            self._link.lost(error)
+            self._check_here(self._claim)
+            self._show()
+            sequences = self._view.sequences(self.worker)
+        self._heard = dict(sequences)  # the worker does not say again what is held
+        return sequences
+
+    async def reopen(self) -> None:
+        """Registers again after the store was away or lost the worker; the next replies ask for what it misses.
+
+        Raises:
+            StoreUnavailable: it is away again.
+        """
+        try:
+            sequences = await self._register()
+        except StoreUnavailable:
+            raise
+        except Taken as taken:
+            self._refused = taken.error
+            return
+        except SluiceError as error:  # a newer start of this worker registered meanwhile
+            self._refused = error
+            return
+        if self.left:
+            await self._drain()
+        self._unstored = {rank for rank, heard in self._heard.items() if sequences.get(rank, 0) < heard}
+
+    async def handle(self, said: Sequence[Said]) -> Replies:
+        """Takes messages in order; event batches that came together are applied together.
+
+        Raises:
+            SluiceError: the worker sent nonsense or too much, or was replaced; cut it off.
+        """
+        self._flood.count(len(said), sum(map(_hashes, said)))
+        replies = Replies()
+        self._ask_for_unstored(replies)
+        batches: list[EventBatch] = []
+        report: Report | None = None
+        for message in said:
+            if isinstance(message, EventBatch):
+                batches.append(message)
+                continue
+            await self._apply(batches, replies)
+            batches = []
+            if isinstance(message, Report):
+                report = message
+            elif isinstance(message, SnapshotChunk):
+                await self._assemble(message, replies)
+            else:
+                await self._leave(message)
+        await self._apply(batches, replies)
+        await self._renew(report)
+        if self._refused is not None:
+            raise self._refused
+        return replies
+
+    async def close(self) -> bool:
+        """The worker's stream ended: it is gone, unless it attached elsewhere meanwhile.
+
+        What is booked on it goes too, unless it left in order: then its requests still run.
+
+        Returns:
+            False when the store cannot be told now; tell it with `remove` when it is back.
+        """
+        gone = WorkerDown(self.worker.worker_id, self.worker.epoch)
+        try:
+            if self._link.there:
+                with self._view.asking(self.worker.worker_id) as asking:
+                    owned = await self.remove()
+                if owned and not asking.overtaken:
+                    self._view.apply(gone)
+                return True
+        except StoreUnavailable as error:
+            self._link.lost(error)
+        self._view.apply(gone)
+        return False
+
+    async def remove(self) -> bool:
+        """Removes the worker from the store; False when another attachment has it."""
+        owned = await self._store.remove(
+            self.worker.model, self.worker.worker_id, self.session, keep_reservations=self.left
+        )
+        await self._store.release_claim(self.worker.worker_id, self.session)
+        return owned
+
+    def _check_fits(self) -> None:
+        mine = self.worker
+        for other in self._view.workers:
+            if not other.block_size or not mine.block_size or other.worker_id == mine.worker_id:
+                continue
+            if (other.block_size, other.hash_scheme) != (mine.block_size, mine.hash_scheme):
+                raise SluiceError(
+                    ErrorKind.FAILED_PRECONDITION,
+                    f"Model {mine.model} is served with blocks of {other.block_size} tokens ({other.hash_scheme}) and "
+                    f"this worker has {mine.block_size} ({mine.hash_scheme}): their caches cannot share an index.",
+                    param="card.block_size",
+                    code="block_size_mismatch",
+                )
+
+    async def _leave(self, message: Leaving) -> None:
+        self.left = True
+        log.info("worker leaves", extra={"worker": self.worker.worker_id, "reason": message.reason})
+        try:
+            await self._drain()
+        except StoreUnavailable as error:
+            self._link.lost(error)
+            self._view.apply(WorkerDraining(self.worker.worker_id, self.worker.epoch))
+
+    async def _register(self) -> dict[int, int]:
+        await self._store.claim(self._claim, self.session, self._lease_ms)
+        with self._view.asking(self.worker.worker_id) as asking:
+            sequences = await self._store.register(self.worker, self.session, self._lease_ms)
+        if not asking.overtaken:
+            self._show()
+        self._renewed_at = time.monotonic()
+        return sequences
+
+    def _show(self) -> None:
+        known = self._view.find(self.worker.worker_id)
+        if known is not None and known.holder != self.worker.holder:  # its epochs are those of another process
+            self._view.apply(WorkerDown(known.worker_id, known.epoch))
+        self._view.apply(WorkerUp(self.worker))
+
+    async def _drain(self) -> None:
+        with self._view.asking(self.worker.worker_id) as asking:
+            owned = await self._store.leave(self.worker.model, self.worker.worker_id, self.session)
+        if owned and not asking.overtaken:
+            self._view.apply(WorkerDraining(self.worker.worker_id, self.worker.epoch))
+
+    async def _renew(self, report: Report | None, now: bool = False) -> None:
+        if report is not None:
+            self._view.reports[self.worker.worker_id] = report.document
+        due = self._renewed_at + self._lease_ms / 1000 / HEARTBEATS_PER_LEASE
+        if not self._link.there or (report is None and not now and time.monotonic() < due):
+            return
+        document = None if report is None else report.document
+        try:
+            hold = await self._store.renew_claim(self.worker.worker_id, self.session, self._lease_ms)
+            lease = await self._store.renew(
+                self.worker.model, self.worker.worker_id, self.session, self._lease_ms, document
+            )
+            self._renewed_at = time.monotonic()
+            if hold is not Hold.REPLACED and (lease is Lease.GONE or hold is Hold.GONE):
+                await self.reopen()
+        except StoreUnavailable as error:
+            self._link.lost(error)
+            return
+        if lease is Lease.REPLACED or hold is Hold.REPLACED:
+            raise SluiceError(
+                ErrorKind.FAILED_PRECONDITION,
+                f"Worker {self.worker.worker_id} is attached elsewhere; this attachment ends.",
+                code="replaced",
+            )
+
+    async def _apply(self, batches: Sequence[EventBatch], replies: Replies) -> None:
+        ready = []
+        for batch in batches:
+            self._check_rank(batch.rank)
+            self._check_sequence(batch.sequence)
+            self._heard[batch.rank] = max(batch.sequence, self._heard.get(batch.rank, 0))
+            if batch.rank in self._assemblies:
+                self._keep_back(batch, replies)
+            else:
+                ready.append(batch)
+        if not ready:
+            return
+        results = await self._applied(ready, replies)
+        for batch, (outcome, sequence) in zip(ready, results, strict=True):
+            replies.outcomes[outcome.value] += 1
+            await self._settle(batch, outcome, sequence, replies)
+
+    async def _applied(self, batches: Sequence[EventBatch], replies: Replies) -> list[Applied]:
+        worker = self.worker
+        if self._link.there:
+            try:
+                results = await self._store.apply(
+                    worker.model, worker.worker_id, worker.epoch, worker.total_blocks, batches
+                )
+                for batch in batches:
+                    self._view.apply(BlocksChanged(WorkerRank(worker.worker_id, batch.rank), worker.epoch, batch))
+                return results
+            except StoreUnavailable as error:
+                self._link.lost(error)
+        # The view stays current while the store is away. Nothing is acknowledged: nothing is durable.
+        self._unstored |= {batch.rank for batch in batches}
+        return [
+            Applied(self._view.index.apply(WorkerRank(worker.worker_id, batch.rank), worker.epoch, batch), 0)
+            for batch in batches
+        ]
+
+    async def _settle(self, batch: EventBatch, outcome: Outcome, sequence: int, replies: Replies) -> None:
+        if outcome is Outcome.OVERFLOW:
+            raise self._too_many(batch.rank)
+        if outcome is Outcome.GAP:
+            if batch.rank not in self._assemblies:
+                self._ask(batch.rank, f"event batch {batch.sequence} came and {sequence + 1} was next", replies)
+            self._keep_back(batch, replies)
+        elif outcome is Outcome.STALE:
+            await self._renew(None, now=True)
+        elif sequence:
+            replies.acks[batch.rank] = max(sequence, replies.acks.get(batch.rank, 0))
+
+    def _ask_for_unstored(self, replies: Replies) -> None:
+        """Once the store is there, not before: a snapshot that came earlier would reach the view only. And not while
+        one arrives: the rest of it would pass for the whole of the next."""
+        if self._link.there:
+            arriving = {rank for rank, assembly in self._assemblies.items() if assembly.sequence}
+            for rank in self._unstored - arriving:
+                self._ask(rank, "the store does not hold your last events", replies)
+            self._unstored &= arriving
+
+    def _keep_back(self, batch: EventBatch, replies: Replies) -> None:
+        later = self._assemblies[batch.rank].later
+        later.append(batch)
+        if len(later) > MOST_BUFFERED:
+            self._ask(batch.rank, "the snapshot did not come in time", replies)
+
+    def _ask(self, rank: int, reason: str, replies: Replies) -> None:
+        self._assemblies[rank] = _Assembly()
+        replies.resyncs[rank] = reason
+        log.info("resync", extra={"worker": self.worker.worker_id, "rank": rank, "reason": reason})
+
+    async def _assemble(self, chunk: SnapshotChunk, replies: Replies) -> None:
+        self._check_rank(chunk.rank)
+        if chunk.sequence >= MAX_SEQUENCE:
+            raise invalid(f"Sequence number {chunk.sequence} is too large.", param="snapshot.sequence")
+        assembly = self._assemblies.setdefault(chunk.rank, _Assembly())
+        if chunk.sequence != assembly.sequence:
+            assembly.sequence = chunk.sequence
+            assembly.tiers = (bytearray(), bytearray(), bytearray())
+        assembly.tiers[chunk.tier].extend(chunk.hashes)
+        if len(assembly.tiers[chunk.tier]) > self.worker.total_blocks * HASH_BYTES:
+            raise self._too_many(chunk.rank)
+        if chunk.last:
+            del self._assemblies[chunk.rank]
+            device, host, disk = (bytes(tier) for tier in assembly.tiers)
+            await self._replace(Snapshot(chunk.rank, chunk.sequence, (device, host, disk)), replies)
+            await self._apply(assembly.later, replies)
+
+    async def _replace(self, snapshot: Snapshot, replies: Replies) -> None:
+        worker, slot = self.worker, WorkerRank(self.worker.worker_id, snapshot.rank)
+        self._heard[snapshot.rank] = max(snapshot.sequence, self._heard.get(snapshot.rank, 0))
+        self._view.replace(slot, worker.epoch, snapshot)
+        if not self._link.there:
+            self._unstored.add(snapshot.rank)
+            return
+        try:
+            outcome, sequence = await self._store.replace(
+                worker.model, worker.worker_id, worker.epoch, worker.total_blocks, snapshot
+            )
+        except StoreUnavailable as error:
+            self._link.lost(error)
+            self._unstored.add(snapshot.rank)
+            return
+        if outcome is Outcome.OVERFLOW:
+            raise self._too_many(snapshot.rank)
+        if outcome is not Outcome.STALE:
+            replies.acks[snapshot.rank] = sequence
+
+    def _check_rank(self, rank: int) -> None:
+        if rank >= self.worker.ranks:
+            raise invalid(
+                f"Worker {self.worker.worker_id} speaks of rank {rank} and has {self.worker.ranks}.",
+                param="data_parallel_rank",
+            )
+
+    def _check_sequence(self, sequence: int) -> None:
+        if not 1 <= sequence < MAX_SEQUENCE:
+            raise invalid(f"Sequence number {sequence} is out of range: they start at 1.", param="events.sequence")
+
+    def _too_many(self, rank: int) -> SluiceError:
+        return SluiceError(
+            ErrorKind.INVALID_ARGUMENT,
+            f"Worker {self.worker.worker_id} claims more blocks on rank {rank} than the "
+            f"{self.worker.total_blocks} of its card.",
+            code="too_many_blocks",
+        )
+
+
+def _hashes(said: Said) -> int:
+    """How many block hashes a message has."""
+    if isinstance(said, EventBatch):
+        return said.bytes // HASH_BYTES
+    return len(said.hashes) // HASH_BYTES if isinstance(said, SnapshotChunk) else 0
