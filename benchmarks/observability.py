@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from services.common.ports import free_port
+from services.common.net.ports import free_port
 
 SERVICES = ("GATEWAY", "PREPROCESS", "ROUTER", "POSTPROCESS", "WORKER")
 SCRAPE_EVERY_S = 15.0

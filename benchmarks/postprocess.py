@@ -33,13 +33,13 @@ import uvloop
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 
-from services.common.channels import open_channel
 from services.common.models import DEFAULT_NAME, DEFAULT_SOURCE, ModelSpec, resolve
+from services.common.net.ports import free_port
 from services.common.packing import pack_u32
-from services.common.ports import free_port
-from services.postprocess.library import load
-from services.postprocess.opening import Opener
-from services.postprocess.stream import Limits, Stream, StreamOptions
+from services.common.rpc.channels import open_channel
+from services.postprocess.detokenize.registry import load
+from services.postprocess.streams.factory import Opener
+from services.postprocess.streams.stream import Limits, Stream, StreamOptions
 from sluice.v1 import postprocess_pb2, postprocess_pb2_grpc
 
 TEXT = """The quick brown fox jumps over the lazy dog, while it rains — softly — in München. def main(): return 42

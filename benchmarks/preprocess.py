@@ -25,8 +25,8 @@ import uvloop
 
 from benchmarks.processes import cpu_seconds
 from benchmarks.prompt_text import Text, chat, growing_chat, user
-from services.common.channels import open_channel
-from services.common.ports import free_port
+from services.common.net.ports import free_port
+from services.common.rpc.channels import open_channel
 from sluice.v1 import preprocess_pb2 as pb
 from sluice.v1 import preprocess_pb2_grpc
 from tests.support.big_vocabulary import build_big_model

@@ -24,7 +24,7 @@ from load import Load, build_requests
 from processes import cpu_seconds, own_suite, resident_bytes, suite_of
 from rude import Heard, leaver, patient, slow
 
-from services.common.ports import free_port
+from services.common.net.ports import free_port
 
 MOST_RATIO = 1.5
 MOST_GROWTH_MIB = 32.0

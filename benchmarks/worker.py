@@ -27,13 +27,13 @@ import psutil
 import uvloop
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.common.channels import open_channel
 from services.common.models import DEFAULT_NAME
+from services.common.net.ports import free_port
 from services.common.packing import pack_u32
-from services.common.ports import free_port
-from services.worker.engine import GenerateContext, Sink
+from services.common.rpc.channels import open_channel
+from services.worker.engines.contract.engine import GenerateContext, Sink
+from services.worker.engines.contract.generation import FinishReason, GenerateRequest, PositionLogprobs, Stop, Usage
 from services.worker.engines.mock import MockEngine
-from services.worker.generation import FinishReason, GenerateRequest, PositionLogprobs, Stop, Usage
 from services.worker.settings import WorkerSettings
 from sluice.v1 import worker_pb2, worker_pb2_grpc
 

@@ -7,21 +7,21 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-from services.common.catalogue import Catalogue, Declared
-from services.common.label_bounds import Label
+from services.common.observability.declarations import Catalogue, Declared
+from services.common.observability.label_bounds import Label
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
 MODULES = {
     "gateway": ("services.gateway.metrics", "services.gateway.admission.metrics"),
     "preprocess": (
-        "services.preprocess.metrics",
-        "services.preprocess.instruments",
-        "services.preprocess.tokenizer_instruments",
+        "services.preprocess.metrics.catalogue",
+        "services.preprocess.metrics.requests",
+        "services.preprocess.metrics.tokenizers",
     ),
     "router": ("services.router.metrics",),
     "worker": ("services.worker.metrics",),
     "postprocess": ("services.postprocess.metrics",),
-    "process": ("services.common.process_metrics",),
+    "process": ("services.common.observability.process_metrics",),
 }
 ABOUT = {
     "gateway": "On the gateway's own `/metrics` (scope `operate`), and on `--metrics-listen` if that is set.",

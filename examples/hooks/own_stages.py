@@ -8,10 +8,10 @@ from hashlib import sha256
 
 from services.common.errors import invalid, unavailable
 from services.common.packing import unpack_u32
-from services.gateway.config import PipelineConfig
-from services.gateway.generation import TextPrompt
-from services.gateway.pipeline import Generation, Pipeline
-from services.gateway.stages import (
+from services.gateway.core.request import TextPrompt
+from services.gateway.pipeline.config import PipelineConfig
+from services.gateway.pipeline.pipeline import Generation, Pipeline
+from services.gateway.pipeline.stages import (
     Components,
     FinishReason,
     GenerationRequest,

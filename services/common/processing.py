@@ -12,10 +12,10 @@ from typing import Self
 
 from pydantic import Field, field_validator, model_validator
 
-from services.common.learning import LearningSettings
+from services.common.discovery.model_discovery import LearningSettings
+from services.common.discovery.tokenizer_delivery import Learned
 from services.common.models import PROCESSORS, ModelSpec
 from services.common.settings import CommaList
-from services.common.tokenizer_delivery import Learned
 
 log = logging.getLogger(__name__)
 

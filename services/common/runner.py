@@ -12,9 +12,10 @@ from collections.abc import Awaitable, Callable
 
 import uvloop
 
-from services.common import logs, telemetry
+from services.common import logs
 from services.common.errors import SluiceError
-from services.common.process_metrics import ProcessMetrics
+from services.common.observability import telemetry
+from services.common.observability.process_metrics import ProcessMetrics
 from services.common.settings import ServiceSettings
 
 log = logging.getLogger(__name__)

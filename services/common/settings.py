@@ -19,10 +19,10 @@ from pydantic_settings import (
     SettingsError,
 )
 
-from services.common.addresses import host_port
-from services.common.otel_environment import OtelDefaults
-from services.common.trust import AccessSettings, PeerTokenSettings
-from services.common.trust import TlsSettings as TlsSettings
+from services.common.net.addresses import host_port
+from services.common.observability.otel_environment import OtelDefaults
+from services.common.security.settings import AccessSettings, PeerTokenSettings
+from services.common.security.settings import TlsSettings as TlsSettings
 
 SECRETS_DIR = Path("/run/secrets")
 # Kubernetes tells every pod of every Service by variables, and a Service may be called sluice-router.

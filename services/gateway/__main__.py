@@ -7,49 +7,50 @@ import logging
 import uuid
 from functools import partial
 
-from services.common import scraping, telemetry
 from services.common.budgets import Budget
+from services.common.observability import scrape_server as scraping
+from services.common.observability import telemetry
 from services.common.runner import Stop, run
+from services.common.security.tls import channel_credentials, https_context
 from services.common.tasks import TaskOwner
-from services.common.tls import channel_credentials, https_context
-from services.gateway import auditing
-from services.gateway.admission.building import build_gate
-from services.gateway.anthropic.dialect import AnthropicDialect
-from services.gateway.anthropic.endpoints import MessagesEndpoints
-from services.gateway.anthropic.routes import add_messages
+from services.gateway.admission.builder import build_gate
+from services.gateway.apis.anthropic.dialect import AnthropicDialect
+from services.gateway.apis.anthropic.endpoints import MessagesEndpoints
+from services.gateway.apis.anthropic.routes import add_messages
+from services.gateway.apis.common.block_runner import Conductor
+from services.gateway.apis.openai.embeddings import EmbeddingEndpoints
+from services.gateway.apis.openai.endpoints import OpenAIEndpoints
+from services.gateway.apis.openai.tokens import TokenEndpoints
+from services.gateway.apis.responses.builder import build_store
+from services.gateway.apis.responses.endpoints import ResponsesEndpoints
+from services.gateway.apis.responses.routes import add_responses
 from services.gateway.app import create_app
-from services.gateway.clients.catalogue import Catalogue
-from services.gateway.clients.embed import EmbedClient
-from services.gateway.clients.pieces import TokenPieces
-from services.gateway.direction_headers import RequestDirections
-from services.gateway.fleet import Fleet
-from services.gateway.http.admitting import Admission
+from services.gateway.clients.embeddings import EmbedClient
+from services.gateway.clients.token_bytes import TokenPieces
 from services.gateway.http.body_memory import BodyMemory
 from services.gateway.http.body_pace import BodyPace
-from services.gateway.http.hosts import HostCheck, host_policy
-from services.gateway.http.pacing import Pacer
-from services.gateway.http.scoped import without_effect
+from services.gateway.http.keepalive import Watch
+from services.gateway.http.middleware import audit as auditing
+from services.gateway.http.middleware.admission import Admission
+from services.gateway.http.middleware.deadlines import RequestDeadlines
+from services.gateway.http.middleware.hosts import HostCheck, host_policy
+from services.gateway.http.middleware.routing_hints import RequestDirections
+from services.gateway.http.middleware.scopes import without_effect
 from services.gateway.http.server import build_server
-from services.gateway.http.silence import Watch
-from services.gateway.http.timeouts import RequestDeadlines
+from services.gateway.http.write_scheduler import Pacer
+from services.gateway.live_view.endpoints import add_live_view
+from services.gateway.live_view.observers import WatchedPreprocess, WatchedRouter, WatchedSwitchboard
+from services.gateway.live_view.view import LiveView
 from services.gateway.metrics import SILENT, GatewayMetrics
-from services.gateway.openai.embeddings import EmbeddingEndpoints
-from services.gateway.openai.endpoints import OpenAIEndpoints
-from services.gateway.openai.responses.building import build_store
-from services.gateway.openai.responses.endpoints import ResponsesEndpoints
-from services.gateway.openai.responses.routes import add_responses
-from services.gateway.openai.tokens import TokenEndpoints
-from services.gateway.parity import Parity
-from services.gateway.pipelines import Pipelines
+from services.gateway.pipeline.models import Pipelines
+from services.gateway.pipeline.stages import Components
 from services.gateway.readiness import Readiness
 from services.gateway.settings import GatewaySettings
-from services.gateway.silent_workers import SilentWorkers
-from services.gateway.stages import Components
-from services.gateway.switchboard import Switchboard, shutting_down
-from services.gateway.turns.conducting import Conductor
-from services.gateway.ui.endpoints import add_live_view
-from services.gateway.ui.view import LiveView
-from services.gateway.ui.watching import WatchedPreprocess, WatchedRouter, WatchedSwitchboard
+from services.gateway.streams.manager import Switchboard, shutting_down
+from services.gateway.streams.watchdog import SilentWorkers
+from services.gateway.workers.connections import Fleet
+from services.gateway.workers.registry import Catalogue
+from services.gateway.workers.tokenizer_parity import Parity
 
 log = logging.getLogger(__name__)
 

@@ -16,13 +16,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.common.errors import SluiceError, internal, shortened
 from services.gateway.admission import permit as permits
-from services.gateway.anthropic import models as anthropic_models
-from services.gateway.anthropic.answer_schemas import EitherModel, EitherModelList
-from services.gateway.anthropic.dialect import speaks_anthropic
-from services.gateway.http.errors import error_response, plain_error_response
-from services.gateway.http.straight import Answer, Straight, posts
-from services.gateway.metrics import GatewayMetrics
-from services.gateway.openai.answer_schemas import (
+from services.gateway.apis.anthropic import models as anthropic_models
+from services.gateway.apis.anthropic.dialect import speaks_anthropic
+from services.gateway.apis.anthropic.response_schemas import EitherModel, EitherModelList
+from services.gateway.apis.openai.embedding_schemas import EmbeddingRequest
+from services.gateway.apis.openai.embeddings import EmbeddingEndpoints
+from services.gateway.apis.openai.endpoints import OpenAIEndpoints
+from services.gateway.apis.openai.openapi import GENERATING, body_of, document, responses
+from services.gateway.apis.openai.response_schemas import (
     ChatCompletion,
     Completion,
     Detokenized,
@@ -30,13 +31,12 @@ from services.gateway.openai.answer_schemas import (
     Rendered,
     Tokens,
 )
-from services.gateway.openai.documentation import GENERATING, body_of, document, responses
-from services.gateway.openai.embedding_schemas import EmbeddingRequest
-from services.gateway.openai.embeddings import EmbeddingEndpoints
-from services.gateway.openai.endpoints import OpenAIEndpoints
-from services.gateway.openai.schemas import ChatCompletionRequest, CompletionRequest
-from services.gateway.openai.token_schemas import DetokenizeRequest, TokenizeRequest
-from services.gateway.openai.tokens import TokenEndpoints
+from services.gateway.apis.openai.schemas import ChatCompletionRequest, CompletionRequest
+from services.gateway.apis.openai.token_schemas import DetokenizeRequest, TokenizeRequest
+from services.gateway.apis.openai.tokens import TokenEndpoints
+from services.gateway.http.errors import error_response, plain_error_response
+from services.gateway.http.fast_path import Answer, Straight, posts
+from services.gateway.metrics import GatewayMetrics
 from services.gateway.readiness import Readiness
 from sluice import __version__
 
@@ -93,7 +93,11 @@ def create_app(
         title="Sluice",
         version=__version__,
         description="An OpenAI-compatible gateway to large language models.",
-        telemetry={"tracing": False, "metrics": False, "logs": False},  # services.common.telemetry does that
+        telemetry={
+            "tracing": False,
+            "metrics": False,
+            "logs": False,
+        },  # by our own telemetry
     )
     bodies = _add_openai(app, openai, tokens, embeddings)
     for add in apis:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from services.common.catalogue import ERROR_KINDS, LONG_SECONDS, MODEL, Catalogue
 from services.common.errors import SluiceError
-from services.common.instruments import Counter, Histogram, watch
-from services.common.label_bounds import Label
+from services.common.observability.declarations import ERROR_KINDS, LONG_SECONDS, MODEL, Catalogue
+from services.common.observability.instruments import Counter, Histogram, watch
+from services.common.observability.label_bounds import Label
 
 if TYPE_CHECKING:
-    from services.gateway.live_stream import LiveStream
+    from services.gateway.streams.stream import LiveStream
 
 METRICS = Catalogue("gateway")
 PATH = Label("path", "of the API, with {model} for a model's name; anything else is other", most=60)

@@ -10,11 +10,11 @@ from typing import Any
 
 from services.common.errors import not_found
 from services.gateway.admission.permit import Permit
-from services.gateway.clients.catalogue import Catalogue
 from services.gateway.clients.preprocess import PreprocessClient
 from services.gateway.clients.router import RouterClient
-from services.gateway.fleet import Fleet
-from services.gateway.generation import Role
+from services.gateway.core.request import Role
+from services.gateway.workers.connections import Fleet
+from services.gateway.workers.registry import Catalogue
 
 ALL = ("preprocess", "router", "postprocess")
 

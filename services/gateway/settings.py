@@ -9,11 +9,13 @@ from typing import Annotated, Self
 from pydantic import AfterValidator, Field, SecretStr, model_validator
 from pydantic_core import PydanticCustomError
 
-from services.common.audit import AuditSettings
+from services.common.observability.audit import AuditSettings
+from services.common.security.settings import HttpsSettings, RouterTokenSettings
 from services.common.settings import AddressList, CommaList, ServiceSettings, settings_config
-from services.common.trust import HttpsSettings, RouterTokenSettings
-from services.gateway.body_budgets import BodySettings
-from services.gateway.config import (
+from services.gateway.core.session_affinity import HEADER, SOURCES
+from services.gateway.http.body_budgets import BodySettings
+from services.gateway.http.settings import HttpSettings
+from services.gateway.pipeline.config import (
     ALIASES,
     Disaggregation,
     PipelineConfig,
@@ -23,9 +25,7 @@ from services.gateway.config import (
     parse_stages,
     resolve,
 )
-from services.gateway.http.settings import HttpSettings
-from services.gateway.moving import MigrationPolicy
-from services.gateway.sessions import HEADER, SOURCES
+from services.gateway.streams.migration_policy import MigrationPolicy
 
 
 def _session_sources(names: list[str]) -> list[str]:

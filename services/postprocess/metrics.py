@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from services.common.catalogue import Catalogue
-from services.common.instruments import Counter, Histogram, Level
-from services.common.label_bounds import Label
-from services.postprocess.stream import Finish, FinishReason
+from services.common.observability.declarations import Catalogue
+from services.common.observability.instruments import Counter, Histogram, Level
+from services.common.observability.label_bounds import Label
+from services.postprocess.streams.stream import Finish, FinishReason
 
 METRICS = Catalogue("postprocess")
 

@@ -11,22 +11,22 @@ from typing import Any
 
 import grpc
 
-from services.common import telemetry
+from services.common.discovery.model_discovery import Learning
+from services.common.discovery.tokenizer_delivery import Learned
 from services.common.errors import ErrorKind, SluiceError, internal, invalid
-from services.common.grpc_errors import abort, answer
-from services.common.learning import Learning
+from services.common.observability import telemetry
 from services.common.packing import pack_u32, unpack_u32
+from services.common.rpc.errors import abort, answer
+from services.common.rpc.server import GrpcServer
+from services.common.rpc.session import BatchWriter, serve_session
 from services.common.runner import Stop
-from services.common.server import GrpcServer
-from services.common.session import BatchWriter, serve_session
-from services.common.tokenizer_delivery import Learned
-from services.postprocess.library import VocabularyLibrary
+from services.postprocess.detokenize.registry import VocabularyLibrary
 from services.postprocess.metrics import Metrics
-from services.postprocess.opening import Opener, OwnParsers
 from services.postprocess.parsers.registry import Registry
-from services.postprocess.session import PostSession, SessionLimits
 from services.postprocess.settings import PostprocessSettings
-from services.postprocess.stream import Limits
+from services.postprocess.streams.factory import Opener, OwnParsers
+from services.postprocess.streams.session import PostSession, SessionLimits
+from services.postprocess.streams.stream import Limits
 from services.postprocess.wire import to_options, to_reason, to_response, to_resume, to_text_batch
 from sluice.v1 import postprocess_pb2, postprocess_pb2_grpc
 

@@ -6,19 +6,19 @@ import asyncio
 import gc
 from threading import get_ident
 
-from services.common.learning import Learning
+from services.common.discovery.model_discovery import Learning
+from services.common.discovery.tokenizer_delivery import Learned
+from services.common.rpc.server import GrpcServer
 from services.common.runner import Stop, run
-from services.common.server import GrpcServer
-from services.common.tokenizer_delivery import Learned
+from services.preprocess.encoders.samples import SAMPLES
 from services.preprocess.limits import Limits
-from services.preprocess.loading import load_tokenizer
-from services.preprocess.pool import ComputePool
-from services.preprocess.registry import ModelRegistry
-from services.preprocess.samples import SAMPLES
 from services.preprocess.service import PreprocessService
 from services.preprocess.settings import PreprocessSettings
-from services.preprocess.template_process import TemplateProcesses
-from services.preprocess.tokenizer import packed_text
+from services.preprocess.templates.processes import TemplateProcesses
+from services.preprocess.thread_pool import ComputePool
+from services.preprocess.tokenizers.loading import load_tokenizer
+from services.preprocess.tokenizers.protocol import packed_text
+from services.preprocess.tokenizers.registry import ModelRegistry
 from sluice.v1 import preprocess_pb2, preprocess_pb2_grpc
 
 WAITING_THREADS = 32

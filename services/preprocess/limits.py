@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.preprocess.template_process import TemplateProcesses
-from services.preprocess.template_runner import InThisProcess, TemplateRunner
+from services.preprocess.templates.processes import TemplateProcesses
+from services.preprocess.templates.runner import InThisProcess, TemplateRunner
 
 
 @dataclass(frozen=True)

@@ -7,20 +7,26 @@ from typing import Any, TypeVar
 
 import grpc
 
-from services.common import telemetry
-from services.common.call_session import CallSession, Metadata
 from services.common.errors import SluiceError, invalid
-from services.common.grpc_errors import answer
 from services.common.hashing import HASH_SCHEME, block_hashes
 from services.common.models import ModelSpec
+from services.common.observability import telemetry
 from services.common.packing import pack_u32, pack_u64, unpack_u32
-from services.preprocess.generation_defaults import GenerationDefaults
-from services.preprocess.instruments import Instruments
-from services.preprocess.pool import ComputePool
-from services.preprocess.registry import ModelRegistry
-from services.preprocess.tokenizer import ChatRequest, PendingPrompt, TokenizerProtocol, packed_chat, packed_text
-from services.preprocess.tokenizer_instruments import watch_tokenizers
-from services.preprocess.validate import parse_chat, too_large
+from services.common.rpc.call_server import CallSession, Metadata
+from services.common.rpc.errors import answer
+from services.preprocess.metrics.requests import Instruments
+from services.preprocess.metrics.tokenizers import watch_tokenizers
+from services.preprocess.thread_pool import ComputePool
+from services.preprocess.tokenizers.generation_defaults import GenerationDefaults
+from services.preprocess.tokenizers.protocol import (
+    ChatRequest,
+    PendingPrompt,
+    TokenizerProtocol,
+    packed_chat,
+    packed_text,
+)
+from services.preprocess.tokenizers.registry import ModelRegistry
+from services.preprocess.validation import parse_chat, too_large
 from sluice.v1 import common_pb2, preprocess_pb2, preprocess_pb2_grpc
 
 PROMPT_TAIL_TOKENS = 16

@@ -10,8 +10,8 @@ from pydantic import Field, model_validator
 from services.common.models import DEFAULT_NAME, DEFAULT_SOURCE
 from services.common.processing import ProcessingSettings
 from services.common.settings import CommaList, GrpcServiceSettings, settings_config
-from services.preprocess.engine_tokenizer import EngineOptions
-from services.preprocess.speed import Speed
+from services.preprocess.encoders.options import Speed
+from services.preprocess.tokenizers.engine import EngineOptions
 
 
 class PreprocessSettings(ProcessingSettings, GrpcServiceSettings):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from services.common.catalogue import MODEL, Catalogue, Declared
-from services.common.instruments import Counter, Histogram, Level, watch
-from services.common.label_bounds import Label
+from services.common.observability.declarations import MODEL, Catalogue, Declared
+from services.common.observability.instruments import Counter, Histogram, Level, watch
+from services.common.observability.label_bounds import Label
 from services.router.scheduling.decisions import Decision
 from services.router.sync.model_state import ModelState
 

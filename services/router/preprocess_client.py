@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import grpc
 
-from services.common.replicas import ReplicaSet
+from services.common.rpc.replicas import ReplicaSet
 from services.router.scheduling.openai_body import Body, ChatBody, TextBody, read_body
 from services.router.scheduling.queries import Prompt
 from services.router.workers.worker import Worker

@@ -11,11 +11,13 @@ from typing import Any, TypeAlias, TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from services.common import identity, logs, telemetry
-from services.common.call_session import CallSession, Metadata
+from services.common import logs
 from services.common.errors import ErrorKind, SluiceError, invalid, unavailable
-from services.common.grpc_errors import abort, answer
-from services.common.identity import Caller
+from services.common.observability import telemetry
+from services.common.rpc.call_server import CallSession, Metadata
+from services.common.rpc.errors import abort, answer
+from services.common.security import identity
+from services.common.security.identity import Caller
 from services.router.messages import queries as query_messages
 from services.router.messages import workers as messages
 from services.router.request_limits import check_owner

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from services.common.runner import Stop, run
-from services.worker.hosting import WorkerHost
+from services.worker.serving.server import WorkerHost
 from services.worker.settings import WorkerSettings
 
 

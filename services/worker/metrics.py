@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from services.common.catalogue import ERROR_KINDS, LONG_SECONDS, SECONDS, Catalogue
-from services.common.instruments import Counter, Histogram, watch
-from services.common.label_bounds import Label
-from services.worker.engine import Load
-from services.worker.generation import FinishReason, Usage
+from services.common.observability.declarations import ERROR_KINDS, LONG_SECONDS, SECONDS, Catalogue
+from services.common.observability.instruments import Counter, Histogram, watch
+from services.common.observability.label_bounds import Label
+from services.worker.engines.contract.engine import Load
+from services.worker.engines.contract.generation import FinishReason, Usage
 
 METRICS = Catalogue("worker")
 RANK = Label("rank", "data-parallel rank", most=256)

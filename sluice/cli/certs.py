@@ -20,9 +20,9 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from services.common.identity import CALLERS, OPERATOR, WORKER
+from services.common.security.identity import CALLERS, OPERATOR, WORKER
 from sluice.cli.private_files import write
-from sluice.cli.secured import AUTHORITY, SERVICES, TRUST_DOMAIN
+from sluice.cli.up.tls import AUTHORITY, SERVICES, TRUST_DOMAIN
 
 NAMES = (*SERVICES, "redis", "client")
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")

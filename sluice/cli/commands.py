@@ -8,8 +8,11 @@ from typing import Protocol, cast
 import typer
 
 from sluice import __version__
-from sluice.cli import operating, proving, securing, starting
-from sluice.cli.plan import BadFlag
+from sluice.cli import commands_live as operating
+from sluice.cli import commands_security as securing
+from sluice.cli import commands_up as starting
+from sluice.cli import commands_worker as proving
+from sluice.cli.up.plan import BadFlag
 
 app = typer.Typer(
     name="sluice",

@@ -21,8 +21,8 @@ from rich.text import Text
 from services.common.errors import ErrorKind, SluiceError
 from services.worker import conformance
 from services.worker.conformance import Patience, Report, Result, Rule, Target, Verdict, Watcher, junit
-from sluice.cli.plan import BadFlag
 from sluice.cli.trust import BadTrust, Trust
+from sluice.cli.up.plan import BadFlag
 
 Stop = Callable[[], Awaitable[None]]
 KEPT, BROKEN = 0, 1

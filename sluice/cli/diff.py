@@ -16,13 +16,13 @@ from rich.text import Text
 
 from services.common.errors import SluiceError
 from services.common.models import ModelSpec
-from services.preprocess.engine_tokenizer import EngineOptions
 from services.preprocess.limits import Limits
-from services.preprocess.loading import load_tokenizer
-from services.preprocess.probes import PROBES
-from services.preprocess.tokenizer import ChatRequest, TokenizerProtocol
-from services.preprocess.validate import parse_chat
-from sluice.cli.plan import BadFlag
+from services.preprocess.tokenizers.engine import EngineOptions
+from services.preprocess.tokenizers.loading import load_tokenizer
+from services.preprocess.tokenizers.probes import PROBES
+from services.preprocess.tokenizers.protocol import ChatRequest, TokenizerProtocol
+from services.preprocess.validation import parse_chat
+from sluice.cli.up.plan import BadFlag
 
 BEFORE, AFTER = 4, 8
 SAME, DIFFERENT = 0, 1

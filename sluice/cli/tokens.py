@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.common.errors import SluiceError
-from services.common.identity import OPERATOR, WORKER
-from services.common.tokens import digest_of, read_shown
+from services.common.security.bearer_tokens import digest_of, read_shown
+from services.common.security.identity import OPERATOR, WORKER
 from sluice.cli.private_files import MODE, write
 
 SHOWN, ACCEPTED = "shown-tokens", "accepted-tokens"

@@ -10,9 +10,9 @@ from typing import Annotated
 import typer
 
 from services.common.errors import SluiceError
-from services.common.peers import PeerCredentials
+from services.common.rpc.rotating_channel import PeerCredentials
+from services.common.security.tls import channel_credentials
 from services.common.settings import TlsSettings
-from services.common.tls import channel_credentials
 
 Tls = Annotated[
     Path | None,

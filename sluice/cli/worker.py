@@ -9,9 +9,9 @@ from pathlib import Path
 from services.common.runner import run
 from services.worker.__main__ import serve
 from services.worker.settings import WorkerSettings
-from sluice.cli import secured
-from sluice.cli.phases import shown
-from sluice.cli.plan import BadFlag
+from sluice.cli.up import tls as tls_flags
+from sluice.cli.up.phases import shown
+from sluice.cli.up.plan import BadFlag
 
 FLAG = "--tls"
 
@@ -30,7 +30,7 @@ def _with_tls(arguments: Sequence[str]) -> list[str]:
         folder = Path(value if equals else next(words, ""))
         if not (folder / "worker.pem").is_file():
             raise BadFlag(f"--tls {folder} holds no worker.pem; `sluice certs {folder}` makes a set")
-        given += secured.flags("worker", folder)
+        given += tls_flags.flags("worker", folder)
     return [*given, *engines]
 
 

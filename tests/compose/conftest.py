@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.ports import free_port
+from services.common.net.ports import free_port
 from tests.support import compose_suite
 from tests.support.compose_suite import Suite
 

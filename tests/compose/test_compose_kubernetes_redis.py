@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from services.common.ports import free_port
+from services.common.net.ports import free_port
 from sluice.cli.certs import Options, make
 from tests.support.kustomized import container_of, of_kind
 

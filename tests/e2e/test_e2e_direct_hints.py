@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from services.gateway.direction_headers import ENDPOINT, PREFILL, PREFILL_RANK, RANK, SUBSET, WORKER
+from services.gateway.http.middleware.routing_hints import ENDPOINT, PREFILL, PREFILL_RANK, RANK, SUBSET, WORKER
 from tests.support.suite import Suite
 
 BODY = {"model": "tekken", "prompt": "hi", "max_tokens": 1}

@@ -187,7 +187,7 @@ def drain(terminal: int) -> None:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """An answer that takes its time is no clock that is wrong."""
-    monkeypatch.setattr("sluice.cli.finding.CLOCK_WARN_S", 20.0)
+    monkeypatch.setattr("sluice.cli.doctor.finding.CLOCK_WARN_S", 20.0)
 
 
 @pytest.mark.usefixtures("patient")

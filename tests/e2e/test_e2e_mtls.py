@@ -22,13 +22,13 @@ import psutil
 import pytest
 from redis import Redis
 
-from services.common.channels import open_channel
 from services.common.errors import ErrorKind
-from services.common.grpc_errors import from_rpc_error
-from services.common.peers import PeerCredentials
-from services.common.ports import free_port
+from services.common.net.ports import free_port
+from services.common.rpc.channels import open_channel
+from services.common.rpc.errors import from_rpc_error
+from services.common.rpc.rotating_channel import PeerCredentials
+from services.common.security.tls import channel_credentials
 from services.common.settings import TlsSettings
-from services.common.tls import channel_credentials
 from services.gateway.admission import keys
 from sluice.cli import tokens as made_tokens
 from sluice.cli.certs import Options, make

@@ -13,7 +13,7 @@ import httpx
 import psutil
 import pytest
 
-from services.common.ports import free_port
+from services.common.net.ports import free_port
 from sluice.v1 import router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tests.support.suite import Suite
 

@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from services.common.errors import SluiceError
-from services.common.ports import free_port
-from services.common.scraping import ScrapeEndpoint
+from services.common.net.ports import free_port
+from services.common.observability.scrape_server import ScrapeEndpoint
 from tests.support.collector import env_of
 from tests.support.suite import Suite
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from services.common.ports import free_port
+from services.common.net.ports import free_port
 from tests.support.redis_server import RedisServer
 
 CHAT = {"model": "tekken", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}

@@ -17,7 +17,7 @@ import grpc
 import httpx
 import pytest
 
-from services.common.ports import free_port
+from services.common.net.ports import free_port
 from sluice.v1 import worker_pb2, worker_pb2_grpc
 from tests.support.suite import Suite
 

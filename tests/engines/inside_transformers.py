@@ -13,11 +13,11 @@ from collections.abc import Callable
 from typing import Any
 
 from services.common.hashing import block_hashes
-from services.worker.cache_events import BlocksStored, KvEvent
-from services.worker.delta_stream import DeltaStream
-from services.worker.engine import GenerateContext
+from services.worker.engines.contract.engine import GenerateContext
+from services.worker.engines.contract.generation import Delta, FinishReason, GenerateRequest, Sampling, Stop
 from services.worker.engines.transformers.engine import TransformersEngine
-from services.worker.generation import Delta, FinishReason, GenerateRequest, Sampling, Stop
+from services.worker.kv_events.cache_events import BlocksStored, KvEvent
+from services.worker.serving.delta_stream import DeltaStream
 from services.worker.settings import WorkerSettings
 
 GREEDY = Sampling(temperature=0.0)

@@ -13,10 +13,10 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-from services.worker.cache_events import BlocksRemoved, BlocksStored, KvEvent
-from services.worker.engine import GenerateContext
+from services.worker.engines.contract.engine import GenerateContext
+from services.worker.engines.contract.generation import GenerateRequest, Sampling, Stop
 from services.worker.engines.vllm import VllmEngine
-from services.worker.generation import GenerateRequest, Sampling, Stop
+from services.worker.kv_events.cache_events import BlocksRemoved, BlocksStored, KvEvent
 from services.worker.settings import WorkerSettings
 
 QUIET_S = 0.4

@@ -8,9 +8,9 @@ import sys
 from array import array
 from typing import Any
 
-from services.worker.engine import GenerateContext
+from services.worker.engines.contract.engine import GenerateContext
+from services.worker.engines.contract.generation import GenerateRequest, Sampling, Stop
 from services.worker.engines.mock.engine import MockEngine
-from services.worker.generation import GenerateRequest, Sampling, Stop
 from services.worker.settings import WorkerSettings
 
 

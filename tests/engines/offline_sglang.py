@@ -7,7 +7,7 @@ import os
 import sys
 from typing import Any
 
-from services.worker.engines.sglang import stand_ins
+from services.worker.engines.sglang import import_stubs as stand_ins
 
 stand_ins.install()  # here and in the processes that SGLang spawns, which read this file first
 stand_ins.forgo_pinned_memory()

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import httpx
 
-from services.common.ports import free_port
+from services.common.net.ports import free_port
 from services.preprocess.engines.stand_in import engine_folder, is_mistral
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.ports import free_port
+from services.common.net.ports import free_port
 from tests.engines import engine_suite as suite
 from tests.engines.engine_list import ENGINES
 from tests.support.tiny_models import build_servable

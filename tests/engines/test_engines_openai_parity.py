@@ -16,7 +16,7 @@ import httpx
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from services.common.ports import free_port
+from services.common.net.ports import free_port
 from sluice.cli import tiny_weights
 from tests.engines.servers import ROOT, START_S, python
 from tests.support.suite import Suite

@@ -17,13 +17,13 @@ from tokenizers import Tokenizer
 
 from services.common.errors import SluiceError
 from services.common.models import DEFAULT_SOURCE, ModelSpec
-from services.postprocess.library import VocabularyLibrary, load
-from services.postprocess.opening import Opener, OwnParsers
-from services.postprocess.parsers.engine_host import EngineHost
+from services.postprocess.detokenize.registry import VocabularyLibrary, load
+from services.postprocess.detokenize.vocabulary import Vocabulary
 from services.postprocess.parsers.engines import ENGINES
-from services.postprocess.parsers.remote import RemoteStream
-from services.postprocess.stream import FinishReason, Limits, StreamOptions
-from services.postprocess.vocabulary import Vocabulary
+from services.postprocess.parsers.isolated.engine_host import EngineHost
+from services.postprocess.parsers.isolated.remote import RemoteStream
+from services.postprocess.streams.factory import Opener, OwnParsers
+from services.postprocess.streams.stream import FinishReason, Limits, StreamOptions
 from tests.engines.servers import ROOT, python
 from tests.support.engines import until
 from tests.support.marked_vocabulary import build_marked_model, markers_in

@@ -11,15 +11,15 @@ import grpc
 import psutil
 import pytest
 
-from services.common.channels import open_channel
 from services.common.errors import ErrorKind, SluiceError
-from services.common.grpc_errors import from_rpc_error
+from services.common.net.ports import free_port
 from services.common.packing import unpack_u32
-from services.common.ports import free_port
+from services.common.rpc.channels import open_channel
+from services.common.rpc.errors import from_rpc_error
 from services.common.runner import Stop
 from services.preprocess import __main__ as preprocess
 from services.preprocess.settings import PreprocessSettings
-from services.preprocess.tokenizer import ChatRequest
+from services.preprocess.tokenizers.protocol import ChatRequest
 from sluice.v1 import preprocess_pb2 as pb
 from sluice.v1 import preprocess_pb2_grpc
 from tests.engines.servers import python

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from sluice.cli import examining_redis
-from sluice.cli.finding import State
+from sluice.cli.doctor import redis as redis_checks
+from sluice.cli.doctor.finding import State
 from tests.support.redis_server import RedisServer
 
 
@@ -22,7 +22,7 @@ def redis(folder: Path, *options: str) -> Iterator[RedisServer]:
 
 
 async def states(url: str) -> dict[str, State]:
-    return {one.check: one.state for one in await examining_redis.examine(url)}
+    return {one.check: one.state for one in await redis_checks.examine(url)}
 
 
 async def test_a_redis_that_is_fit_for_routers(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.common.ports import free_port
+from services.common.net.ports import free_port
 
 DEADLINE_S = 40.0
 
@@ -49,7 +49,7 @@ http.server.ThreadingHTTPServer((host, int(port)), Handler).serve_forever()
 FAKE_GRPC = """
 import asyncio, sys
 from services.common.runner import Stop, run
-from services.common.server import GrpcServer
+from services.common.rpc.server import GrpcServer
 from services.common.settings import GrpcServiceSettings
 from sluice.v1 import router_pb2
 settings = GrpcServiceSettings(listen=sys.argv[1])
@@ -66,9 +66,9 @@ run("fake", settings, serve)
 DRIVER = """
 import os, sys
 from rich.console import Console
-from sluice.cli import up
-from sluice.cli.plan import Process
-from sluice.cli.progress import View
+from sluice.cli.up import supervisor as up
+from sluice.cli.up.plan import Process
+from sluice.cli.up.progress import View
 processes = []
 for word in sys.argv[1:]:
     name, module, port, *traits = word.split(",")
@@ -308,7 +308,7 @@ def test_child_whose_parent_is_already_gone_never_starts(tmp_path: Path) -> None
     (tmp_path / "late.py").write_text(f"open({str(ran)!r}, 'w').close()")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
-    command = [sys.executable, "-P", "-m", "sluice.cli.child"]
+    command = [sys.executable, "-P", "-m", "sluice.cli.up.child"]
     assert subprocess.run([*command, gone.stdout.decode().strip(), "late"], env=environment).returncode == 1
     assert not ran.exists()
     assert subprocess.run([*command, str(os.getpid()), "late"], env=environment).returncode == 0
@@ -320,5 +320,5 @@ def test_folder_named_like_ours_does_not_hide_ours(tmp_path: Path) -> None:
     (tmp_path / "services" / "__init__.py").write_text("raise SystemExit(9)")
     (tmp_path / "mine.py").write_text("import services.common, theirs")
     (tmp_path / "theirs.py").write_text("")
-    command = [sys.executable, "-P", "-m", "sluice.cli.child", str(os.getpid()), "mine"]
+    command = [sys.executable, "-P", "-m", "sluice.cli.up.child", str(os.getpid()), "mine"]
     assert subprocess.run(command, cwd=tmp_path).returncode == 0

@@ -11,13 +11,15 @@ from typing import Any
 import grpc
 import pytest
 
-from services.common import call_stream, logs, telemetry
-from services.common.call_session import CallSession
-from services.common.call_stream import CallStream
+from services.common import logs
 from services.common.errors import ErrorKind, SluiceError, not_found, unavailable
-from services.common.grpc_errors import answer
-from services.common.replicas import ReplicaSet
-from services.common.server import GrpcServer
+from services.common.observability import telemetry
+from services.common.rpc import multiplexed_call as call_stream
+from services.common.rpc.call_server import CallSession
+from services.common.rpc.errors import answer
+from services.common.rpc.multiplexed_call import CallStream
+from services.common.rpc.replicas import ReplicaSet
+from services.common.rpc.server import GrpcServer
 from services.common.settings import GrpcServiceSettings
 from sluice.v1 import common_pb2, preprocess_pb2, preprocess_pb2_grpc
 

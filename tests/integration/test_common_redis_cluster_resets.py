@@ -14,7 +14,7 @@ import pytest
 import uvloop
 from redis.exceptions import ConnectionError as ConnectionLost
 
-from services.common.ports import free_port
+from services.common.net.ports import free_port
 from services.common.redis.scripts import FAILURES, Script, ScriptRunner, closed_is_lost
 from services.common.redis.target import parse
 from services.router.store.base import StoreUnavailable

@@ -12,12 +12,12 @@ from typing import Any, cast
 import grpc
 import pytest
 
-from services.common import replicas
 from services.common.errors import ErrorKind, SluiceError, invalid, unavailable
-from services.common.grpc_errors import abort
-from services.common.ports import free_port
-from services.common.replicas import ReplicaSet
-from services.common.server import GrpcServer
+from services.common.net.ports import free_port
+from services.common.rpc import replicas
+from services.common.rpc.errors import abort
+from services.common.rpc.replicas import ReplicaSet
+from services.common.rpc.server import GrpcServer
 from services.common.settings import GrpcServiceSettings
 from sluice.v1 import worker_pb2, worker_pb2_grpc
 

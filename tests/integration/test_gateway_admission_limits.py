@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import SluiceError
+from services.gateway.admission.fallback_limiter import LOCAL, SteadyLimiter
 from services.gateway.admission.keys import ApiKey
 from services.gateway.admission.limits import Limit, Limiter, LimitsUnavailable
-from services.gateway.admission.memory import MemoryLimiter
-from services.gateway.admission.shared import SharedLimiter
-from services.gateway.admission.steady import LOCAL, SteadyLimiter
+from services.gateway.admission.local_limiter import MemoryLimiter
+from services.gateway.admission.redis_limiter import SharedLimiter
 from tests.support.redis_server import RedisServer
 
 KEY = ApiKey("0" * 12, "k", "")
@@ -121,14 +121,14 @@ async def test_two_gateways_share_one_limit(redis: RedisServer) -> None:
 
 
 async def test_places_of_a_gateway_that_died_come_back(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.gateway.admission.shared.LEASE_S", 3.0)
+    monkeypatch.setattr("services.gateway.admission.redis_limiter.LEASE_S", 3.0)
     key = replace(KEY, concurrency=1)
     shared = SharedLimiter(redis.url, "died", PATIENT_S)
     await shared.enter(key, "a")
     async with asyncio.timeout(PATIENT_S):
         while (await shared.enter(key, "b")).refused_by:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
-    monkeypatch.setattr("services.gateway.admission.shared.LEASE_S", 60.0)
+    monkeypatch.setattr("services.gateway.admission.redis_limiter.LEASE_S", 60.0)
     await shared.hold({key.id: ["b", "a"]})
     await asyncio.sleep(3.5)
     assert (await shared.enter(key, "c")).refused_by is Limit.CONCURRENCY, "b was held on"

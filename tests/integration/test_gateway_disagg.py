@@ -11,14 +11,14 @@ from typing import Any, cast
 import pytest
 
 from services.common.errors import ErrorKind, SluiceError
-from services.gateway import fleet
 from services.gateway.clients import link
-from services.gateway.config import PipelineConfig
-from services.gateway.disaggregation import HANDOFF_REFUSED, NO_PREFILL, PREFILL_BUSY, PREFILL_FAILED
-from services.gateway.generation import GenerationRequest, Guided, PositionLogprobs, Sampling, StopRules
-from services.gateway.live_stream import LiveStream
-from services.gateway.moving import MigrationPolicy
-from services.worker import handoff
+from services.gateway.core.request import GenerationRequest, Guided, PositionLogprobs, Sampling, StopRules
+from services.gateway.pipeline.config import PipelineConfig
+from services.gateway.streams.disaggregation import HANDOFF_REFUSED, NO_PREFILL, PREFILL_BUSY, PREFILL_FAILED
+from services.gateway.streams.migration_policy import MigrationPolicy
+from services.gateway.streams.stream import LiveStream
+from services.gateway.workers import connections as fleet
+from services.worker.engines.contract import handoff
 from tests.support.survival import Client, Heard, Stage, asking, staged, until
 from tests.support.tiny_models import build_tiny_model
 

@@ -6,15 +6,15 @@ import asyncio
 
 import pytest
 
-from services.common import replicas
-from services.common.ports import free_port
-from services.common.server import GrpcServer
+from services.common.net.ports import free_port
+from services.common.rpc import replicas
+from services.common.rpc.server import GrpcServer
 from services.common.settings import GrpcServiceSettings
 from services.common.tasks import TaskOwner
-from services.gateway import fleet as fleet_module
-from services.gateway.fleet import Fleet
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.switchboard import Switchboard
+from services.gateway.streams.manager import Switchboard
+from services.gateway.workers import connections as fleet_module
+from services.gateway.workers.connections import Fleet
 from sluice.v1 import postprocess_pb2, postprocess_pb2_grpc
 from tests.support.engines import until
 

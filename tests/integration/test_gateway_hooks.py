@@ -8,9 +8,9 @@ import pytest
 
 from services.common.errors import ErrorKind, SluiceError
 from services.common.packing import unpack_u32
-from services.gateway import directions
-from services.gateway.config import PipelineConfig
-from services.gateway.generation import FinishReason, StopRules
+from services.gateway.core import routing_hints as directions
+from services.gateway.core.request import FinishReason, StopRules
+from services.gateway.pipeline.config import PipelineConfig
 from services.worker.engines.mock.vocabulary import load_vocabulary
 from tests.support.survival import asking, staged
 from tests.support.tiny_models import build_tiny_model

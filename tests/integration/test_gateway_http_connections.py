@@ -14,16 +14,16 @@ import pytest
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from services.gateway.generation import Finish, FinishReason
+from services.gateway.apis.openai.choices import StreamedChoices
+from services.gateway.apis.openai.completion_objects import ChatFormat
+from services.gateway.core.request import Finish, FinishReason
 from services.gateway.http.body import read_json
+from services.gateway.http.connection import Bounds
 from services.gateway.http.errors import error_response, plain_error_response
-from services.gateway.http.event_stream import EventStream
-from services.gateway.http.guarded import Bounds
-from services.gateway.http.pacing import Pacer
+from services.gateway.http.keepalive import Watch
 from services.gateway.http.server import HttpServer
-from services.gateway.http.silence import Watch
-from services.gateway.openai.answers import ChatFormat
-from services.gateway.openai.choices import StreamedChoices
+from services.gateway.http.sse import EventStream
+from services.gateway.http.write_scheduler import Pacer
 from tests.support.raw_http import MALFORMED, UNKNOWN_METHOD, WAIT_S, answer, post
 
 PIECE = "x" * 1000

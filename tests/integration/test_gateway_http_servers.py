@@ -15,11 +15,11 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from services.common.errors import SluiceError
-from services.common.ports import free_port
+from services.common.net.ports import free_port
 from services.gateway.http.body import read_json
+from services.gateway.http.connection import Bounds
 from services.gateway.http.errors import error_response, plain_error_response
 from services.gateway.http.granian_server import GranianServer
-from services.gateway.http.guarded import Bounds
 from services.gateway.http.server import HttpServer
 from tests.support.raw_http import MALFORMED, UNKNOWN_METHOD, WAIT_S, answer, everything, post
 

@@ -12,13 +12,13 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from services.common import telemetry
 from services.common.errors import ErrorKind, SluiceError
-from services.gateway import fleet
+from services.common.observability import telemetry
 from services.gateway.clients import link
-from services.gateway.clients.catalogue import WorkerEntry
-from services.gateway.generation import FinishReason, GenerationRequest, Guided, Parsing, Sampling, StopRules
-from services.gateway.migration import MigrationPolicy
+from services.gateway.core.request import FinishReason, GenerationRequest, Guided, Parsing, Sampling, StopRules
+from services.gateway.streams.migration import MigrationPolicy
+from services.gateway.workers import connections as fleet
+from services.gateway.workers.registry import WorkerEntry
 from tests.support.survival import Client, Heard, Stage, asking, staged, until
 from tests.support.tiny_models import build_tiny_model
 

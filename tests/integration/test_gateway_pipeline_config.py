@@ -11,12 +11,13 @@ import pytest
 
 from services.common.errors import ErrorKind, SluiceError
 from services.common.packing import unpack_u32
-from services.gateway import directions, fleet
 from services.gateway.clients import link
-from services.gateway.config import PipelineConfig
-from services.gateway.directions import Directions
-from services.gateway.generation import ChatPrompt, GenerationRequest, Parsing, Sampling, StopRules
-from services.gateway.moving import MigrationPolicy
+from services.gateway.core import routing_hints as directions
+from services.gateway.core.request import ChatPrompt, GenerationRequest, Parsing, Sampling, StopRules
+from services.gateway.core.routing_hints import Directions
+from services.gateway.pipeline.config import PipelineConfig
+from services.gateway.streams.migration_policy import MigrationPolicy
+from services.gateway.workers import connections as fleet
 from services.worker.engines.mock.vocabulary import load_vocabulary
 from tests.support.survival import asking, staged
 from tests.support.tiny_models import build_tiny_model

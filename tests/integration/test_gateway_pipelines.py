@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 import pytest
 
 from services.common.errors import ErrorKind, SluiceError
-from services.gateway import pipelines as pipelines_module
-from services.gateway.clients.catalogue import WorkerEntry
-from services.gateway.config import PipelineConfig
-from services.gateway.generation import GenerationRequest, Tokenized
-from services.gateway.stages import Components
+from services.gateway.core.request import GenerationRequest, Tokenized
+from services.gateway.pipeline.config import PipelineConfig
+from services.gateway.pipeline.pipeline import models as pipelines_module
+from services.gateway.pipeline.stages import Components
+from services.gateway.workers.registry import WorkerEntry
 from tests.support.survival import Stage, asking, staged, until
 from tests.support.tiny_models import build_tiny_model
 

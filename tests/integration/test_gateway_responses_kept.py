@@ -11,8 +11,8 @@ import pytest
 
 from services.common.errors import ErrorKind, SluiceError
 from services.common.tasks import TaskOwner
-from services.gateway.openai.responses.redis_store import RedisStore
-from services.gateway.openai.responses.store import Kept, MemoryStore, ResponseStore
+from services.gateway.apis.responses.redis_store import RedisStore
+from services.gateway.apis.responses.store import Kept, MemoryStore, ResponseStore
 from tests.support.redis_server import RedisServer
 
 ONE = Kept(b'{"id":"resp_1"}', '[{"text":"Grüße 🚢"}]'.encode())

@@ -14,9 +14,9 @@ from services.common.redis.target import Credentials
 from services.common.tasks import TaskOwner
 from services.gateway.admission.keys import ApiKey
 from services.gateway.admission.limits import LimitsUnavailable
-from services.gateway.admission.shared import SharedLimiter
-from services.gateway.openai.responses.redis_store import RedisStore
-from services.gateway.openai.responses.store import Kept
+from services.gateway.admission.redis_limiter import SharedLimiter
+from services.gateway.apis.responses.redis_store import RedisStore
+from services.gateway.apis.responses.store import Kept
 from tests.support.mutual_redis import MutualRedis
 from tests.support.redis_topologies import RedisCluster, RedisSentinels
 

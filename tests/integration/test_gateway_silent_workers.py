@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from services.gateway.generation import StopRules
-from services.gateway.migration import MigrationPolicy
-from services.gateway.silent_workers import SilentWorkers
+from services.gateway.core.request import StopRules
+from services.gateway.streams.migration import MigrationPolicy
+from services.gateway.streams.watchdog import SilentWorkers
 from tests.support.survival import Stage, asking, staged, until
 from tests.support.tiny_models import build_tiny_model
 

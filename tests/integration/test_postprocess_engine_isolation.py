@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from services.postprocess.opening import Opener, OwnParsers
-from services.postprocess.parsers.remote import RemoteStream
-from services.postprocess.stream import FinishReason, Limits, StreamOptions
+from services.postprocess.parsers.isolated.remote import RemoteStream
+from services.postprocess.streams.factory import Opener, OwnParsers
+from services.postprocess.streams.stream import FinishReason, Limits, StreamOptions
 from tests.support.parsing import TOOLS, Said, said
 from tests.support.vocabularies import tekken
 

@@ -10,12 +10,12 @@ from collections.abc import AsyncIterator
 import pytest
 
 from services.common.errors import SluiceError, unavailable
-from services.postprocess.opening import AnyParsed, Opener, OwnParsers
-from services.postprocess.parsers import host
 from services.postprocess.parsers.events import Degraded
-from services.postprocess.parsers.host import ParserHost
-from services.postprocess.parsers.remote import RemoteStream
-from services.postprocess.stream import FinishReason, Limits, StreamOptions
+from services.postprocess.parsers.isolated import host
+from services.postprocess.parsers.isolated.host import ParserHost
+from services.postprocess.parsers.isolated.remote import RemoteStream
+from services.postprocess.streams.factory import AnyParsed, Opener, OwnParsers
+from services.postprocess.streams.stream import FinishReason, Limits, StreamOptions
 from tests.support.parsing import Said, said
 from tests.support.vocabularies import tekken
 

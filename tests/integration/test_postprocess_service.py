@@ -14,14 +14,14 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.common.channels import open_channel
 from services.common.errors import ErrorKind
-from services.common.grpc_errors import from_rpc_error
 from services.common.packing import pack_u32, unpack_u32
+from services.common.rpc.channels import open_channel
+from services.common.rpc.errors import from_rpc_error
 from services.common.runner import Stop
 from services.postprocess import service as postprocess
-from services.postprocess.opening import INLINE_TOKENS
 from services.postprocess.settings import PostprocessSettings
+from services.postprocess.streams.factory import INLINE_TOKENS
 from sluice.v1 import common_pb2, postprocess_pb2, postprocess_pb2_grpc
 from tests.support.tiny_models import build_tiny_model
 from tests.support.vocabularies import byte_level

@@ -8,10 +8,10 @@ import os
 import signal
 import sys
 
+from services.common.net.ports import free_port
 from services.common.packing import unpack_u32
-from services.common.ports import free_port
-from services.common.replicas import ReplicaSet
-from services.preprocess.tokenizer import ChatRequest
+from services.common.rpc.replicas import ReplicaSet
+from services.preprocess.tokenizers.protocol import ChatRequest
 from sluice.v1 import preprocess_pb2 as pb
 from sluice.v1 import preprocess_pb2_grpc
 from tests.support.loaded_tokenizers import tiny_folder, tiny_hf

@@ -15,20 +15,20 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.common.channels import open_channel
 from services.common.errors import ErrorKind, SluiceError
-from services.common.grpc_errors import from_rpc_error
 from services.common.hashing import HASH_SCHEME, block_hashes
+from services.common.net.ports import free_port
 from services.common.packing import pack_u32, pack_u64, unpack_u32
-from services.common.ports import free_port
-from services.common.server import GrpcServer
-from services.preprocess.hf import HfTokenizer
-from services.preprocess.loading import load_tokenizer
-from services.preprocess.pool import ComputePool
-from services.preprocess.registry import ModelRegistry
+from services.common.rpc.channels import open_channel
+from services.common.rpc.errors import from_rpc_error
+from services.common.rpc.server import GrpcServer
 from services.preprocess.service import PreprocessService
 from services.preprocess.settings import PreprocessSettings
-from services.preprocess.tokenizer import ChatRequest
+from services.preprocess.thread_pool import ComputePool
+from services.preprocess.tokenizers.hf import HfTokenizer
+from services.preprocess.tokenizers.loading import load_tokenizer
+from services.preprocess.tokenizers.protocol import ChatRequest
+from services.preprocess.tokenizers.registry import ModelRegistry
 from sluice.v1 import preprocess_pb2 as pb
 from sluice.v1 import preprocess_pb2_grpc
 from tests.support.loaded_tokenizers import limits, tekken, tiny_folder, tiny_hf

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import trustme
 
-from services.common import probe
-from services.common.server import GrpcServer
+from services.common.rpc import probe
+from services.common.rpc.server import GrpcServer
 from services.common.settings import GrpcServiceSettings
 from sluice.v1 import router_pb2
 
@@ -26,7 +26,7 @@ async def start(serving: bool, **settings: Any) -> GrpcServer:
 async def ask(*arguments: str) -> tuple[int, str]:
     """Exit code and standard error of a probe in a process of its own, as a container runs it."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "services.common.probe", *arguments, stderr=subprocess.PIPE
+        sys.executable, "-m", "services.common.rpc.probe", *arguments, stderr=subprocess.PIPE
     )
     _, said = await asyncio.wait_for(process.communicate(), 120)
     return process.returncode or 0, said.decode()

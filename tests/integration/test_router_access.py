@@ -14,16 +14,16 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from pydantic import SecretStr
 
-from services.common import watched
-from services.common.bearer import BearerChannel
-from services.common.channels import open_channel
+from services.common import file_watcher as watched
 from services.common.errors import ErrorKind, SluiceError
-from services.common.grpc_errors import from_rpc_error
 from services.common.packing import pack_u32
-from services.common.peers import PeerCredentials
-from services.gateway.clients.catalogue import Catalogue
+from services.common.rpc.bearer_channel import BearerChannel
+from services.common.rpc.channels import open_channel
+from services.common.rpc.errors import from_rpc_error
+from services.common.rpc.rotating_channel import PeerCredentials
 from services.gateway.clients.router import RouterClient
-from services.gateway.generation import Tokenized
+from services.gateway.core.request import Tokenized
+from services.gateway.workers.registry import Catalogue
 from sluice.v1 import router_pb2, router_pb2_grpc
 from tests.support.router_cluster import MODEL, FakeWorker, RouterProcess, routers, until
 from tests.support.tiny_models import build_tiny_model

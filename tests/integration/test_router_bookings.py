@@ -12,9 +12,9 @@ import pytest
 
 from services.common.hashing import block_hashes
 from services.common.packing import pack_u32
-from services.gateway.clients.catalogue import Catalogue
 from services.gateway.clients.router import RouterClient
-from services.gateway.generation import Route, Tokenized
+from services.gateway.core.request import Route, Tokenized
+from services.gateway.workers.registry import Catalogue
 from sluice.v1 import router_pb2
 from tests.support.redis_server import RedisServer
 from tests.support.router_cluster import BLOCK, MODEL, FakeWorker, RouterProcess, routers, until

@@ -7,9 +7,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from services.common.channels import open_channel
+from services.common.rpc.channels import open_channel
+from services.common.security.tls import channel_credentials
 from services.common.settings import TlsSettings
-from services.common.tls import channel_credentials
 from sluice.v1 import router_pb2, router_pb2_grpc
 from tests.support.authority import Authority
 from tests.support.router_cluster import routers

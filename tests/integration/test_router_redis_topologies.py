@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import trustme
 
+from services.common.net.ports import free_port
 from services.common.packing import pack_u64, unpack_u64
-from services.common.ports import free_port
 from services.common.redis.target import Credentials
 from services.router.kv_index.events import BlockOp, EventBatch, Kind, Tier
 from services.router.reservations.table import ReservationParams

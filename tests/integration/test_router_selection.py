@@ -13,14 +13,14 @@ import grpc
 import pytest
 
 from services.common.errors import ErrorKind, SluiceError
-from services.common.grpc_errors import from_rpc_error
 from services.common.hashing import HASH_SCHEME, block_hashes
 from services.common.packing import pack_u32, pack_u64
-from services.common.server import GrpcServer
-from services.preprocess.pool import ComputePool
-from services.preprocess.registry import ModelRegistry
+from services.common.rpc.errors import from_rpc_error
+from services.common.rpc.server import GrpcServer
 from services.preprocess.service import PreprocessService
 from services.preprocess.settings import PreprocessSettings
+from services.preprocess.thread_pool import ComputePool
+from services.preprocess.tokenizers.registry import ModelRegistry
 from sluice.v1 import common_pb2, preprocess_pb2, preprocess_pb2_grpc, router_pb2
 from tests.support.loaded_tokenizers import tekken
 from tests.support.redis_server import RedisServer

@@ -10,9 +10,9 @@ import grpc
 import pytest
 
 from services.common.errors import ErrorKind, SluiceError
-from services.common.grpc_errors import from_rpc_error
 from services.common.hashing import block_hashes
 from services.common.packing import pack_u32, pack_u64, unpack_u64
+from services.common.rpc.errors import from_rpc_error
 from sluice.v1 import common_pb2, router_pb2
 from tests.support.router_cluster import BLOCK, MODEL, FakeWorker, RouterProcess, routers, until
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from sluice_client import Tls
 
-from services.common.server import GrpcServer
+from services.common.rpc.server import GrpcServer
 from services.common.settings import GrpcServiceSettings
 from sluice.v1 import worker_pb2
 from tests.support.authority import Authority

@@ -11,11 +11,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from services.common import watched
+from services.common import file_watcher as watched
 from services.common.errors import SluiceError
-from services.common.scraping import ScrapeEndpoint
+from services.common.observability.scrape_server import ScrapeEndpoint
+from services.common.security.tls import metrics_context
 from services.common.settings import TlsSettings
-from services.common.tls import metrics_context
 from tests.support.authority import Authority
 
 

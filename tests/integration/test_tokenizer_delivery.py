@@ -15,24 +15,24 @@ import grpc
 import psutil
 import pytest
 
-from services.common import tokenizer_delivery
-from services.common.channels import open_channel
+from services.common.discovery import tokenizer_delivery
+from services.common.discovery.tokenizer_delivery import Learned, TokenizerDelivery, fetch_tokenizer
+from services.common.discovery.tokenizer_store import Incoming, TokenizerStore
+from services.common.discovery.worker_watch import WorkerWatch
 from services.common.errors import ErrorKind, SluiceError
-from services.common.grpc_errors import from_rpc_error
 from services.common.models import fingerprint
+from services.common.net.ports import free_port
 from services.common.packing import pack_u32, unpack_u32
-from services.common.ports import free_port
+from services.common.rpc.channels import open_channel
+from services.common.rpc.errors import from_rpc_error
 from services.common.runner import Stop
-from services.common.tokenizer_delivery import Learned, TokenizerDelivery, fetch_tokenizer
-from services.common.tokenizer_store import Incoming, TokenizerStore
-from services.common.worker_watch import WorkerWatch
 from services.postprocess import service as postprocess
 from services.postprocess.settings import PostprocessSettings
 from services.preprocess import __main__ as preprocess
 from services.preprocess.settings import PreprocessSettings
 from services.router import __main__ as router
 from services.router.settings import RouterSettings
-from services.worker.hosting import WorkerHost
+from services.worker.serving.server import WorkerHost
 from sluice.v1 import postprocess_pb2, postprocess_pb2_grpc, preprocess_pb2, preprocess_pb2_grpc
 from tests.support.loaded_tokenizers import tekken, tiny_folder, tiny_hf
 from tests.support.tiny_models import build_tiny_model

@@ -12,10 +12,10 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from services.common import telemetry
-from services.worker.engine import GenerateContext
-from services.worker.generation import Delta, FinishReason, GenerateRequest, Usage
-from services.worker.hosting import WorkerHost
+from services.common.observability import telemetry
+from services.worker.engines.contract.engine import GenerateContext
+from services.worker.engines.contract.generation import Delta, FinishReason, GenerateRequest, Usage
+from services.worker.serving.server import WorkerHost
 from sluice.v1 import common_pb2, worker_pb2_grpc
 from tests.support.engines import ScriptedEngine
 from tests.support.tiny_models import build_tiny_model

@@ -13,16 +13,16 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.common.channels import open_channel
 from services.common.errors import ErrorKind, SluiceError
-from services.common.grpc_errors import from_rpc_error
 from services.common.packing import pack_u32
+from services.common.rpc.channels import open_channel
+from services.common.rpc.errors import from_rpc_error
+from services.common.rpc.server import GrpcServer
 from services.common.runner import Stop
-from services.common.server import GrpcServer
 from services.common.settings import GrpcServiceSettings
-from services.worker.engine import EngineConfig
+from services.worker.engines.contract.engine import EngineConfig
 from services.worker.engines.mock import MockEngine
-from services.worker.hosting import WorkerHost
+from services.worker.serving.server import WorkerHost
 from services.worker.settings import WorkerSettings
 from sluice.v1 import common_pb2, router_pb2, router_pb2_grpc, worker_pb2
 from tests.support.engines import until

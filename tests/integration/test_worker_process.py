@@ -15,8 +15,8 @@ import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.common.channels import open_channel
-from services.common.ports import free_port
+from services.common.net.ports import free_port
+from services.common.rpc.channels import open_channel
 from services.worker.engines.mock.faults import CRASH_CODE
 from sluice.v1 import worker_pb2_grpc
 from tests.support.tiny_models import build_tiny_model

@@ -16,31 +16,31 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.channels import open_channel
 from services.common.errors import ErrorKind, SluiceError
-from services.common.grpc_errors import from_rpc_error
 from services.common.models import ModelSpec
 from services.common.packing import pack_u32, unpack_u32
-from services.common.server import GrpcServer
-from services.gateway.parity import DIFFERS, PROVEN, TokenizerIdentity, compare
-from services.postprocess.library import VocabularyLibrary
-from services.postprocess.opening import Opener
+from services.common.rpc.channels import open_channel
+from services.common.rpc.errors import from_rpc_error
+from services.common.rpc.server import GrpcServer
+from services.gateway.workers.tokenizer_parity import DIFFERS, PROVEN, TokenizerIdentity, compare
+from services.postprocess.detokenize.registry import VocabularyLibrary
 from services.postprocess.service import PostprocessService
-from services.postprocess.session import SessionLimits
 from services.postprocess.settings import PostprocessSettings
-from services.postprocess.stream import Limits
-from services.preprocess.loading import load_tokenizer
-from services.preprocess.pool import ComputePool
-from services.preprocess.probes import prompt_fingerprint
-from services.preprocess.registry import ModelRegistry
+from services.postprocess.streams.factory import Opener
+from services.postprocess.streams.session import SessionLimits
+from services.postprocess.streams.stream import Limits
 from services.preprocess.service import PreprocessService
 from services.preprocess.settings import PreprocessSettings
+from services.preprocess.thread_pool import ComputePool
+from services.preprocess.tokenizers.loading import load_tokenizer
+from services.preprocess.tokenizers.probes import prompt_fingerprint
+from services.preprocess.tokenizers.registry import ModelRegistry
 from services.worker.conformance import Patience, Target, Verdict, run, select
-from services.worker.generation import GenerateRequest
-from services.worker.hosting import WorkerHost
-from services.worker.processing.options import ProcessingOptions, PromptBounds
-from services.worker.processing.processing import Processing
-from services.worker.processing.prompts import PromptMaker
+from services.worker.engines.contract.generation import GenerateRequest
+from services.worker.local_processing.options import ProcessingOptions, PromptBounds
+from services.worker.local_processing.processing import Processing
+from services.worker.local_processing.prompts import PromptMaker
+from services.worker.serving.server import WorkerHost
 from sluice.v1 import (
     common_pb2,
     postprocess_pb2,
@@ -506,7 +506,7 @@ async def test_a_tokenizer_that_cannot_be_loaded(
     def fail(*_: object) -> object:
         raise SluiceError(ErrorKind.FAILED_PRECONDITION, "The tokenizer is broken.", param="model")
 
-    monkeypatch.setattr("services.worker.processing.loading.load_prompts", fail)
+    monkeypatch.setattr("services.worker.local_processing.loading.load_prompts", fail)
     async with hosted(tiny_folder(), processing="none") as host:
         config = host.worker.config
     processing = Processing(ProcessingOptions(), lambda name, error: None)

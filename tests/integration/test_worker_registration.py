@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from services.common.hashing import block_hashes
+from services.common.net.ports import free_port
 from services.common.packing import unpack_u64
-from services.common.ports import free_port
-from services.common.server import GrpcServer
+from services.common.rpc.server import GrpcServer
 from services.common.settings import GrpcServiceSettings
-from services.worker import cache_log
-from services.worker.hosting import WorkerHost
+from services.worker.kv_events import event_log as cache_log
+from services.worker.serving.server import WorkerHost
 from sluice.v1 import router_pb2, router_pb2_grpc
 from tests.support.engines import until
 from tests.support.tiny_models import build_tiny_model

@@ -13,17 +13,17 @@ import pytest
 from tokenizers import Tokenizer
 
 from services.common.models import ModelSpec
-from services.postprocess.library import VocabularyLibrary
+from services.postprocess.detokenize.registry import VocabularyLibrary
 from services.postprocess.metrics import Metrics
-from services.postprocess.opening import Opener, OwnParsers
 from services.postprocess.parsers.events import Content
-from services.postprocess.session import PostSession, SessionLimits
-from services.postprocess.stream import StreamOptions
-from services.worker.delivery import Delivery, Terms
-from services.worker.engine import GenerateContext, Sink
-from services.worker.generation import Delta, FinishReason, GenerateRequest, PositionLogprobs, Usage
-from services.worker.processing.text_delta import TextDelta
-from services.worker.processing.texts import TextDesk
+from services.postprocess.streams.factory import Opener, OwnParsers
+from services.postprocess.streams.session import PostSession, SessionLimits
+from services.postprocess.streams.stream import StreamOptions
+from services.worker.engines.contract.engine import GenerateContext, Sink
+from services.worker.engines.contract.generation import Delta, FinishReason, GenerateRequest, PositionLogprobs, Usage
+from services.worker.local_processing.batch_detokenizer import TextDesk
+from services.worker.local_processing.text_delta import TextDelta
+from services.worker.serving.response_sink import Delivery, Terms
 from tests.support.engines import until
 from tests.support.tiny_models import build_tiny_model
 

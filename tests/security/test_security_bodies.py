@@ -17,9 +17,9 @@ import pytest
 
 from services.common import budgets as common_budgets
 from services.common.errors import ErrorKind, SluiceError
-from services.gateway.body_budgets import BodySettings
-from services.gateway.body_values import check_values
-from services.gateway.openai.json_schema import check_schema
+from services.gateway.apis.openai.json_schema import check_schema
+from services.gateway.http.body_budgets import BodySettings
+from services.gateway.http.json_values import check_values
 from tests.support import hostile_bodies
 from tests.support.bodies import BUDGETS, read
 from tests.support.hostile_bodies import CHAT, CONSTRAINTS, COUNTED, GROWING, LONG, MESSAGES, MIB, OVER_BUDGET, Hostile

@@ -23,18 +23,18 @@ from tokenizers import Tokenizer
 from services.common import budgets
 from services.common.budgets import Budget
 from services.common.errors import ErrorKind, SluiceError, invalid
-from services.worker.compiling import Compiling, naming_constraint
-from services.worker.engine import GenerateContext
+from services.worker.engines.contract.engine import GenerateContext
+from services.worker.engines.contract.generation import FinishReason, GenerateRequest, Guided
 from services.worker.engines.mock import MockEngine
 from services.worker.engines.mock.guided import guided_text
 from services.worker.engines.mock.guided.effort import MOST_STEPS, Effort, TooMuch
-from services.worker.engines.sglang.flight import Flight as SglangFlight
+from services.worker.engines.sglang.request_state import Flight as SglangFlight
 from services.worker.engines.transformers.guidance import Constraint, GrammarLimits, Grammars
 from services.worker.engines.vllm import library
 from services.worker.engines.vllm.engine import VllmEngine
-from services.worker.generation import FinishReason, GenerateRequest, Guided
+from services.worker.serving.compiling import Compiling, naming_constraint
+from services.worker.serving.validation import validate_grammar_size
 from services.worker.settings import WorkerSettings
-from services.worker.validation import validate_grammar_size
 from tests.support.engines import RecordingSink, request, until
 from tests.support.hostile_grammars import GRAMMARS, regex, schema
 from tests.support.suite import Suite

@@ -23,8 +23,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from services.common import budgets
-from services.gateway.http.guarded import Bounds
-from services.gateway.http.hosts import HostCheck, host_policy
+from services.gateway.http.connection import Bounds
+from services.gateway.http.middleware.hosts import HostCheck, host_policy
 from services.gateway.http.server import HttpServer
 from services.gateway.settings import GatewaySettings
 from tests.support.lone_gateway import LoneGateway

@@ -13,20 +13,20 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pydantic import SecretStr
 
-from services.common.access import AccessInterceptor
-from services.common.channels import open_channel
 from services.common.errors import ErrorKind, SluiceError
-from services.common.server import GrpcServer
+from services.common.rpc.channels import open_channel
+from services.common.rpc.server import GrpcServer
+from services.common.security.auth_interceptor import AccessInterceptor
+from services.common.security.bearer_tokens import shown_tokens
+from services.common.security.tls import channel_credentials
 from services.common.settings import GrpcServiceSettings, TlsSettings
 from services.common.tasks import TaskOwner
-from services.common.tls import channel_credentials
-from services.common.tokens import shown_tokens
-from services.gateway.clients.catalogue import Catalogue
 from services.gateway.clients.router import RouterClient
-from services.gateway.fleet import Fleet
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.settings import GatewaySettings
-from services.gateway.switchboard import Switchboard
+from services.gateway.streams.manager import Switchboard
+from services.gateway.workers.connections import Fleet
+from services.gateway.workers.registry import Catalogue
 from sluice.cli import tokens as made_tokens
 from sluice.v1 import (
     postprocess_pb2,

@@ -16,14 +16,14 @@ import grpc
 import pytest
 
 from services.common import logs
-from services.common.channels import open_channel
 from services.common.errors import ErrorKind, SluiceError
-from services.common.grpc_errors import from_rpc_error
-from services.common.server import GrpcServer
+from services.common.rpc.channels import open_channel
+from services.common.rpc.errors import from_rpc_error
+from services.common.rpc.server import GrpcServer
 from services.common.settings import GrpcServiceSettings
 from services.common.tasks import TaskOwner
 from services.gateway.clients.worker_link import WorkerLink
-from services.gateway.live_stream import LiveStream
+from services.gateway.streams.stream import LiveStream
 from sluice.v1 import (
     common_pb2,
     router_pb2,

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from services.common.packing import pack_u32
-from services.common.peers import PeerCredentials
+from services.common.rpc.rotating_channel import PeerCredentials
 from services.gateway.clients.router import RouterClient
-from services.gateway.generation import Tokenized
+from services.gateway.core.request import Tokenized
 from sluice.v1 import router_pb2, router_pb2_grpc
 from tests.support.callers import Calls, now_us, ready_routers
 from tests.support.router_cluster import MODEL, FakeWorker, until

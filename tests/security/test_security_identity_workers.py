@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from services.common.errors import ErrorKind
-from services.common.grpc_errors import from_rpc_error
-from services.common.instruments import read
+from services.common.observability.instruments import read
 from services.common.packing import pack_u64
+from services.common.rpc.errors import from_rpc_error
 from services.common.runner import Stop
 from services.router.metrics import REFUSED
-from services.worker.hosting import WorkerHost
 from services.worker.metrics import ID_TAKEN
+from services.worker.serving.server import WorkerHost
 from services.worker.settings import WorkerSettings
 from sluice.v1 import (
     common_pb2,

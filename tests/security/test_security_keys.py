@@ -15,20 +15,20 @@ from typer.testing import CliRunner
 
 from services.common.errors import ErrorKind, SluiceError
 from services.common.tasks import TaskOwner
-from services.gateway import tenant_cache
 from services.gateway.admission import keys, tenants
 from services.gateway.admission import permit as permits
+from services.gateway.admission.fair_queue import Line
 from services.gateway.admission.gate import Gate
 from services.gateway.admission.keys import ANONYMOUS, KeyFile, create, write
-from services.gateway.admission.line import Line
-from services.gateway.admission.memory import MemoryLimiter
+from services.gateway.admission.local_limiter import MemoryLimiter
 from services.gateway.admission.permit import Permit
 from services.gateway.admission.tenants import SHARED, TenantSalt
-from services.gateway.capabilities import able
-from services.gateway.clients.catalogue import WorkerEntry
-from services.gateway.direction_headers import ENDPOINT, HEADERS
+from services.gateway.http.middleware.routing_hints import ENDPOINT, HEADERS
+from services.gateway.pipeline.capabilities import able
+from services.gateway.pipeline.pipeline import tenant_cache
+from services.gateway.workers.registry import WorkerEntry
 from sluice.cli.commands import app
-from sluice.cli.plan import BadFlag
+from sluice.cli.up.plan import BadFlag
 from tests.support.suite import Suite
 from tests.support.survival import asking, staged
 from tests.support.tiny_models import build_tiny_model

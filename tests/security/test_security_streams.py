@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from services.common.errors import ErrorKind
-from services.gateway.generation import GenerationRequest, Sampling, StopRules
+from services.gateway.core.request import GenerationRequest, Sampling, StopRules
 from sluice.v1 import common_pb2, postprocess_pb2, worker_pb2
 from tests.support.honest_clients import HonestClients
 from tests.support.hostile_worker import HostileWorker, extra, rows

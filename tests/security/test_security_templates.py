@@ -21,23 +21,23 @@ import grpc
 import psutil
 import pytest
 
-from services.common import tokenizer_check
-from services.common.channels import open_channel
+from services.common.discovery import tokenizer_check
+from services.common.discovery.tokenizer_check import check_tokenizer
+from services.common.discovery.tokenizer_store import TokenizerStore
 from services.common.errors import ErrorKind, SluiceError
-from services.common.grpc_errors import from_rpc_error
 from services.common.models import ModelSpec
-from services.common.ports import free_port
+from services.common.net.ports import free_port
+from services.common.rpc.channels import open_channel
+from services.common.rpc.errors import from_rpc_error
 from services.common.runner import Stop
-from services.common.tokenizer_check import check_tokenizer
-from services.common.tokenizer_store import TokenizerStore
 from services.preprocess import __main__ as preprocess
-from services.preprocess import templates
-from services.preprocess.hf import HfTokenizer
 from services.preprocess.limits import Limits
-from services.preprocess.loading import load_tokenizer
 from services.preprocess.settings import PreprocessSettings
-from services.preprocess.template_process import TemplateProcesses
-from services.preprocess.tokenizer import ChatRequest
+from services.preprocess.templates import templates
+from services.preprocess.templates.processes import TemplateProcesses
+from services.preprocess.tokenizers.hf import HfTokenizer
+from services.preprocess.tokenizers.loading import load_tokenizer
+from services.preprocess.tokenizers.protocol import ChatRequest
 from sluice.v1 import preprocess_pb2 as pb
 from sluice.v1 import preprocess_pb2_grpc
 from tests.support.big_vocabulary import build_big_model

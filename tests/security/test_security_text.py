@@ -12,14 +12,14 @@ import pytest
 
 from services.common.models import DEFAULT_SOURCE, resolve
 from services.common.packing import unpack_u32
-from services.postprocess.parsed import ParsedStream
-from services.postprocess.parsers.contract import ParserContext
+from services.postprocess.parsers.base import ParserContext
 from services.postprocess.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, ParserNames, build, markers_of
-from services.postprocess.stream import FinishReason, Limits, Stream, StreamOptions
-from services.preprocess.hf import HfTokenizer
-from services.preprocess.mistral import MistralTokenizer
-from services.preprocess.speed import Speed
-from services.preprocess.tokenizer import TokenizerProtocol
+from services.postprocess.streams.parsed import ParsedStream
+from services.postprocess.streams.stream import FinishReason, Limits, Stream, StreamOptions
+from services.preprocess.encoders.options import Speed
+from services.preprocess.tokenizers.hf import HfTokenizer
+from services.preprocess.tokenizers.mistral import MistralTokenizer
+from services.preprocess.tokenizers.protocol import TokenizerProtocol
 from tests.support.growth import growth
 from tests.support.loaded_tokenizers import limits
 from tests.support.parsing import TOOLS, said

@@ -7,23 +7,23 @@ from typing import Any
 
 import orjson
 
-from services.gateway.anthropic import checking as anthropic_checking
-from services.gateway.anthropic.schemas import MessagesRequest
-from services.gateway.anthropic.translate import Able
-from services.gateway.anthropic.translate import translate as translate_message
-from services.gateway.body_budgets import BodyBudgets, BodySettings
-from services.gateway.body_values import check_values
-from services.gateway.openai.checking import check
-from services.gateway.openai.embedding_schemas import EmbeddingRequest
-from services.gateway.openai.responses.conversation import conversation
-from services.gateway.openai.responses.items import read_items
-from services.gateway.openai.responses.schemas import ResponsesRequest
-from services.gateway.openai.responses.tools import read_tools
-from services.gateway.openai.responses.translate import translate as translate_response
-from services.gateway.openai.schema_meter import SchemaMeter
-from services.gateway.openai.schemas import ChatCompletionRequest, CompletionRequest
-from services.gateway.openai.token_schemas import DetokenizeRequest, TokenizeRequest
-from services.gateway.openai.translate import chat_request, completion_requests, count_tools
+from services.gateway.apis.anthropic import validation as anthropic_checking
+from services.gateway.apis.anthropic.schemas import MessagesRequest
+from services.gateway.apis.anthropic.translate import Able
+from services.gateway.apis.anthropic.translate import translate as translate_message
+from services.gateway.apis.openai.embedding_schemas import EmbeddingRequest
+from services.gateway.apis.openai.schema_meter import SchemaMeter
+from services.gateway.apis.openai.schemas import ChatCompletionRequest, CompletionRequest
+from services.gateway.apis.openai.token_schemas import DetokenizeRequest, TokenizeRequest
+from services.gateway.apis.openai.translate import chat_request, completion_requests, count_tools
+from services.gateway.apis.openai.validation import check
+from services.gateway.apis.responses.conversation import conversation
+from services.gateway.apis.responses.items import read_items
+from services.gateway.apis.responses.schemas import ResponsesRequest
+from services.gateway.apis.responses.tools import read_tools
+from services.gateway.apis.responses.translate import translate as translate_response
+from services.gateway.http.body_budgets import BodyBudgets, BodySettings
+from services.gateway.http.json_values import check_values
 
 BUDGETS = BodySettings().budgets
 """Those of a gateway without flags."""

@@ -9,9 +9,9 @@ from typing import Any
 
 import grpc
 
-from services.common.channels import open_channel
 from services.common.packing import pack_u64, unpack_u64
-from services.common.server import GrpcServer
+from services.common.rpc.channels import open_channel
+from services.common.rpc.server import GrpcServer
 from services.common.settings import GrpcServiceSettings
 from sluice.v1 import router_pb2, router_pb2_grpc
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import grpc
 
-from services.common.channels import open_channel
 from services.common.errors import ErrorKind, SluiceError
-from services.common.grpc_errors import abort, from_rpc_error, to_detail
 from services.common.packing import pack_u32, unpack_u32
-from services.common.server import GrpcServer
+from services.common.rpc.channels import open_channel
+from services.common.rpc.errors import abort, from_rpc_error, to_detail
+from services.common.rpc.server import GrpcServer
 from services.common.settings import GrpcServiceSettings
 from sluice.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 

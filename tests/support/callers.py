@@ -11,11 +11,11 @@ from typing import Any
 import grpc
 from google.protobuf.message import Message
 
-from services.common.channels import open_channel
 from services.common.errors import SluiceError
-from services.common.grpc_errors import from_rpc_error
+from services.common.rpc.channels import open_channel
+from services.common.rpc.errors import from_rpc_error
+from services.common.security.tls import channel_credentials
 from services.common.settings import TlsSettings
-from services.common.tls import channel_credentials
 from sluice.v1 import router_pb2, router_pb2_grpc
 from tests.support.router_cluster import FakeWorker, RouterProcess, routers, until
 

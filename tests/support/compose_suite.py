@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from services.common.ports import free_port
+from services.common.net.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 COMPOSE = ROOT / "deploy/compose"

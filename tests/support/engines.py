@@ -8,10 +8,17 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from typing import Any, Self
 
 from services.common.errors import SluiceError
-from services.worker.cache_events import BlocksRemoved, BlocksStored, KvEvent
-from services.worker.engine import EngineConfig, GenerateContext, LLMEngine, Load, Sink
+from services.worker.engines.contract.engine import EngineConfig, GenerateContext, LLMEngine, Load, Sink
+from services.worker.engines.contract.generation import (
+    Delta,
+    FinishReason,
+    GenerateRequest,
+    PositionLogprobs,
+    Stop,
+    Usage,
+)
 from services.worker.engines.mock.vocabulary import Vocabulary
-from services.worker.generation import Delta, FinishReason, GenerateRequest, PositionLogprobs, Stop, Usage
+from services.worker.kv_events.cache_events import BlocksRemoved, BlocksStored, KvEvent
 from services.worker.settings import WorkerSettings
 
 BOS, EOS, TURN = 0, 1, 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from services.worker.generation import Guided
+from services.worker.engines.contract.generation import Guided
 
 
 def schema(document: Any) -> Guided:

@@ -7,10 +7,10 @@ from functools import cache
 from pathlib import Path
 
 from services.common.models import ModelSpec
-from services.preprocess.hf import HfTokenizer
 from services.preprocess.limits import Limits
-from services.preprocess.loading import load_tokenizer
-from services.preprocess.mistral import MistralTokenizer
+from services.preprocess.tokenizers.hf import HfTokenizer
+from services.preprocess.tokenizers.loading import load_tokenizer
+from services.preprocess.tokenizers.mistral import MistralTokenizer
 from tests.support.tiny_models import build_tiny_model
 
 

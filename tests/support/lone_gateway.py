@@ -11,7 +11,7 @@ from typing import Self
 import httpx
 import psutil
 
-from services.common.ports import free_port
+from services.common.net.ports import free_port
 
 NOWHERE = "127.0.0.1:1"
 START_S = 60

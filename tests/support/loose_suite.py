@@ -14,7 +14,7 @@ from typing import Self
 
 import httpx
 
-from services.common.ports import free_port
+from services.common.net.ports import free_port
 
 READY_S = 240
 

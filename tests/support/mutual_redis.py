@@ -6,7 +6,7 @@ from pathlib import Path
 
 from redis.asyncio import Redis
 
-from services.common.ports import free_port
+from services.common.net.ports import free_port
 from services.common.redis.target import Credentials
 from tests.support.authority import Authority
 from tests.support.redis_server import RedisServer

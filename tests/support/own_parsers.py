@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 
-from services.postprocess.parsers.contract import Parser, ParserContext
+from services.postprocess.parsers.base import Parser, ParserContext
 from services.postprocess.parsers.events import CallArguments, CallStart, Content, Event, Reasoning
 
 

@@ -64,7 +64,7 @@ DEFECTS: dict[str, Defect] = {
     ),
     "one-delta": Defect(
         "`</think>` and `<tool_call>` in one delta: the call is told as content",
-        "services/postprocess/parsers/contract.py",
+        "services/postprocess/parsers/base.py",
         "if isinstance(event, Content):\n                events += self._second.feed(event.text)",
         "if isinstance(event, Content) and len(found) == 1:\n                events += self._second.feed(event.text)",
         f"{PARSERS}::test_reasoning_and_call_in_one_piece",
@@ -79,14 +79,14 @@ DEFECTS: dict[str, Defect] = {
     ),
     "emoji": Defect(
         "a character of several tokens comes out as replacement characters",
-        "services/postprocess/detokenizer.py",
+        "services/postprocess/detokenize/detokenizer.py",
         "text, used = utf_8_decode(data, self._table.errors)",
         'text, used = utf_8_decode(data, "replace", True)',
         f"{UNIT}detokenizer.py::test_a_character_of_many_tokens_comes_out_whole",
     ),
     "stop": Defect(
         "a stop string found after detokenizing does not stop the engine",
-        "services/gateway/switchboard.py",
+        "services/gateway/streams/manager.py",
         "            self._stop(stream, worker, None)\n            self._metrics.finished",
         "            self._metrics.finished",
         f"{SWITCHBOARD}::test_a_stop_string_stops_the_engine",
@@ -100,7 +100,7 @@ DEFECTS: dict[str, Defect] = {
     ),
     "choice-none": Defect(
         "tool_choice none is not enforced",
-        "services/postprocess/plan.py",
+        "services/postprocess/streams/parser_selection.py",
         "if choice == NONE or options.guided:",
         "if options.guided:",
         f"{UNIT}parsed.py::test_no_calls_where_none_are_wanted",

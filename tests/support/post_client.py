@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from services.common.models import ModelSpec
-from services.postprocess.library import VocabularyLibrary
+from services.postprocess.detokenize.registry import VocabularyLibrary
+from services.postprocess.detokenize.vocabulary import Vocabulary
 from services.postprocess.metrics import Metrics
 from services.postprocess.parsers.events import CallArguments, CallStart, Content, Degraded, Reasoning
-from services.postprocess.resuming import Resume
-from services.postprocess.session import PostSession, SessionLimits
-from services.postprocess.stream import Finish
-from services.postprocess.vocabulary import Vocabulary
+from services.postprocess.streams.resume import Resume
+from services.postprocess.streams.session import PostSession, SessionLimits
+from services.postprocess.streams.stream import Finish
 
 
 @dataclass

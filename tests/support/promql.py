@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.catalogue import Declared
+from services.common.observability.declarations import Declared
 from sluice import metrics
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,7 +9,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from services.common.ports import free_port
+from services.common.net.ports import free_port
 
 NO_PERSISTENCE = ("--save", "", "--appendonly", "no")
 BUNDLED = Path(__file__).parents[2] / ".venv" / "opt" / "redis" / "bin" / "redis-server"

@@ -9,7 +9,7 @@ from typing import Any
 
 from redis import Redis
 
-from services.common.ports import free_port
+from services.common.net.ports import free_port
 from services.common.settings import TlsSettings
 from tests.support.redis_server import RedisServer
 

@@ -16,8 +16,8 @@ import grpc
 import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.common.channels import open_channel
-from services.common.ports import free_port
+from services.common.net.ports import free_port
+from services.common.rpc.channels import open_channel
 from sluice.v1 import router_pb2, router_pb2_grpc
 from tests.support.router_cluster import until
 

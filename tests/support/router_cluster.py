@@ -12,8 +12,8 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pydantic import SecretStr
 
-from services.common.channels import open_channel
 from services.common.packing import pack_u64
+from services.common.rpc.channels import open_channel
 from services.common.runner import Stop
 from services.router.__main__ import serve
 from services.router.settings import RouterSettings

@@ -18,18 +18,15 @@ from typing import Any, cast
 import grpc
 
 from services.common.errors import SluiceError, unavailable
+from services.common.net.ports import free_port
 from services.common.packing import pack_u32, unpack_u32
-from services.common.ports import free_port
+from services.common.rpc.server import GrpcServer
 from services.common.runner import Stop
-from services.common.server import GrpcServer
 from services.common.settings import GrpcServiceSettings
 from services.common.tasks import TaskOwner
-from services.gateway.clients.catalogue import Catalogue, WorkerEntry
 from services.gateway.clients.preprocess import PreprocessClient
 from services.gateway.clients.router import RouterClient
-from services.gateway.config import PipelineConfig
-from services.gateway.fleet import Fleet
-from services.gateway.generation import (
+from services.gateway.core.request import (
     Finish,
     GenerationRequest,
     PositionLogprobs,
@@ -42,17 +39,20 @@ from services.gateway.generation import (
     TokenPrompt,
 )
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.moving import MigrationPolicy
-from services.gateway.pipeline import Pipeline
-from services.gateway.pipelines import Pipelines
-from services.gateway.stages import Components
-from services.gateway.switchboard import Switchboard
+from services.gateway.pipeline.config import PipelineConfig
+from services.gateway.pipeline.models import Pipelines
+from services.gateway.pipeline.pipeline import Pipeline
+from services.gateway.pipeline.stages import Components
+from services.gateway.streams.manager import Switchboard
+from services.gateway.streams.migration_policy import MigrationPolicy
+from services.gateway.workers.connections import Fleet
+from services.gateway.workers.registry import Catalogue, WorkerEntry
 from services.postprocess import service as postprocess
-from services.postprocess.library import VocabularyLibrary
-from services.postprocess.opening import Opener
+from services.postprocess.detokenize.registry import VocabularyLibrary
 from services.postprocess.settings import PostprocessSettings
+from services.postprocess.streams.factory import Opener
 from services.worker.engines.mock.vocabulary import Vocabulary, load_vocabulary
-from services.worker.hosting import WorkerHost
+from services.worker.serving.server import WorkerHost
 from sluice.v1 import postprocess_pb2, postprocess_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tests.support.workers import hosted
 

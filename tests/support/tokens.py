@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from services.common.tokens import ShownTokens, digest_of
+from services.common.security.bearer_tokens import ShownTokens, digest_of
 
 
 def replace(path: Path, text: str) -> None:

@@ -13,8 +13,8 @@ from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from services.common.models import DEFAULT_SOURCE, resolve
-from services.postprocess import hf, mistral
-from services.postprocess.vocabulary import Vocabulary
+from services.postprocess.detokenize import hf, mistral
+from services.postprocess.detokenize.vocabulary import Vocabulary
 from tests.support.tiny_models import build_tiny_model
 
 WORDS = ("▁", "▁Hello", "▁world", "▁a", "a", "b", "lo", "é", "▁é", "\n", "stop", "▁st", "op", ".")

@@ -11,10 +11,10 @@ from typing import Any
 
 import grpc
 
-from services.common.channels import open_channel
 from services.common.packing import pack_u32, unpack_u32
+from services.common.rpc.channels import open_channel
 from services.common.runner import Stop
-from services.worker.hosting import WorkerHost
+from services.worker.serving.server import WorkerHost
 from services.worker.settings import WorkerSettings
 from sluice.v1 import worker_pb2, worker_pb2_grpc
 

@@ -24,7 +24,7 @@ from typing import Self
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.common.ports import free_port, problem
+from services.common.net.ports import free_port, problem
 from tests.walk.pages import ROOT, Block, commands_of
 
 COMMAND_S = 180.0

@@ -10,13 +10,13 @@ from typing import Any
 
 from services.common.errors import ErrorKind, SluiceError
 from services.common.tasks import TaskOwner
-from services.gateway.admission import refusals
+from services.gateway.admission import errors as refusals
+from services.gateway.admission.errors import Refused
+from services.gateway.admission.fair_queue import Line
 from services.gateway.admission.keys import ANONYMOUS, STRANGER, ApiKey, KeyFile
 from services.gateway.admission.limits import Limiter
-from services.gateway.admission.line import Line
 from services.gateway.admission.metrics import AdmissionMetrics
 from services.gateway.admission.permit import Permit
-from services.gateway.admission.refusals import Refused
 from services.gateway.admission.tenants import TenantSalt
 
 

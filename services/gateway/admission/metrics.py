@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from services.common.instruments import Counter, Histogram, watch
-from services.common.label_bounds import Label
+from services.common.observability.instruments import Counter, Histogram, watch
+from services.common.observability.label_bounds import Label
 from services.gateway.metrics import METRICS
 
 REASONS = (

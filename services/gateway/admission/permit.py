@@ -6,7 +6,8 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Protocol
 
-from services.gateway.admission import refusals, tenants
+from services.gateway.admission import errors as refusals
+from services.gateway.admission import tenants
 from services.gateway.admission.keys import ANONYMOUS, STRANGER, ApiKey
 from services.gateway.admission.limits import Decision, Limiter
 from services.gateway.admission.scopes import Scope

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import grpc
 
-from services.common.breaker import Breaker
 from services.common.errors import ErrorKind, SluiceError
-from services.common.grpc_errors import passed_on
-from services.common.session import ClientSession
+from services.common.rpc.breaker import Breaker
+from services.common.rpc.errors import passed_on
+from services.common.rpc.session import ClientSession
 
 if TYPE_CHECKING:
-    from services.gateway.live_stream import LiveStream
+    from services.gateway.streams.stream import LiveStream
 
 log = logging.getLogger(__name__)
 

@@ -7,11 +7,11 @@ from typing import Any, TypeVar, cast
 
 import grpc
 
-from services.common.call_stream import CallStream
-from services.common.replicas import ReplicaSet
-from services.common.turnstile import Turnstile
-from services.gateway import deadlines
-from services.gateway.generation import (
+from services.common.concurrency_limiter import Turnstile
+from services.common.rpc.multiplexed_call import CallStream
+from services.common.rpc.replicas import ReplicaSet
+from services.gateway.core import deadlines
+from services.gateway.core.request import (
     DEFAULTED,
     ChatPrompt,
     EmbedsPrompt,
@@ -21,7 +21,7 @@ from services.gateway.generation import (
     Tokenized,
     TokenPrompt,
 )
-from services.gateway.parity import TokenizerIdentity
+from services.gateway.workers.tokenizer_parity import TokenizerIdentity
 from sluice.v1 import common_pb2, preprocess_pb2, preprocess_pb2_grpc
 
 LIST_S = 2.0

@@ -10,13 +10,13 @@ from typing import Any, TypeVar, cast
 
 import grpc
 
-from services.common.call_stream import CallStream
+from services.common.concurrency_limiter import Turnstile
 from services.common.errors import SluiceError
-from services.common.replicas import ReplicaSet
-from services.common.turnstile import Turnstile
-from services.gateway import deadlines
-from services.gateway.generation import Route, Score, Tokenized
-from services.gateway.stages_engine import guessed_tokens
+from services.common.rpc.multiplexed_call import CallStream
+from services.common.rpc.replicas import ReplicaSet
+from services.gateway.core import deadlines
+from services.gateway.core.request import Route, Score, Tokenized
+from services.gateway.pipeline.engine_preprocessing import guessed_tokens
 from sluice.v1 import router_pb2, router_pb2_grpc
 
 log = logging.getLogger(__name__)

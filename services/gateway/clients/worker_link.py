@@ -13,11 +13,11 @@ import orjson
 
 from services.common.budgets import Budget
 from services.common.errors import ErrorKind, SluiceError, invalid
-from services.common.grpc_errors import from_detail, passed_on
 from services.common.packing import pack_u32
+from services.common.rpc.errors import from_detail, passed_on
 from services.gateway.clients.link import Link
-from services.gateway.clients.post_link import TextEvents, stream_options, tell_event, tell_token_texts
-from services.gateway.generation import (
+from services.gateway.clients.postprocess_link import TextEvents, stream_options, tell_event, tell_token_texts
+from services.gateway.core.request import (
     ChatPrompt,
     EmbedsPrompt,
     FinishReason,
@@ -34,7 +34,7 @@ from services.gateway.generation import (
 from sluice.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 
 if TYPE_CHECKING:
-    from services.gateway.live_stream import LiveStream
+    from services.gateway.streams.stream import LiveStream
 
 START_BYTES_PER_MESSAGE = 4 << 20
 MOST_START_BYTES = 16 << 20

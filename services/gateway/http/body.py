@@ -13,11 +13,11 @@ from starlette.types import Scope
 from services.common.budgets import Budget
 from services.common.errors import ErrorKind, SluiceError, invalid
 from services.gateway.admission import permit
-from services.gateway.body_values import Marks, check_values
-from services.gateway.http import scoped
 from services.gateway.http.body_memory import SETTING, SMALL_BYTES, BodyMemory, BodyShare
 from services.gateway.http.body_pace import LARGE_BYTES
 from services.gateway.http.json_size import measured_size, parsed_size
+from services.gateway.http.json_values import Marks, check_values
+from services.gateway.http.middleware import scopes as scoped
 
 MAX_DEPTH = 200
 MEASURED_FROM = 4 << 10

@@ -7,9 +7,9 @@ from typing import Any
 import orjson
 from starlette.responses import Response
 
-from services.common import telemetry
 from services.common.errors import MOST_MESSAGE, SluiceError, shortened
-from services.gateway import auditing
+from services.common.observability import telemetry
+from services.gateway.http.middleware import audit as auditing
 
 _TYPES = {
     400: "invalid_request_error",

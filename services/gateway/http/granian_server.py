@@ -14,10 +14,10 @@ from granian.http import HTTP1Settings
 from granian.server.embed import Server as Granian
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.common.addresses import join
 from services.common.errors import ErrorKind, SluiceError
-from services.gateway.http.direct import PlainSends
-from services.gateway.http.guarded import Bounds
+from services.common.net.addresses import join
+from services.gateway.http.connection import Bounds
+from services.gateway.http.inline_sender import PlainSends
 
 LEAST_BUFFER_BYTES = 8192
 LOOK_AGAIN_S = 0.05

@@ -5,7 +5,7 @@ from __future__ import annotations
 from sys import getsizeof
 from typing import Any
 
-from services.gateway.body_values import Marks, without_strings
+from services.gateway.http.json_values import Marks, without_strings
 
 MOST_MEASURED = 4_096
 """Values: a conversation of many messages has fewer, and looking at as many takes less than a millisecond."""

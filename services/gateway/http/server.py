@@ -12,11 +12,11 @@ from typing import Any, Protocol
 import uvicorn
 from starlette.types import ASGIApp
 
-from services.common.addresses import host_port
 from services.common.budgets import Budget
 from services.common.errors import ErrorKind, SluiceError, invalid
-from services.gateway.http.direct import PlainSends
-from services.gateway.http.guarded import Bounds, GuardedProtocol
+from services.common.net.addresses import host_port
+from services.gateway.http.connection import Bounds, GuardedProtocol
+from services.gateway.http.inline_sender import PlainSends
 from services.gateway.settings import GatewaySettings
 
 GIVE_UP_S = 1.0

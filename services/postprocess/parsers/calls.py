@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar, NamedTuple
 
-from services.postprocess.parsers.contract import Parser, ParserContext
+from services.postprocess.parsers.base import Parser, ParserContext
 from services.postprocess.parsers.events import CallArguments, CallStart, Content, Degraded, Event
 from services.postprocess.parsers.json_scan import Malformed
 from services.postprocess.parsers.markers import PIECE_CHARS, Markers, SpaceGate, TextBuffer, pieces_of

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import re
 
+from services.postprocess.parsers.base import Parser, ParserContext
 from services.postprocess.parsers.calls import INCOMPLETE, MALFORMED, NOT_CHOSEN, Calls, Named
-from services.postprocess.parsers.contract import Parser, ParserContext
 from services.postprocess.parsers.events import CallArguments, Content, Degraded, Event, Reasoning
 from services.postprocess.parsers.json_scan import JsonValue, Malformed, skip_spaces
 from services.postprocess.parsers.markers import PIECE_CHARS, Markers, SpaceGate, pieces_of

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from services.postprocess.parsers.bare import BareCallParser
 from services.postprocess.parsers.calls import Body
 from services.postprocess.parsers.objects import CallObject
+from services.postprocess.parsers.unmarked import BareCallParser
 
 
 class LlamaJsonParser(BareCallParser):

@@ -6,11 +6,11 @@ import json
 import re
 from collections.abc import Collection
 
-from services.postprocess.parsers.bare import BareCallParser
 from services.postprocess.parsers.calls import Body, Named
 from services.postprocess.parsers.json_scan import Malformed, skip_spaces
 from services.postprocess.parsers.objects import NAME_AT_MOST
 from services.postprocess.parsers.py_literal import PyLiteral
+from services.postprocess.parsers.unmarked import BareCallParser
 
 _WORD = re.compile(r"[A-Za-z_0-9.\-]*").match
 _IS_FUNCTION = re.compile(r"[A-Za-z_][A-Za-z_0-9.\-]*").fullmatch

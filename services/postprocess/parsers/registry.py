@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from services.common.errors import invalid, quoted
-from services.postprocess.parsers.contract import Chain, Parser, ParserContext
+from services.postprocess.parsers.base import Chain, Parser, ParserContext
 from services.postprocess.parsers.deepseek import DeepSeekParser
 from services.postprocess.parsers.engines import ENGINES, bare, engine_of, nearest
 from services.postprocess.parsers.granite import GraniteParser
@@ -69,7 +69,7 @@ def own_class(name: str) -> type[Parser]:
     except Exception as error:  # whatever the module does when it is imported
         raise invalid(f"The parser {name} cannot be imported ({type(error).__name__}: {error}).") from error
     if not (isinstance(found, type) and issubclass(found, Parser)):
-        raise invalid(f"The parser {name} is no services.postprocess.parsers.contract.Parser.")
+        raise invalid(f"The parser {name} is no services.postprocess.parsers.base.Parser.")
     return found
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from services.postprocess.parsers.base import ParserContext
 from services.postprocess.parsers.calls import Body, CallParser
-from services.postprocess.parsers.contract import ParserContext
 from services.postprocess.parsers.tagged import Form, TaggedBody, types_of
 
 

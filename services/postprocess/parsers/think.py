@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from services.postprocess.parsers.contract import Parser, ParserContext
+from services.postprocess.parsers.base import Parser, ParserContext
 from services.postprocess.parsers.events import Content, Event, Reasoning
 from services.postprocess.parsers.markers import PIECE_CHARS, Markers, SpaceGate, TextBuffer, pieces_of
 

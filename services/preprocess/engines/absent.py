@@ -1,5 +1,5 @@
-"""See `services.common.absent`."""
+"""See `services.common.stub_modules`."""
 
-from services.common.absent import stand_in_for_absent
+from services.common.stub_modules import stand_in_for_absent
 
 __all__ = ["stand_in_for_absent"]

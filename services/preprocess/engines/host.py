@@ -18,8 +18,8 @@ from pathlib import Path
 from struct import Struct
 from typing import Any, BinaryIO
 
-from services.common.absent import stand_in_for_absent
 from services.common.errors import ErrorKind, SluiceError
+from services.common.stub_modules import stand_in_for_absent
 from services.preprocess.engines import NOT_NEEDED, TESTED_VERSIONS
 from services.preprocess.engines.tokenizer import EngineTokenizer, answer, error_form
 

@@ -10,12 +10,12 @@ from hashlib import sha256
 
 from google.protobuf.message import DecodeError
 
-from services.common.cards import check_worker
+from services.common.discovery.worker_checks import check_worker
 from services.common.errors import invalid, quoted
 from services.common.hashing import HASH_SCHEME
-from services.common.identity import ANONYMOUS, Caller
 from services.common.packing import pack_u64
 from services.common.printable import check_name
+from services.common.security.identity import ANONYMOUS, Caller
 from services.router.kv_index.events import HASH_BYTES, BlockOp, EventBatch, Kind, Tier
 from services.router.reservations.load_reconciler import Reported
 from services.router.scheduling.cost import Load

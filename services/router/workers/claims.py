@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from services.common.errors import ErrorKind, SluiceError
-from services.common.identity import WORKER
+from services.common.security.identity import WORKER
 
 CODE = "worker_id_taken"
 FEWEST_SWEPT = 64

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 import grpc
 
-from services.common.channels import open_channel
 from services.common.errors import SluiceError, invalid, unavailable
-from services.common.grpc_errors import from_rpc_error
+from services.common.rpc.channels import open_channel
+from services.common.rpc.errors import from_rpc_error
 from services.worker.conformance import rules
 from services.worker.conformance.patience import Patience
 from services.worker.conformance.rule import Broken, NotChecked, NotClaimed, Report, Result, Rule, Verdict

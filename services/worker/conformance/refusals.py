@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import grpc
 
 from services.common.errors import ErrorKind
-from services.common.grpc_errors import DETAIL_KEY, from_rpc_error
+from services.common.rpc.errors import DETAIL_KEY, from_rpc_error
 from services.worker.conformance.heard import REASONS, Heard
 from services.worker.conformance.rule import Broken, NotClaimed, expect
 from services.worker.conformance.subject import Subject

@@ -12,15 +12,15 @@ from typing import TypeVar
 
 import grpc
 
-from services.common.channels import open_channel
-from services.common.grpc_errors import from_rpc_error
 from services.common.packing import pack_u32, unpack_u32
-from services.worker.capabilities import Capability
+from services.common.rpc.channels import open_channel
+from services.common.rpc.errors import from_rpc_error
 from services.worker.conformance.caller import Caller
 from services.worker.conformance.heard import Heard
 from services.worker.conformance.patience import Patience
 from services.worker.conformance.rule import Broken
 from services.worker.conformance.watching import Watcher
+from services.worker.engines.contract.capabilities import Capability
 from sluice.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 
 PROMPT_TOKENS = 24

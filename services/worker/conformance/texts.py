@@ -7,9 +7,9 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from services.common.discovery.tokenizer_store import TokenizerStore
 from services.common.errors import SluiceError
 from services.common.models import ModelSpec
-from services.common.tokenizer_store import TokenizerStore
 from services.worker.conformance.rule import NotChecked
 from services.worker.conformance.subject import Subject
 from sluice.v1 import worker_pb2
@@ -43,7 +43,7 @@ async def fetch_tokenizer(subject: Subject, folder: Path) -> Path:
 async def text_reader(subject: Subject) -> Reader:
     """What turns ids of the model into text, special tokens left out; NotChecked when the files cannot be read."""
     try:
-        from services.postprocess.library import load
+        from services.postprocess.detokenize.registry import load
     except ImportError as error:
         raise NotChecked(f"Reading text needs the package {error.name}: install sluice-llm[worker].") from error
     with tempfile.TemporaryDirectory(prefix="sluice-conformance-") as folder:

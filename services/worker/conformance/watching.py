@@ -12,7 +12,7 @@ import grpc
 
 from services.common.errors import SluiceError
 from services.common.packing import unpack_u64
-from services.common.server import GrpcServer
+from services.common.rpc.server import GrpcServer
 from services.common.settings import GrpcServiceSettings
 from sluice.v1 import router_pb2
 

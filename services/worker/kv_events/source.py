@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from services.worker.cache_events import KvEventSource, KvListener
-from services.worker.kv_events.following import Follower
+from services.worker.kv_events.cache_events import KvEventSource, KvListener
+from services.worker.kv_events.event_sequencer import Follower
 from services.worker.kv_events.translation import Translator
 
 

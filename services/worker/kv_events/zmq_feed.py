@@ -7,8 +7,8 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from services.common.errors import ErrorKind, SluiceError
+from services.worker.kv_events.event_sequencer import Follower
 from services.worker.kv_events.events import EngineBatch, MalformedEvents
-from services.worker.kv_events.following import Follower
 from services.worker.kv_events.wire import decode
 
 if TYPE_CHECKING:

@@ -12,16 +12,16 @@ import pytest
 from cryptography import x509
 from cryptography.x509.oid import ExtensionOID
 
+from services.common.security.tls import channel_credentials, server_credentials
 from services.common.settings import TlsSettings
-from services.common.tls import channel_credentials, server_credentials
-from sluice.cli import secured
 from sluice.cli.certs import NAMES, BadFolder, Options, make
 from sluice.cli.main import main
-from sluice.cli.plan import BadFlag, plan
-from sluice.cli.plan import Options as UpOptions
+from sluice.cli.up import tls as tls_flags
+from sluice.cli.up.plan import BadFlag, plan
+from sluice.cli.up.plan import Options as UpOptions
 from tests.support.authority import Authority
 
-IDENTITIES = {name: f"spiffe://sluice/{name}" for name in secured.SERVICES} | {"client": "spiffe://sluice/operator"}
+IDENTITIES = {name: f"spiffe://sluice/{name}" for name in tls_flags.SERVICES} | {"client": "spiffe://sluice/operator"}
 
 
 def certificate(folder: Path, name: str) -> x509.Certificate:
@@ -65,13 +65,13 @@ def test_a_worker_can_have_a_certificate_that_names_it_alone(tmp_path: Path) -> 
 
 def test_a_suite_does_not_start_with_certificates_that_name_no_caller(tmp_path: Path) -> None:
     make(tmp_path, Options())
-    assert secured.problem(tmp_path) == ""
+    assert tls_flags.problem(tmp_path) == ""
     unnamed = Authority(tmp_path / "unnamed").issue("router", named=False)
     for path, name in ((unnamed.tls_cert, "router.pem"), (unnamed.tls_key, "router.key")):
         assert path is not None
         (tmp_path / name).write_bytes(path.read_bytes())
-    assert "router.pem does not name the service (spiffe://sluice/router)" in secured.problem(tmp_path)
-    assert "--renew" in secured.problem(tmp_path)
+    assert "router.pem does not name the service (spiffe://sluice/router)" in tls_flags.problem(tmp_path)
+    assert "--renew" in tls_flags.problem(tmp_path)
 
 
 def test_openssl_accepts_the_chain_for_servers_and_clients(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_up_gives_every_process_its_own_certificate(tmp_path: Path) -> None:
     make(tmp_path, Options())
     numbers = iter(range(20_000, 21_000))
     options = UpOptions(base_grpc_port=0, port=0, tls=tmp_path)
-    processes = secured.secured(plan(options, lambda: next(numbers)), tmp_path)
+    processes = tls_flags.secured(plan(options, lambda: next(numbers)), tmp_path)
     for one in processes:
         flags = dict(zip(one.arguments, one.arguments[1:], strict=False))
         assert flags["--tls-cert"] == str(tmp_path / f"{one.kind}.pem")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sluice.cli import diff
 from sluice.cli.diff import Side, first_difference
 from sluice.cli.main import main
-from sluice.cli.plan import BadFlag
+from sluice.cli.up.plan import BadFlag
 from tests.support.loaded_tokenizers import tiny_folder
 
 

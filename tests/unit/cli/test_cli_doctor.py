@@ -11,10 +11,12 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.hashes import SHA256
 
-from sluice.cli import certs, examining_certificates, examining_redis
-from sluice.cli.finding import Finding, State, clock
+from sluice.cli import certs
+from sluice.cli.doctor import certificates as certificates
+from sluice.cli.doctor import redis as redis_checks
+from sluice.cli.doctor.finding import Finding, State, clock
+from sluice.cli.live.endpoint import Place
 from sluice.cli.main import main
-from sluice.cli.place import Place
 from sluice.cli.trust import Trust
 
 NOW = datetime.now(UTC)
@@ -37,7 +39,7 @@ def certificate(begins: datetime, ends: datetime) -> x509.Certificate:
     ],
 )
 def test_certificates(begins: datetime, ends: datetime, state: State, said: str) -> None:
-    found = examining_certificates.judged("certificate", certificate(begins, ends), "Renew it")
+    found = certificates.judged("certificate", certificate(begins, ends), "Renew it")
     assert found.state is state
     assert said in found.found
     assert bool(found.advice) == (state is not State.OK)
@@ -46,14 +48,14 @@ def test_certificates(begins: datetime, ends: datetime, state: State, said: str)
 def test_every_certificate_of_the_folder_is_looked_at(tmp_path: Path) -> None:
     list(certs.make(tmp_path, certs.Options(names=("router",), hosts=(), days=5)))
     (tmp_path / "broken.pem").write_text("no certificate")
-    found = {one.check: one for one in examining_certificates.examine(Place(trust=Trust(tmp_path)))}
+    found = {one.check: one for one in certificates.examine(Place(trust=Trust(tmp_path)))}
     assert found["certificate router.pem"].state is State.WARN
     assert found["certificate broken.pem"].state is State.FAIL
     assert "--renew" in found["certificate router.pem"].advice
 
 
 def test_without_encryption_there_is_nothing_to_look_at() -> None:
-    assert [one.state for one in examining_certificates.examine(Place())] == [State.SKIPPED]
+    assert [one.state for one in certificates.examine(Place())] == [State.SKIPPED]
 
 
 @pytest.mark.parametrize(
@@ -68,14 +70,14 @@ def test_clocks(ahead_s: float, state: State) -> None:
     [("redis://127.0.0.1:1/0", "cannot be asked"), ("http://redis", "no Redis URL")],
 )
 async def test_a_redis_that_cannot_be_asked(url: str, said: str) -> None:
-    (found,) = await examining_redis.examine(url)
+    (found,) = await redis_checks.examine(url)
     assert found.state is State.FAIL
     assert said in found.found
     assert found.advice
 
 
 async def test_a_redis_that_nobody_named_is_left_out() -> None:
-    assert [one.state for one in await examining_redis.examine("")] == [State.SKIPPED]
+    assert [one.state for one in await redis_checks.examine("")] == [State.SKIPPED]
 
 
 def test_nothing_there_is_a_finding_with_advice_and_exit_code_one(

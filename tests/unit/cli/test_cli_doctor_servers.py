@@ -7,12 +7,12 @@ from typing import cast
 import pytest
 
 from sluice import __version__
-from sluice.cli import examining_servers
-from sluice.cli.examining import _services
-from sluice.cli.examining_servers import Server
-from sluice.cli.finding import Finding, State
-from sluice.cli.place import Place
-from sluice.cli.running import Running, Seen
+from sluice.cli.doctor import servers as server_checks
+from sluice.cli.doctor.checks import _services
+from sluice.cli.doctor.finding import Finding, State
+from sluice.cli.doctor.servers import Server
+from sluice.cli.live.client import Running, Seen
+from sluice.cli.live.endpoint import Place
 
 WELL = Seen("SERVING", __version__, 0.01)
 
@@ -30,7 +30,7 @@ class Asked:
 
 async def examined(said: dict[str, Seen], draining: bool = False) -> list[Finding]:
     servers = [Server(f"s{number}", address, draining) for number, address in enumerate(said)]
-    return await examining_servers.examine(cast(Running, Asked(said)), servers)
+    return await server_checks.examine(cast(Running, Asked(said)), servers)
 
 
 async def test_servers_that_are_well_are_one_finding_each_and_one_for_their_clocks() -> None:

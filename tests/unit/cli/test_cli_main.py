@@ -12,10 +12,11 @@ import pytest
 import typer
 
 from services.worker.settings import WorkerSettings
-from sluice.cli import main, up, worker
+from sluice.cli import main, worker
 from sluice.cli.commands import app
-from sluice.cli.plan import Process
-from sluice.cli.progress import View
+from sluice.cli.up import supervisor as supervisor
+from sluice.cli.up.plan import Process
+from sluice.cli.up.progress import View
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -109,7 +110,7 @@ def test_redis_url_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch
         started.extend(processes)
         return 0
 
-    monkeypatch.setattr(up, "run", start)
+    monkeypatch.setattr(supervisor, "run", start)
     assert run(monkeypatch, "up", "--routers", "2", "--port", "0", "--base-grpc-port", "0") == 0
     routers = [process for process in started if process.kind == "router"]
     assert [dict(router.env) for router in routers] == [{"SLUICE_ROUTER_REDIS_URL": "redis://localhost:1/0"}] * 2

@@ -13,11 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common import models
-from sluice.cli import commands, up
-from sluice.cli.pipeline import PipelineFlags
-from sluice.cli.plan import BadFlag, Options, Process, check, plan
-from sluice.cli.processing import ProcessingFlags
-from sluice.cli.up import KEYS_FILE, KEYS_FLAG, invitation
+from sluice.cli import commands
+from sluice.cli.up import supervisor as supervisor
+from sluice.cli.up.pipeline import PipelineFlags
+from sluice.cli.up.plan import BadFlag, Options, Process, check, plan
+from sluice.cli.up.processing import ProcessingFlags
+from sluice.cli.up.supervisor import KEYS_FILE, KEYS_FLAG, invitation
 
 
 def no_free_port() -> int:
@@ -155,7 +156,7 @@ def test_other_gateways_names_of_knobs_reach_the_gateway(
     flags: tuple[str, ...], wanted: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[Process] = []
-    monkeypatch.setattr(up, "run", lambda processes, *more: started.extend(processes) or 0)
+    monkeypatch.setattr(supervisor, "run", lambda processes, *more: started.extend(processes) or 0)
     assert commands.invoke(["up", "--port", "0", "--base-grpc-port", "0", *flags]) == 0
     given = {flag for flag in started[-1].arguments if flag.endswith(("-route", "migration", "migration-enabled"))}
     assert given == wanted

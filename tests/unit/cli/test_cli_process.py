@@ -8,8 +8,8 @@ import signal
 import pytest
 
 from services.common import logs
-from sluice.cli.process import complaint, exit_words
-from sluice.cli.ready import reachable
+from sluice.cli.up.process import complaint, exit_words
+from sluice.cli.up.ready import reachable
 
 
 def record(level: int) -> logging.LogRecord:

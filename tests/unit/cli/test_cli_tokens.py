@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
-from services.common.tokens import accepted_tokens, digest_of, shown_tokens
+from services.common.security.bearer_tokens import accepted_tokens, digest_of, shown_tokens
 from sluice.cli.main import main
 from sluice.cli.tokens import ACCEPTED, CALLS, SHOWN, BadTokens, Options, make
 

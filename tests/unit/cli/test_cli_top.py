@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from sluice.cli.frame import SMALLEST, frame, sparks, summary
+from sluice.cli.live.render import SMALLEST, frame, sparks, summary
+from sluice.cli.live.top import REQUESTS, SAMPLES, Picture
 from sluice.cli.main import main
-from sluice.cli.top import REQUESTS, SAMPLES, Picture
 
 RATES = {"requests": 3.5, "output_tokens": 700.0, "live": 4, "failed": 0.0}
 

@@ -13,12 +13,12 @@ from cryptography.hazmat.primitives.serialization import BestAvailableEncryption
 from cryptography.hazmat.primitives.serialization import load_pem_private_key as load_key
 
 from sluice.cli import certs
-from sluice.cli.examining import examine
-from sluice.cli.finding import State
-from sluice.cli.place import Place
-from sluice.cli.plan import BadFlag
-from sluice.cli.running import NotReached, Running, reached
+from sluice.cli.doctor.checks import examine
+from sluice.cli.doctor.finding import State
+from sluice.cli.live.client import NotReached, Running, reached
+from sluice.cli.live.endpoint import Place
 from sluice.cli.trust import Trust
+from sluice.cli.up.plan import BadFlag
 
 Answer = Callable[[httpx.Request], httpx.Response]
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from services.common import audit
-from services.common.audit import AuditEntry, AuditLog, AuditSettings
 from services.common.errors import ErrorKind, SluiceError
+from services.common.observability import audit
+from services.common.observability.audit import AuditEntry, AuditLog, AuditSettings
 from services.common.tasks import TaskOwner
 
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
-from services.common import watched
-from services.common.access import AccessInterceptor
-from services.common.bearer import BearerChannel
+from services.common import file_watcher as watched
 from services.common.errors import ErrorKind, SluiceError
-from services.common.identity import Caller
-from services.common.tokens import AcceptedTokens, ShownTokens, accepted_tokens, digest_of, shown_tokens
+from services.common.rpc.bearer_channel import BearerChannel
+from services.common.security.auth_interceptor import AccessInterceptor
+from services.common.security.bearer_tokens import AcceptedTokens, ShownTokens, accepted_tokens, digest_of, shown_tokens
+from services.common.security.identity import Caller
 from tests.support.tokens import accept, replace
 
 NONE = SecretStr("")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common.session import BatchWriter
+from services.common.rpc.session import BatchWriter
 
 
 class Collector:

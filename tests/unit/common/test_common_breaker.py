@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from services.common.breaker import COOL_DOWN_S, FAILURES_TO_OPEN, Breaker, Budget, UsualTime
+from services.common.rpc.breaker import COOL_DOWN_S, FAILURES_TO_OPEN, Breaker, Budget, UsualTime
 
 
 class Clock:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from services.common import errors
 from services.common.errors import ErrorKind, SluiceError
-from services.common.grpc_errors import (
+from services.common.rpc.errors import (
     DETAIL_KEY,
     LONGEST_MESSAGE,
     LONGEST_PARAM,

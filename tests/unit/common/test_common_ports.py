@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from services.common import ports
+from services.common.net import ports
 
-TAKE = "import sys; from services.common.ports import free_port; print(*[free_port() for _ in range({})]); input()"
+TAKE = "import sys; from services.common.net.ports import free_port; print(*[free_port() for _ in range({})]); input()"
 
 
 def test_problems_are_named() -> None:

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from services.common import scraping
-from services.common.scraping import ScrapeEndpoint
+from services.common.observability import scrape_server as scraping
+from services.common.observability.scrape_server import ScrapeEndpoint
 
 
 @pytest.fixture

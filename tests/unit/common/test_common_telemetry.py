@@ -13,7 +13,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
-from services.common import logs, telemetry
+from services.common import logs
+from services.common.observability import telemetry
 from sluice.v1 import common_pb2
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from services.common import tokenizer_delivery
+from services.common.discovery import tokenizer_delivery
+from services.common.discovery.tokenizer_delivery import Learned, Staying, TokenizerDelivery
+from services.common.discovery.worker_watch import Served, WorkerWatch
 from services.common.errors import ErrorKind, SluiceError
-from services.common.tokenizer_delivery import Learned, Staying, TokenizerDelivery
-from services.common.worker_watch import Served, WorkerWatch
 
 OLD, NEW = "0" * 64, "1" * 64
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from services.common import tokenizer_store
+from services.common.discovery import tokenizer_store
+from services.common.discovery.tokenizer_store import Incoming, TokenizerStore
 from services.common.errors import ErrorKind, SluiceError
 from services.common.models import fingerprint
-from services.common.tokenizer_store import Incoming, TokenizerStore
 
 FILES = {"tokenizer.json": b"{}", "config.json": b'{"a": 1}', "chat_template.jinja": b""}
 

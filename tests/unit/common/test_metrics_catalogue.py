@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
-from services.common import instruments
-from services.common.catalogue import MODEL, Catalogue, Declared
-from services.common.instruments import Counter, Histogram, Level, watch
-from services.common.label_bounds import OTHER, Label, LabelBounds
+from services.common.observability import instruments
+from services.common.observability.declarations import MODEL, Catalogue, Declared
+from services.common.observability.instruments import Counter, Histogram, Level, watch
+from services.common.observability.label_bounds import OTHER, Label, LabelBounds
 from sluice import metrics
 
 

@@ -12,7 +12,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SpanExportResult
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 
-from services.common.span_export import LAST_S, MOST_AT_ONCE, SpanExport
+from services.common.observability.span_export import LAST_S, MOST_AT_ONCE, SpanExport
 
 
 class Backend:

@@ -13,10 +13,11 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client import CollectorRegistry
 
-from services.common import logs, telemetry
+from services.common import logs
 from services.common.errors import SluiceError, invalid, unavailable
-from services.common.instruments import expose, read
-from services.common.process_metrics import LAG_EVERY_S, ProcessMetrics
+from services.common.observability import telemetry
+from services.common.observability.instruments import expose, read
+from services.common.observability.process_metrics import LAG_EVERY_S, ProcessMetrics
 
 
 @pytest.fixture

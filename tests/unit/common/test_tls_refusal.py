@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from services.common.security.certificate_check import refusal
+from services.common.security.tls import Identity, server_credentials
 from services.common.settings import TlsSettings
-from services.common.tls import Identity, server_credentials
-from services.common.tls_refusal import refusal
 from sluice.cli.certs import Options, make
 from tests.support.authority import Authority
 

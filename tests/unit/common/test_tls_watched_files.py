@@ -10,9 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.common import watched
+from services.common import file_watcher as watched
 from services.common.errors import ErrorKind, SluiceError
-from services.common.watched import WatchedFiles
+from services.common.file_watcher import WatchedFiles
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from redis import Redis
 
-from services.common.ports import free_port
+from services.common.net.ports import free_port
 
 SCRIPTS = Path(__file__).resolve().parents[3] / "deploy/compose/redis"
 NAMES = ("sluice_router_redis_password", "sluice_router_redis_sentinel_password")

@@ -11,7 +11,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from services.common.health import LIVE
+from services.common.rpc.health import LIVE
 from services.common.settings import SECRETS_DIR, GrpcServiceSettings, TlsSettings
 from sluice.cli import tokens as made_tokens
 from tests.support.kustomized import (
@@ -49,7 +49,7 @@ def test_probes_hit_real_endpoints(overlay: str) -> None:
                 assert probe["grpc"].get("service", "") == (LIVE if kind == "livenessProbe" else "")
             else:
                 command = probe["exec"]["command"]
-                assert command[:3] == ["python3" if name == "worker" else "python", "-m", "services.common.probe"]
+                assert command[:3] == ["python3" if name == "worker" else "python", "-m", "services.common.rpc.probe"]
                 assert command[3:6] == [f"127.0.0.1:{ports_of(workload)['grpc']}", "--service", name]
                 assert ("--live" in command) is (kind == "livenessProbe")
                 assert probe["timeoutSeconds"] > 3  # the probe's own limit, and a Python to start

@@ -11,10 +11,10 @@ import pytest
 
 from services.common.errors import SluiceError
 from services.common.tasks import TaskOwner
+from services.gateway.admission.fair_queue import Line
 from services.gateway.admission.gate import Gate
 from services.gateway.admission.keys import ANONYMOUS, ApiKey, KeyFile, create, write
-from services.gateway.admission.line import Line
-from services.gateway.admission.memory import MemoryLimiter
+from services.gateway.admission.local_limiter import MemoryLimiter
 from services.gateway.admission.permit import OPEN, current
 
 KEY = ApiKey("0" * 12, "k", "", requests_per_minute=100, tokens_per_minute=1000, concurrency=2, models=("m",))

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.errors import ErrorKind, SluiceError
+from services.gateway.admission.fair_queue import Line
 from services.gateway.admission.keys import ApiKey
-from services.gateway.admission.line import Line
 
 
 def key(name: str, priority: int = 0, weight: int = 1) -> ApiKey:

@@ -11,15 +11,15 @@ import pytest
 
 from services.common.errors import SluiceError
 from services.common.tasks import TaskOwner
-from services.gateway.admission.building import build_gate
+from services.gateway.admission.builder import build_gate
 from services.gateway.admission.keys import ApiKey, changed, create, read, write
 from services.gateway.admission.permit import OPEN, Permit
 from services.gateway.admission.scopes import ALL, DEFAULT, Scope, ordered, parse
-from services.gateway.config import PipelineConfig
-from services.gateway.http import scoped
-from services.gateway.openai.fields import MAX_PRIORITY
+from services.gateway.apis.openai.fields import MAX_PRIORITY
+from services.gateway.http.middleware import scopes as scoped
+from services.gateway.pipeline.config import PipelineConfig
 from services.gateway.settings import GatewaySettings
-from services.worker import canary
+from services.worker.serving import canary
 
 LOOPBACK = ("127.0.0.1:8000", "127.9.9.9:1", "localhost:8000", "[::1]:8000")
 OPEN_TO_OTHERS = ("0.0.0.0:8000", "[::]:8000", "10.0.0.5:8000", "gateway:8000", "[fe80::1]:8000")

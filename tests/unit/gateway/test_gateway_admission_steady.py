@@ -7,12 +7,12 @@ from typing import cast
 
 import pytest
 
-from services.gateway.admission import steady as steady_limits
+from services.gateway.admission import fallback_limiter as steady_limits
+from services.gateway.admission.fallback_limiter import LOCAL, SteadyLimiter
 from services.gateway.admission.keys import ApiKey
 from services.gateway.admission.limits import Decision, LimitsUnavailable
-from services.gateway.admission.memory import MemoryLimiter
-from services.gateway.admission.shared import SharedLimiter
-from services.gateway.admission.steady import LOCAL, SteadyLimiter
+from services.gateway.admission.local_limiter import MemoryLimiter
+from services.gateway.admission.redis_limiter import SharedLimiter
 
 KEY = replace(ApiKey("0" * 12, "k", ""), concurrency=1, tokens_per_minute=1000)
 

@@ -12,16 +12,16 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from services.common.errors import ErrorKind, SluiceError
-from services.gateway.anthropic.dialect import AnthropicDialect, error_event_body
-from services.gateway.anthropic.message import whole
-from services.gateway.anthropic.telling import MessageTeller
-from services.gateway.generation import Finish, FinishReason, Sampling
-from services.gateway.http.event_stream import EventStream
-from services.gateway.openai.checking import check
-from services.gateway.openai.responses.resource import Resource, Shown, output_of
-from services.gateway.openai.responses.schemas import ResponsesRequest
-from services.gateway.openai.responses.telling import ResponseTeller
-from services.gateway.turns.listening import CollectedTurn, StreamedTurn, Teller, Turn
+from services.gateway.apis.anthropic.dialect import AnthropicDialect, error_event_body
+from services.gateway.apis.anthropic.event_encoder import MessageTeller
+from services.gateway.apis.anthropic.message import whole
+from services.gateway.apis.common.sinks import CollectedTurn, StreamedTurn, Teller, Turn
+from services.gateway.apis.openai.validation import check
+from services.gateway.apis.responses.event_encoder import ResponseTeller
+from services.gateway.apis.responses.resource import Resource, Shown, output_of
+from services.gateway.apis.responses.schemas import ResponsesRequest
+from services.gateway.core.request import Finish, FinishReason, Sampling
+from services.gateway.http.sse import EventStream
 from tests.support.bodies import BUDGETS
 
 Said = tuple[str, str]

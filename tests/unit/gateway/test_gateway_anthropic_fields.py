@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from services.common.errors import ErrorKind, SluiceError, invalid
-from services.gateway.anthropic.blocks import read_chat
-from services.gateway.anthropic.checking import check
-from services.gateway.anthropic.schemas import CountTokensRequest, MessagesRequest
-from services.gateway.anthropic.translate import Able, Translated, translate
-from services.gateway.generation import ChatPrompt
+from services.gateway.apis.anthropic.blocks import read_chat
+from services.gateway.apis.anthropic.schemas import CountTokensRequest, MessagesRequest
+from services.gateway.apis.anthropic.translate import Able, Translated, translate
+from services.gateway.apis.anthropic.validation import check
+from services.gateway.core.request import ChatPrompt
 from tests.support.bodies import BUDGETS
 
 VALUES: list[Any] = [

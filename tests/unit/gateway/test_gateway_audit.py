@@ -13,11 +13,11 @@ from fastapi import FastAPI, Request
 from starlette.responses import PlainTextResponse, Response
 
 from services.common import logs
-from services.common.audit import AuditSettings
 from services.common.errors import SluiceError, not_found
+from services.common.observability.audit import AuditSettings
 from services.common.tasks import TaskOwner
-from services.gateway import auditing
 from services.gateway.http.errors import error_response
+from services.gateway.http.middleware import audit as auditing
 
 
 class Heard:

@@ -10,8 +10,8 @@ import grpc
 import pytest
 
 from services.common.errors import ErrorKind, SluiceError
-from services.gateway.clients import catalogue
-from services.gateway.clients.catalogue import Catalogue, WorkerEntry
+from services.gateway.workers import registry as catalogue
+from services.gateway.workers.registry import Catalogue, WorkerEntry
 from sluice.v1 import common_pb2, router_pb2
 
 KINDS = router_pb2.WorkerChange

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from services.gateway.clients.catalogue import Catalogue, WorkerEntry
+from services.gateway.workers.registry import Catalogue, WorkerEntry
 from sluice.v1 import common_pb2, router_pb2
 
 UP, SYNCED = router_pb2.WorkerChange.KIND_UP, router_pb2.WorkerChange.KIND_SYNCED

@@ -12,16 +12,17 @@ from typing import Any, cast
 import grpc
 import pytest
 
-from services.common import call_stream, replicas
-from services.common.call_stream import CallStream
+from services.common.concurrency_limiter import Turnstile
 from services.common.errors import SluiceError, unavailable
-from services.common.replicas import Replica, ReplicaSet
-from services.common.turnstile import Turnstile
+from services.common.rpc import multiplexed_call as call_stream
+from services.common.rpc import replicas
+from services.common.rpc.multiplexed_call import CallStream
+from services.common.rpc.replicas import Replica, ReplicaSet
+from services.gateway.admission.fair_queue import Line
 from services.gateway.admission.keys import ANONYMOUS, ApiKey
-from services.gateway.admission.line import Line
-from services.gateway.clients.embed import all_or_none
-from services.gateway.http.direct import DirectSender
-from services.gateway.http.event_stream import result_unless_gone
+from services.gateway.clients.embeddings import all_or_none
+from services.gateway.http.inline_sender import DirectSender
+from services.gateway.http.sse import result_unless_gone
 from tests.support.circles import circles_of
 from tests.unit.gateway.test_gateway_admission_gate import make, never
 

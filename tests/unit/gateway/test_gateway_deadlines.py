@@ -10,9 +10,9 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from services.common.errors import ErrorKind, SluiceError
-from services.gateway import deadlines
-from services.gateway.deadlines import NO_DEADLINE, Deadline, parse_grpc_timeout, parse_timeout_ms
-from services.gateway.http.timeouts import RequestDeadlines
+from services.gateway.core import deadlines
+from services.gateway.core.deadlines import NO_DEADLINE, Deadline, parse_grpc_timeout, parse_timeout_ms
+from services.gateway.http.middleware.deadlines import RequestDeadlines
 
 
 def test_headers_say_seconds() -> None:

@@ -6,11 +6,11 @@ import pytest
 
 from services.common.errors import SluiceError
 from services.common.packing import pack_u32
-from services.gateway import directions
-from services.gateway.direction_headers import of_headers
-from services.gateway.directions import Directions
-from services.gateway.openai.checking import check
-from services.gateway.openai.schemas import CompletionRequest
+from services.gateway.apis.openai.schemas import CompletionRequest
+from services.gateway.apis.openai.validation import check
+from services.gateway.core import routing_hints as directions
+from services.gateway.core.routing_hints import Directions
+from services.gateway.http.middleware.routing_hints import of_headers
 from tests.support.bodies import BUDGETS
 
 

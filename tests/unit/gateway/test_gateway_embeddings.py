@@ -13,17 +13,17 @@ from starlette.requests import Request
 
 from services.common.errors import ErrorKind, SluiceError
 from services.common.packing import pack_u32
-from services.gateway import deadlines
-from services.gateway.capabilities import able
-from services.gateway.clients.catalogue import Catalogue, WorkerEntry
-from services.gateway.clients.embed import INPUTS_PER_CALL, EmbedClient, all_or_none
+from services.gateway.apis.openai.embeddings import EmbeddingEndpoints
+from services.gateway.clients.embeddings import INPUTS_PER_CALL, EmbedClient, all_or_none
 from services.gateway.clients.worker_link import WorkerLink
-from services.gateway.fleet import Fleet
-from services.gateway.generation import GenerationRequest, Route, Sampling, StopRules, TextPrompt, Tokenized
+from services.gateway.core import deadlines
+from services.gateway.core.request import GenerationRequest, Route, Sampling, StopRules, TextPrompt, Tokenized
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.openai.embeddings import EmbeddingEndpoints
-from services.gateway.silent_workers import SilentWorkers
-from services.gateway.switchboard import Switchboard
+from services.gateway.pipeline.capabilities import able
+from services.gateway.streams.manager import Switchboard
+from services.gateway.streams.watchdog import SilentWorkers
+from services.gateway.workers.connections import Fleet
+from services.gateway.workers.registry import Catalogue, WorkerEntry
 from sluice.v1 import common_pb2, worker_pb2
 from tests.support.bodies import BUDGETS
 

@@ -10,14 +10,14 @@ from typing import Any, cast
 from starlette.types import Message
 
 from services.common.errors import SluiceError, unavailable
-from services.gateway.generation import Finish, FinishReason
-from services.gateway.http.direct import ABORT_KEY
-from services.gateway.http.event_stream import EventStream
-from services.gateway.http.pacing import Pacer
-from services.gateway.openai.answers import ChatFormat, CompletionFormat
-from services.gateway.openai.choices import CollectedChoices, StreamedChoice, StreamedChoices
-from services.gateway.openai.detailed import DetailedStreamedChoice, Wishes
-from services.gateway.openai.logprobs import Naming
+from services.gateway.apis.openai.choices import CollectedChoices, StreamedChoice, StreamedChoices
+from services.gateway.apis.openai.completion_objects import ChatFormat, CompletionFormat
+from services.gateway.apis.openai.detailed_choices import DetailedStreamedChoice, Wishes
+from services.gateway.apis.openai.logprobs import Naming
+from services.gateway.core.request import Finish, FinishReason
+from services.gateway.http.inline_sender import ABORT_KEY
+from services.gateway.http.sse import EventStream
+from services.gateway.http.write_scheduler import Pacer
 
 
 class Client:

@@ -12,13 +12,18 @@ import grpc
 import pytest
 
 from services.common.errors import ErrorKind, SluiceError, unavailable
-from services.common.replicas import Replica
+from services.common.rpc.replicas import Replica
 from services.common.tasks import TaskOwner
+from services.gateway.apis.openai.completion_objects import stop_reason
+from services.gateway.apis.openai.schemas import ChatCompletionRequest
+from services.gateway.apis.openai.translate import chat_request
+from services.gateway.apis.openai.validation import check
 from services.gateway.clients import link as link_module
-from services.gateway.clients import post_link, worker_link
-from services.gateway.clients.post_link import PostLink, Sent, stream_options
+from services.gateway.clients import postprocess_link as post_link
+from services.gateway.clients import worker_link
+from services.gateway.clients.postprocess_link import PostLink, Sent, stream_options
 from services.gateway.clients.worker_link import WorkerLink
-from services.gateway.generation import (
+from services.gateway.core.request import (
     EmbedsPrompt,
     Finish,
     FinishReason,
@@ -27,18 +32,14 @@ from services.gateway.generation import (
     Route,
     TokenPrompt,
 )
-from services.gateway.hooks_text import OwnTextLink
-from services.gateway.live_stream import LiveStream
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.migration import AT_ONCE, Migrator
-from services.gateway.moving import MigrationPolicy
-from services.gateway.openai.answers import stop_reason
-from services.gateway.openai.checking import check
-from services.gateway.openai.schemas import ChatCompletionRequest
-from services.gateway.openai.translate import chat_request
-from services.gateway.placement import Placed, Placement, Wanted
-from services.gateway.switchboard import Switchboard
-from services.gateway.text_replicas import MOST_REPLAYS
+from services.gateway.pipeline.postprocess_plugin import OwnTextLink
+from services.gateway.placement.selector import Placed, Placement, Wanted
+from services.gateway.streams.manager import Switchboard
+from services.gateway.streams.migration import AT_ONCE, Migrator
+from services.gateway.streams.migration_policy import MigrationPolicy
+from services.gateway.streams.postprocess_pool import MOST_REPLAYS
+from services.gateway.streams.stream import LiveStream
 from sluice.v1 import worker_pb2
 from tests.support.bodies import BUDGETS
 from tests.unit.gateway.test_gateway_survive import EOS, MAX_TOKENS, PROMPT, REQUEST, Board, Sink

@@ -14,14 +14,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from services.common.errors import SluiceError
-from services.gateway.generation import Route, Score
+from services.gateway.core.request import Route, Score
 from services.gateway.http.errors import error_response
-from services.gateway.http.scoped import LIVE_PAGE
-from services.gateway.ui.endpoints import DATA, add_live_view
-from services.gateway.ui.feed import BEHIND, Feed
-from services.gateway.ui.files import page_files
-from services.gateway.ui.view import LiveView
-from services.gateway.ui.why import MOST_SCORES, Explanations
+from services.gateway.http.middleware.scopes import LIVE_PAGE
+from services.gateway.live_view.endpoints import DATA, add_live_view
+from services.gateway.live_view.feed import BEHIND, Feed
+from services.gateway.live_view.files import page_files
+from services.gateway.live_view.routing_explanations import MOST_SCORES, Explanations
+from services.gateway.live_view.view import LiveView
 
 WHOLE = b"whole"
 

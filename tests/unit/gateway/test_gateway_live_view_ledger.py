@@ -8,11 +8,11 @@ from typing import Any, cast
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.generation import GenerationRequest, Sampling, StopRules, TextPrompt, Tokenized
-from services.gateway.live_stream import LiveStream
-from services.gateway.ui.board import MOST_GONE, MOST_ROWS, Board, LinkState, hit_rates
-from services.gateway.ui.ledger import FRESH, KEPT, REASONS, Ledger, PromptTimes, prompt_times
-from services.gateway.ui.rates import KEPT_SAMPLES, RateMeter
+from services.gateway.core.request import GenerationRequest, Sampling, StopRules, TextPrompt, Tokenized
+from services.gateway.live_view.rates import KEPT_SAMPLES, RateMeter
+from services.gateway.live_view.request_history import FRESH, KEPT, REASONS, Ledger, PromptTimes, prompt_times
+from services.gateway.live_view.worker_table import MOST_GONE, MOST_ROWS, Board, LinkState, hit_rates
+from services.gateway.streams.stream import LiveStream
 
 PROMPT = Tokenized(b"\1\0\0\0" * 8, b"", "", b"", b"", 100, b"")
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from services.common.errors import ErrorKind, SluiceError, unavailable
 from services.common.tasks import TaskOwner
-from services.gateway.clients.pieces import TokenPieces
-from services.gateway.generation import Finish, FinishReason, PositionLogprobs, TokenLogprob
-from services.gateway.openai.annotating import Annotator
-from services.gateway.openai.logprobs import ShownToken
+from services.gateway.apis.openai.logprobs import ShownToken
+from services.gateway.apis.openai.logprobs_assembler import Annotator
+from services.gateway.clients.token_bytes import TokenPieces
+from services.gateway.core.request import Finish, FinishReason, PositionLogprobs, TokenLogprob
 
 STOP = Finish(FinishReason.STOP, completion_tokens=2)
 

@@ -13,12 +13,12 @@ from pydantic import BaseModel
 
 from services.common.errors import ErrorKind, SluiceError
 from services.common.packing import pack_u32
-from services.gateway.generation import EmbedsPrompt, GenerationRequest, TokenPrompt
-from services.gateway.openai.checking import check
-from services.gateway.openai.embedding_schemas import EmbeddingRequest
-from services.gateway.openai.schemas import ChatCompletionRequest, CompletionRequest
-from services.gateway.openai.token_schemas import DetokenizeRequest, TokenizeRequest
-from services.gateway.openai.translate import chat_request, completion_requests
+from services.gateway.apis.openai.embedding_schemas import EmbeddingRequest
+from services.gateway.apis.openai.schemas import ChatCompletionRequest, CompletionRequest
+from services.gateway.apis.openai.token_schemas import DetokenizeRequest, TokenizeRequest
+from services.gateway.apis.openai.translate import chat_request, completion_requests
+from services.gateway.apis.openai.validation import check
+from services.gateway.core.request import EmbedsPrompt, GenerationRequest, TokenPrompt
 from tests.support.bodies import BUDGETS
 
 BODIES: dict[type[BaseModel], dict[str, Any]] = {

@@ -8,14 +8,14 @@ import pytest
 
 from services.common.errors import SluiceError, invalid
 from services.common.packing import pack_u32, unpack_u32
-from services.gateway.clients.catalogue import WorkerEntry
+from services.gateway.apis.openai.error_params import client_names, renamed
+from services.gateway.apis.openai.prompt_transforms import needs_resolving, resolve
+from services.gateway.apis.openai.schemas import CompletionRequest
+from services.gateway.apis.openai.translate import completion_requests
+from services.gateway.apis.openai.validation import check
 from services.gateway.clients.preprocess import PreprocessClient
-from services.gateway.generation import GenerationRequest, Prompt, TextPrompt, Tokenized, TokenPrompt
-from services.gateway.openai.checking import check
-from services.gateway.openai.naming import client_names, renamed
-from services.gateway.openai.resolving import needs_resolving, resolve
-from services.gateway.openai.schemas import CompletionRequest
-from services.gateway.openai.translate import completion_requests
+from services.gateway.core.request import GenerationRequest, Prompt, TextPrompt, Tokenized, TokenPrompt
+from services.gateway.workers.registry import WorkerEntry
 from tests.support.bodies import BUDGETS
 
 ENTRY = WorkerEntry("w", "127.0.0.1:1", 1, "m", 16, 20, 256, frozenset(), 0)

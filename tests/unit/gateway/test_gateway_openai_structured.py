@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.errors import ErrorKind, SluiceError
-from services.gateway.generation import GenerationRequest, Guided
-from services.gateway.openai.checking import check
-from services.gateway.openai.forced_calls import forced_call
-from services.gateway.openai.json_schema import check_schema
-from services.gateway.openai.schemas import ChatCompletionRequest, CompletionRequest
-from services.gateway.openai.translate import chat_request, completion_requests
+from services.gateway.apis.openai.json_schema import check_schema
+from services.gateway.apis.openai.schemas import ChatCompletionRequest, CompletionRequest
+from services.gateway.apis.openai.tool_choice import forced_call
+from services.gateway.apis.openai.translate import chat_request, completion_requests
+from services.gateway.apis.openai.validation import check
+from services.gateway.core.request import GenerationRequest, Guided
 from tests.support.bodies import BUDGETS
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

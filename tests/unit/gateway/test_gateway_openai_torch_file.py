@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.openai.torch_file import NotReadableError, read_tensor
+from services.gateway.apis.openai.torch_file import NotReadableError, read_tensor
 
 
 def number(value: int) -> bytes:

@@ -8,9 +8,9 @@ from typing import Any, cast
 
 import pytest
 
-from services.gateway.http import pacing
-from services.gateway.http.event_stream import EventStream
-from services.gateway.http.pacing import LONGEST_PAUSE_S, Pacer
+from services.gateway.http import write_scheduler as pacing
+from services.gateway.http.sse import EventStream
+from services.gateway.http.write_scheduler import LONGEST_PAUSE_S, Pacer
 
 
 class Clock:

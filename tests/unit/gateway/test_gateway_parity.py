@@ -5,9 +5,17 @@ from types import SimpleNamespace
 import pytest
 
 from services.common.errors import unavailable
-from services.gateway.parity import DIFFERS, PROVEN, SAME_FILES, UNKNOWN, Parity, TokenizerIdentity, compare
-from services.preprocess.probes import PROBES, prompt_fingerprint
-from services.preprocess.tokenizer import ChatRequest
+from services.gateway.workers.tokenizer_parity import (
+    DIFFERS,
+    PROVEN,
+    SAME_FILES,
+    UNKNOWN,
+    Parity,
+    TokenizerIdentity,
+    compare,
+)
+from services.preprocess.tokenizers.probes import PROBES, prompt_fingerprint
+from services.preprocess.tokenizers.protocol import ChatRequest
 from tests.support.loaded_tokenizers import tekken, tiny_hf
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from services.gateway.config import PRESETS, PipelineConfig, parse_stages, resolve
+from services.gateway.pipeline.config import PRESETS, PipelineConfig, parse_stages, resolve
 from services.gateway.settings import GatewaySettings
 
 

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from services.common.errors import ErrorKind, SluiceError
-from services.gateway.openai.checking import check
-from services.gateway.openai.responses.conversation import conversation
-from services.gateway.openai.responses.items import SEALED, read_items, reasoning_text, seal
-from services.gateway.openai.responses.schemas import InputTokensRequest, ResponsesRequest
-from services.gateway.openai.responses.tools import read_tools
-from services.gateway.openai.responses.translate import Translated, translate
+from services.gateway.apis.openai.validation import check
+from services.gateway.apis.responses.conversation import conversation
+from services.gateway.apis.responses.items import SEALED, read_items, reasoning_text, seal
+from services.gateway.apis.responses.schemas import InputTokensRequest, ResponsesRequest
+from services.gateway.apis.responses.tools import read_tools
+from services.gateway.apis.responses.translate import Translated, translate
 from tests.support.bodies import BUDGETS
 
 VALUES: list[Any] = [

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from services.common.errors import SluiceError
-from services.gateway.openai.responses.listing import page
-from services.gateway.openai.responses.store import PER_RESPONSE, Kept, MemoryStore
+from services.gateway.apis.responses.pagination import page
+from services.gateway.apis.responses.store import PER_RESPONSE, Kept, MemoryStore
 
 MOST, MOST_BYTES, LONGEST_S = 5, 20 * PER_RESPONSE, 10.0
 OF_OWNER = (3, 12 * PER_RESPONSE)

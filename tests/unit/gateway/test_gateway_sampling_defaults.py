@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from services.gateway.clients.preprocess import _defaults
-from services.gateway.generation import Sampling
+from services.gateway.core.request import Sampling
 from sluice.v1 import common_pb2
 
 

@@ -8,10 +8,10 @@ import orjson
 import pytest
 
 from services.common.errors import ErrorKind, SluiceError
-from services.gateway.generation import ChatPrompt, GenerationRequest, TextPrompt, TokenPrompt
-from services.gateway.openai.checking import check
-from services.gateway.openai.schemas import ChatCompletionRequest, CompletionRequest
-from services.gateway.openai.translate import chat_request, completion_requests
+from services.gateway.apis.openai.schemas import ChatCompletionRequest, CompletionRequest
+from services.gateway.apis.openai.translate import chat_request, completion_requests
+from services.gateway.apis.openai.validation import check
+from services.gateway.core.request import ChatPrompt, GenerationRequest, TextPrompt, TokenPrompt
 from tests.support.bodies import BUDGETS
 
 MESSAGES = [{"role": "user", "content": "hi"}]

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.common.errors import SluiceError, invalid
 from services.gateway.http.errors import error_response, plain_error_response
-from services.gateway.http.straight import Straight, posts
+from services.gateway.http.fast_path import Straight, posts
 
 
 class Passed:

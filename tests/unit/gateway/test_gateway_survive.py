@@ -10,12 +10,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from services.common.breaker import Breaker
 from services.common.errors import ErrorKind, SluiceError, invalid, unavailable
 from services.common.packing import unpack_u32
-from services.gateway.clients.post_link import PostLink, Sent
+from services.common.rpc.breaker import Breaker
+from services.gateway.clients.postprocess_link import PostLink, Sent
 from services.gateway.clients.worker_link import WorkerLink
-from services.gateway.generation import (
+from services.gateway.core.request import (
     Finish,
     FinishReason,
     GenerationRequest,
@@ -25,10 +25,10 @@ from services.gateway.generation import (
     TextPrompt,
     Tokenized,
 )
-from services.gateway.live_stream import LiveStream
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.switchboard import Switchboard
-from services.gateway.text_replicas import MOST_REPLAYS, REPLACED
+from services.gateway.streams.manager import Switchboard
+from services.gateway.streams.postprocess_pool import MOST_REPLAYS, REPLACED
+from services.gateway.streams.stream import LiveStream
 from tests.support.fake_links import FakeLink
 
 EOS = 2

@@ -7,11 +7,11 @@ from typing import Any, cast
 
 import pytest
 
-from services.common.breaker import Breaker
 from services.common.errors import ErrorKind, SluiceError, unavailable
-from services.gateway.clients.post_link import PostLink
+from services.common.rpc.breaker import Breaker
+from services.gateway.clients.postprocess_link import PostLink
 from services.gateway.clients.worker_link import WorkerLink
-from services.gateway.generation import (
+from services.gateway.core.request import (
     Finish,
     FinishReason,
     GenerationRequest,
@@ -21,9 +21,9 @@ from services.gateway.generation import (
     TextPrompt,
     Tokenized,
 )
-from services.gateway.live_stream import LiveStream
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.switchboard import Switchboard
+from services.gateway.streams.manager import Switchboard
+from services.gateway.streams.stream import LiveStream
 from tests.support.fake_links import FakeLink
 
 REQUEST = GenerationRequest("r", "m", TextPrompt("x"), 1, Sampling(seed=5), StopRules())

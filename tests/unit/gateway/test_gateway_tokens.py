@@ -11,16 +11,16 @@ import pytest
 
 from services.common.errors import invalid
 from services.common.packing import pack_u32, unpack_u32
+from services.gateway.apis.openai.embeddings import EmbeddingEndpoints
+from services.gateway.apis.openai.endpoints import OpenAIEndpoints
+from services.gateway.apis.openai.tokens import TokenEndpoints
 from services.gateway.app import create_app
-from services.gateway.clients.catalogue import Catalogue, WorkerEntry
-from services.gateway.generation import ChatPrompt, Prompt, Sampling, TextPrompt, Tokenized
+from services.gateway.core.request import ChatPrompt, Prompt, Sampling, TextPrompt, Tokenized
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.openai.embeddings import EmbeddingEndpoints
-from services.gateway.openai.endpoints import OpenAIEndpoints
-from services.gateway.openai.tokens import TokenEndpoints
-from services.gateway.pipeline import Pipeline
+from services.gateway.pipeline.pipeline import Pipeline
 from services.gateway.readiness import Readiness
 from services.gateway.settings import GatewaySettings
+from services.gateway.workers.registry import Catalogue, WorkerEntry
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}

@@ -8,20 +8,20 @@ from pathlib import Path
 
 import pytest
 
+from services.common.discovery.tokenizer_delivery import Learned
 from services.common.errors import ErrorKind, SluiceError
 from services.common.models import DEFAULT_SOURCE, ModelSpec
-from services.common.tokenizer_delivery import Learned
-from services.postprocess.library import VocabularyLibrary, chosen, load
-from services.postprocess.opening import Opener, OwnParsers
-from services.postprocess.parsers.contract import ParserContext
-from services.postprocess.parsers.engine_host import EngineHost, Pair
+from services.postprocess.detokenize.registry import VocabularyLibrary, chosen, load
+from services.postprocess.parsers.base import ParserContext
+from services.postprocess.parsers.detect import native_names
 from services.postprocess.parsers.engines import ENGINES, bare, engine_of
 from services.postprocess.parsers.engines.adapter import EngineParser, Facts
 from services.postprocess.parsers.events import CallArguments, CallStart, Event
-from services.postprocess.parsers.hints import native_names
+from services.postprocess.parsers.isolated.engine_host import EngineHost, Pair
 from services.postprocess.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, ParserNames, Registry
 from services.postprocess.settings import PostprocessSettings
-from services.postprocess.stream import Limits, StreamOptions
+from services.postprocess.streams.factory import Opener, OwnParsers
+from services.postprocess.streams.stream import Limits, StreamOptions
 from tests.support.parsing import TOOLS
 from tests.support.vocabularies import tekken
 

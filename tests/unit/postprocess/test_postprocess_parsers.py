@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from services.postprocess.parsers.contract import ParserContext
+from services.postprocess.parsers.base import ParserContext
 from services.postprocess.parsers.events import CallArguments, CallStart
 from services.postprocess.parsers.registry import ParserNames, build
 from tests.support.parsing import TOOLS, Said, parsed

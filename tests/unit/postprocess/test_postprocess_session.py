@@ -12,14 +12,14 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from services.common import telemetry
 from services.common.errors import ErrorKind, SluiceError
 from services.common.models import ModelSpec
-from services.postprocess.library import VocabularyLibrary
+from services.common.observability import telemetry
+from services.postprocess.detokenize.registry import VocabularyLibrary
+from services.postprocess.detokenize.vocabulary import Vocabulary
 from services.postprocess.metrics import Metrics
-from services.postprocess.session import Batch, PostSession, SessionLimits
-from services.postprocess.stream import Finish, FinishReason, StreamOptions
-from services.postprocess.vocabulary import Vocabulary
+from services.postprocess.streams.session import Batch, PostSession, SessionLimits
+from services.postprocess.streams.stream import Finish, FinishReason, StreamOptions
 from tests.support.vocabularies import tekken
 
 OPTIONS = StreamOptions("m", eos_token_ids=frozenset([2]))

@@ -11,12 +11,12 @@ import pytest
 
 from services.common.errors import ErrorKind
 from services.common.models import ModelSpec
-from services.postprocess import waiting
-from services.postprocess.library import VocabularyLibrary
+from services.postprocess.detokenize.registry import VocabularyLibrary
 from services.postprocess.metrics import Metrics
-from services.postprocess.opening import Opener
-from services.postprocess.session import PostSession, SessionLimits
-from services.postprocess.stream import FinishReason, Limits, Stream, StreamOptions
+from services.postprocess.streams import pending as waiting
+from services.postprocess.streams.factory import Opener
+from services.postprocess.streams.session import PostSession, SessionLimits
+from services.postprocess.streams.stream import FinishReason, Limits, Stream, StreamOptions
 from tests.support.vocabularies import tekken
 
 OPTIONS = StreamOptions("m", eos_token_ids=frozenset([2]))

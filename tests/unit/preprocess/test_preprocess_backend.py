@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.models import DEFAULT_SOURCE, resolve
-from services.preprocess.backend import Backend, fastest
-from services.preprocess.hf import HfTokenizer
-from services.preprocess.mistral import MistralTokenizer
-from services.preprocess.samples import SAMPLES
-from services.preprocess.speed import Speed
+from services.preprocess.encoders.backend import Backend, fastest
+from services.preprocess.encoders.options import Speed
+from services.preprocess.encoders.samples import SAMPLES
+from services.preprocess.tokenizers.hf import HfTokenizer
+from services.preprocess.tokenizers.mistral import MistralTokenizer
 from tests.support.big_vocabulary import build_big_model
 from tests.support.loaded_tokenizers import limits, tekken, tiny_folder, tiny_hf
 from tests.support.tokenizer_families import EXACT

@@ -8,11 +8,11 @@ from typing import Any
 
 from services.common.models import ModelSpec
 from services.preprocess.limits import Limits
-from services.preprocess.loading import load_tokenizer
-from services.preprocess.pool import ComputePool
-from services.preprocess.registry import ModelRegistry
 from services.preprocess.service import PreprocessService
-from services.preprocess.template_process import TemplateProcesses
+from services.preprocess.templates.processes import TemplateProcesses
+from services.preprocess.thread_pool import ComputePool
+from services.preprocess.tokenizers.loading import load_tokenizer
+from services.preprocess.tokenizers.registry import ModelRegistry
 from sluice.v1 import preprocess_pb2
 from tests.support.loaded_tokenizers import tiny_folder
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
-from services.preprocess.cuts import cut_before, find_cut
+from services.preprocess.encoders.split_points import cut_before, find_cut
 
 TOKEN = "<|t|>"
 ALPHABET = ("a", "b", " ", "  ", "\n", "é", "e\u0301", "<", "|", "t", ">", "<|t", "t|>", TOKEN, "<x>", "<|t|><|t|>")

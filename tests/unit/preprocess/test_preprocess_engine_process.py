@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from services.common.errors import ErrorKind, SluiceError
-from services.preprocess import engine_process
-from services.preprocess.engine_process import EngineProcess
+from services.preprocess.engines import process as engine_process
+from services.preprocess.engines.process import EngineProcess
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -13,10 +13,10 @@ from mistral_common.tokens.tokenizers.mistral import MistralTokenizer as Referen
 from services.common.errors import ErrorKind, SluiceError
 from services.common.models import DEFAULT_SOURCE, resolve
 from services.common.packing import unpack_u32
-from services.preprocess.mistral import MistralTokenizer
-from services.preprocess.mistral_plain import PlainEncoder
-from services.preprocess.speed import Speed
-from services.preprocess.tokenizer import ChatRequest
+from services.preprocess.encoders.mistral_plain import PlainEncoder
+from services.preprocess.encoders.options import Speed
+from services.preprocess.tokenizers.mistral import MistralTokenizer
+from services.preprocess.tokenizers.protocol import ChatRequest
 from tests.support.loaded_tokenizers import tekken
 
 USER = {"role": "user", "content": "What is the weather?"}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from services.common.errors import ErrorKind, SluiceError
-from services.preprocess.pool import ComputePool
+from services.preprocess.thread_pool import ComputePool
 
 BIG = 1000
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from services.common.discovery.tokenizer_delivery import Learned
 from services.common.models import ModelSpec
-from services.common.tokenizer_delivery import Learned
 from services.postprocess.settings import PostprocessSettings
 from services.preprocess.settings import PreprocessSettings
 

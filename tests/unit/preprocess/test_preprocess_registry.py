@@ -9,9 +9,9 @@ import pytest
 
 from services.common.errors import ErrorKind, SluiceError
 from services.common.models import ModelSpec
-from services.preprocess.loading import load_tokenizer
-from services.preprocess.registry import ModelRegistry
-from services.preprocess.tokenizer import ChatRequest, TokenizerProtocol
+from services.preprocess.tokenizers.loading import load_tokenizer
+from services.preprocess.tokenizers.protocol import ChatRequest, TokenizerProtocol
+from services.preprocess.tokenizers.registry import ModelRegistry
 from tests.support.loaded_tokenizers import limits, tiny_folder, tiny_hf
 
 SPECS = [ModelSpec("b", "B"), ModelSpec("a", "A")]

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from services.common.models import resolve
-from services.preprocess.backend import Backend
-from services.preprocess.hf import HfTokenizer
-from services.preprocess.mistral import MistralTokenizer
-from services.preprocess.segment_cache import ENTRY_OVERHEAD, SegmentCache
-from services.preprocess.speed import Speed
-from services.preprocess.tokenizer import ChatRequest, TokenizerProtocol
+from services.preprocess.encoders.backend import Backend
+from services.preprocess.encoders.options import Speed
+from services.preprocess.encoders.segment_cache import ENTRY_OVERHEAD, SegmentCache
+from services.preprocess.tokenizers.hf import HfTokenizer
+from services.preprocess.tokenizers.mistral import MistralTokenizer
+from services.preprocess.tokenizers.protocol import ChatRequest, TokenizerProtocol
 from tests.support.conversations import conversations, turns
 from tests.support.loaded_tokenizers import limits
 from tests.support.tokenizer_families import EXACT

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from services.common.models import DEFAULT_NAME, DEFAULT_SOURCE, ModelSpec
+from services.preprocess.encoders.options import Speed
 from services.preprocess.settings import PreprocessSettings
-from services.preprocess.speed import Speed
 
 
 def test_the_default_works_offline() -> None:

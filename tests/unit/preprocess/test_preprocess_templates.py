@@ -8,8 +8,8 @@ import psutil
 import pytest
 
 from services.common.errors import ErrorKind, SluiceError
-from services.preprocess import templates
-from services.preprocess.template_process import TemplateProcesses
+from services.preprocess.templates import templates
+from services.preprocess.templates.processes import TemplateProcesses
 
 MESSAGES = [{"role": "user", "content": "a<b> & ü"}]
 

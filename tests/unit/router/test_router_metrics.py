@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.common.hashing import block_hashes
-from services.common.instruments import read
+from services.common.observability.instruments import read
 from services.common.packing import pack_u64
 from services.router.scheduling.decisions import Outcome
 from services.router.workers.worker import KV_EVENTS, WorkerRank

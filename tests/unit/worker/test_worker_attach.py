@@ -10,10 +10,10 @@ import pytest
 from grpc._cython import cygrpc
 
 from services.common.errors import ErrorKind, SluiceError
-from services.worker import attach
-from services.worker.attach import Attachment
-from services.worker.cache_log import CacheLog
-from services.worker.engine import Load
+from services.worker.engines.contract.engine import Load
+from services.worker.kv_events.event_log import CacheLog
+from services.worker.registration.attachment import Attachment
+from services.worker.registration.registration import attachment as attach
 from sluice.v1 import router_pb2
 
 

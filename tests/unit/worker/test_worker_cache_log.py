@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.cache_events import BlocksRemoved, BlocksStored, CacheCleared, CacheTier, KvEvent
-from services.worker.cache_log import BACKLOG_BATCHES, CacheLog, chunks
+from services.worker.kv_events.cache_events import BlocksRemoved, BlocksStored, CacheCleared, CacheTier, KvEvent
+from services.worker.kv_events.event_log import BACKLOG_BATCHES, CacheLog, chunks
 
 
 def stored(*hashes: int, tier: CacheTier = CacheTier.DEVICE) -> BlocksStored:

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from services.common.errors import ErrorKind, SluiceError
-from services.worker.canary import UNHEALTHY, Canary
-from services.worker.delivery import StreamDelivery
-from services.worker.engine import Embedded, EngineConfig, GenerateContext, Sink
+from services.worker.engines.contract.engine import Embedded, EngineConfig, GenerateContext, Sink
+from services.worker.engines.contract.generation import FinishReason, GenerateRequest, Role, Usage
 from services.worker.engines.mock import MockEngine
-from services.worker.generation import FinishReason, GenerateRequest, Role, Usage
+from services.worker.serving.canary import UNHEALTHY, Canary
+from services.worker.serving.response_sink import StreamDelivery
+from services.worker.serving.worker import Worker
 from services.worker.settings import WorkerSettings
-from services.worker.worker import Worker
 from tests.support.engines import CONFIG, ScriptedEngine, request, until
 from tests.support.tiny_models import build_tiny_model
 

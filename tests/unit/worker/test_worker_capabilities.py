@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from services.common.errors import ErrorKind, SluiceError
-from services.postprocess.stream import StreamOptions
-from services.worker.capabilities import Capability
-from services.worker.demands import demands
-from services.worker.generation import Disaggregation, Guided, PromptEmbeds, Role, Sampling
-from services.worker.validation import validate, validate_embedding
+from services.postprocess.streams.stream import StreamOptions
+from services.worker.engines.contract.capabilities import Capability
+from services.worker.engines.contract.generation import Disaggregation, Guided, PromptEmbeds, Role, Sampling
+from services.worker.engines.contract.required_capabilities import demands
+from services.worker.serving.validation import validate, validate_embedding
 from tests.support.engines import CONFIG, request
 
 BARE = replace(CONFIG, capabilities=frozenset({"token_ids"}), adapters=("polite",))

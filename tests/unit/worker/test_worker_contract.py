@@ -9,12 +9,18 @@ from typing import Any
 import pytest
 
 from services.common.errors import ErrorKind, SluiceError
-from services.worker.delivery import ContractBroken, Delivery, StreamDelivery
-from services.worker.engine import GenerateContext, Sink
-from services.worker.generation import FinishReason, GenerateRequest, PositionLogprobs, TokenLogprob, Usage
-from services.worker.outbox import Outbox
-from services.worker.session import SlotDelivery
-from services.worker.worker import Worker
+from services.worker.engines.contract.engine import GenerateContext, Sink
+from services.worker.engines.contract.generation import (
+    FinishReason,
+    GenerateRequest,
+    PositionLogprobs,
+    TokenLogprob,
+    Usage,
+)
+from services.worker.serving.outbox import Outbox
+from services.worker.serving.response_sink import ContractBroken, Delivery, StreamDelivery
+from services.worker.serving.session import SlotDelivery
+from services.worker.serving.worker import Worker
 from tests.support.engines import ScriptedEngine, request
 
 Act = Callable[[Sink], None]

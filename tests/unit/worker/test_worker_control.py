@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 
 from services.common.errors import ErrorKind, SluiceError
-from services.worker import control
-from services.worker.control import ASLEEP, Controls
-from services.worker.delivery import StreamDelivery
-from services.worker.embedding import embed
-from services.worker.engine import Embedded, EngineConfig
+from services.worker.engines.contract.engine import Embedded, EngineConfig
 from services.worker.engines.mock import MockEngine
 from services.worker.engines.mock.loading import check_memory
-from services.worker.memory import available_bytes
+from services.worker.serving import control
+from services.worker.serving.control import ASLEEP, Controls
+from services.worker.serving.embedding import embed
+from services.worker.serving.memory import available_bytes
+from services.worker.serving.response_sink import StreamDelivery
+from services.worker.serving.worker import Worker
 from services.worker.settings import WorkerSettings
-from services.worker.worker import Worker
 from tests.support.engines import CONFIG, ScriptedEngine, request
 from tests.support.tiny_models import build_tiny_model
 

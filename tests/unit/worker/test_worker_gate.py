@@ -7,8 +7,8 @@ import traceback
 import pytest
 
 from services.common.errors import ErrorKind, SluiceError
-from services.worker.gate import Gate
-from services.worker.phases import Phases
+from services.worker.serving.admission_gate import Gate
+from services.worker.serving.status import Phases
 
 
 def test_who_is_refused_again_and_again_is_not_kept() -> None:

@@ -17,14 +17,21 @@ from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
 from services.common.errors import ErrorKind, SluiceError
-from services.worker import handoff
-from services.worker.delivery import StreamDelivery
+from services.worker.engines.contract import handoff
+from services.worker.engines.contract.generation import (
+    Delta,
+    Disaggregation,
+    FinishReason,
+    GenerateRequest,
+    Role,
+    Sampling,
+)
+from services.worker.engines.contract.handoff import MAGIC, seal, unseal
 from services.worker.engines.mock import MockEngine
 from services.worker.engines.mock.transfer import Transfer
-from services.worker.generation import Delta, Disaggregation, FinishReason, GenerateRequest, Role, Sampling
-from services.worker.handoff import MAGIC, seal, unseal
+from services.worker.serving.response_sink import StreamDelivery
+from services.worker.serving.worker import Worker
 from services.worker.settings import WorkerSettings
-from services.worker.worker import Worker
 from tests.support.engines import request, until
 from tests.support.tiny_models import build_tiny_model
 

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.hashing import block_hashes
-from services.worker.cache_events import BlocksStored, CacheCleared, KvEvent
+from services.worker.kv_events.cache_events import BlocksStored, CacheCleared, KvEvent
+from services.worker.kv_events.event_sequencer import Follower
 from services.worker.kv_events.events import EngineBatch, EngineRemoved, EngineStored
-from services.worker.kv_events.following import Follower
 from services.worker.kv_events.source import EngineCacheSource
 from services.worker.kv_events.translation import Translator
 

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from services.common.errors import ErrorKind, SluiceError
-from services.worker.delivery import StreamDelivery
-from services.worker.engine import GenerateContext
-from services.worker.generation import (
+from services.worker.engines.contract.engine import GenerateContext
+from services.worker.engines.contract.generation import (
     Delta,
     Disaggregation,
     FinishReason,
@@ -21,7 +20,8 @@ from services.worker.generation import (
     Sampling,
     Usage,
 )
-from services.worker.worker import Worker
+from services.worker.serving.response_sink import StreamDelivery
+from services.worker.serving.worker import Worker
 from tests.support.engines import RecordingSink, ScriptedEngine, request
 
 STOP = Delta((7,), FinishReason.STOP, Usage(4, 1, 0), stop_token_id=7)

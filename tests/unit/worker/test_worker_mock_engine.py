@@ -14,12 +14,12 @@ import pytest
 
 from services.common.errors import ErrorKind, SluiceError
 from services.common.hashing import block_hashes
-from services.worker.cache_events import CacheCleared, KvEvent
-from services.worker.engine import GenerateContext
 from services.worker.engines import BUILT_IN, engine_names, find_engine
+from services.worker.engines.contract.engine import GenerateContext
+from services.worker.engines.contract.generation import Delta, FinishReason, GenerateRequest
 from services.worker.engines.mock import MockEngine
 from services.worker.engines.mock.pacing import LONGEST_LAG_S, Pacer
-from services.worker.generation import Delta, FinishReason, GenerateRequest
+from services.worker.kv_events.cache_events import CacheCleared, KvEvent
 from services.worker.settings import WorkerSettings
 from tests.support.engines import RecordingSink, replay, request, until
 from tests.support.tiny_models import CONTEXT_LENGTH, build_tiny_model
@@ -250,7 +250,12 @@ def test_engines_resolve_by_name_path_and_not_at_all(monkeypatch: pytest.MonkeyP
     assert find_engine(BUILT_IN["mock"]) is MockEngine
     monkeypatch.setattr("services.worker.engines.entry_points", lambda **_: ())
     assert find_engine("mock") is MockEngine
-    for name in ("no-such-engine", "no.such.module:Engine", "services.worker.engine:Nothing", "asyncio:Event"):
+    for name in (
+        "no-such-engine",
+        "no.such.module:Engine",
+        "services.worker.engines.contract.engine:Nothing",
+        "asyncio:Event",
+    ):
         with pytest.raises(SluiceError) as refusal:
             find_engine(name)
         assert refusal.value.kind is ErrorKind.INVALID_ARGUMENT

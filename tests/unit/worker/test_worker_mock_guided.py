@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.errors import ErrorKind, SluiceError
+from services.worker.engines.contract.generation import FinishReason, Guided, Sampling
 from services.worker.engines.mock.guided import guided_text
 from services.worker.engines.mock.text import Storyteller
-from services.worker.generation import FinishReason, Guided, Sampling
 from tests.support.engines import EOS, WordVocabulary, request
 
 TREE = {

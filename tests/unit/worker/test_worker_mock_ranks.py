@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from services.worker.cache_events import KvEvent
-from services.worker.delivery import StreamDelivery
+from services.worker.engines.contract.generation import FinishReason
 from services.worker.engines.mock import MockEngine
-from services.worker.generation import FinishReason
+from services.worker.kv_events.cache_events import KvEvent
+from services.worker.serving.response_sink import StreamDelivery
+from services.worker.serving.worker import Worker
 from services.worker.settings import WorkerSettings
-from services.worker.worker import Worker
 from tests.support.engines import replay, request
 from tests.support.tiny_models import build_tiny_model
 

@@ -13,14 +13,14 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 
-from services.common import telemetry
-from services.worker.delivery import StreamDelivery
-from services.worker.engine_metrics import EngineMetrics
+from services.common.observability import telemetry
+from services.worker.engines.contract.generation import Delta, Disaggregation, GenerateRequest, Role
 from services.worker.engines.mock import MockEngine
-from services.worker.generation import Delta, Disaggregation, GenerateRequest, Role
+from services.worker.serving.engine_metrics import EngineMetrics
+from services.worker.serving.response_sink import StreamDelivery
+from services.worker.serving.tracing import LINK
+from services.worker.serving.worker import Worker
 from services.worker.settings import WorkerSettings
-from services.worker.tracing import LINK
-from services.worker.worker import Worker
 from tests.support.engines import ScriptedEngine, request
 from tests.support.tiny_models import build_tiny_model
 

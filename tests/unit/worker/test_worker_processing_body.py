@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.errors import ErrorKind, SluiceError
-from services.preprocess.validate import parse_chat
-from services.worker.processing.body import read_body
+from services.preprocess.validation import parse_chat
+from services.worker.local_processing.body import read_body
 from tests.support.chat_matrix import chats
 
 USER = {"role": "user", "content": "Hello"}

@@ -16,20 +16,27 @@ from hypothesis import strategies as st
 
 from services.common.errors import ErrorKind, SluiceError
 from services.common.models import ModelSpec
-from services.postprocess.library import load
-from services.postprocess.opening import Opener
+from services.postprocess.detokenize.registry import load
+from services.postprocess.detokenize.vocabulary import Vocabulary
 from services.postprocess.parsers.events import CallArguments, Content, Event, Reasoning, merge
 from services.postprocess.parsers.registry import ParserNames
-from services.postprocess.stream import Finish, Limits, StreamOptions
-from services.postprocess.stream import FinishReason as TextReason
-from services.postprocess.vocabulary import Vocabulary
-from services.worker.delivery import ContractBroken, Delivery, Terms
-from services.worker.engine import GenerateContext, Sink
-from services.worker.generation import Delta, FinishReason, GenerateRequest, PositionLogprobs, TokenLogprob, Usage
-from services.worker.processing import texts as texts_module
-from services.worker.processing.loading import load_texts
-from services.worker.processing.text_delta import TextDelta
-from services.worker.processing.texts import TextDesk
+from services.postprocess.streams.factory import Opener
+from services.postprocess.streams.stream import Finish, Limits, StreamOptions
+from services.postprocess.streams.stream import FinishReason as TextReason
+from services.worker.engines.contract.engine import GenerateContext, Sink
+from services.worker.engines.contract.generation import (
+    Delta,
+    FinishReason,
+    GenerateRequest,
+    PositionLogprobs,
+    TokenLogprob,
+    Usage,
+)
+from services.worker.local_processing import batch_detokenizer as texts_module
+from services.worker.local_processing.batch_detokenizer import TextDesk
+from services.worker.local_processing.loading import load_texts
+from services.worker.local_processing.text_delta import TextDelta
+from services.worker.serving.response_sink import ContractBroken, Delivery, Terms
 from tests.support.loaded_tokenizers import tiny_folder, tiny_hf
 
 TOOLS = b'[{"type": "function", "function": {"name": "get_weather"}}]'

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from services.common.errors import ErrorKind, SluiceError
 from services.common.hashing import block_hashes
+from services.worker.engines.contract.generation import FinishReason, GenerateRequest
 from services.worker.engines.mock.blocks import BlockPool
 from services.worker.engines.mock.scheduler import Scheduler, Step
 from services.worker.engines.mock.sequence import Sequence, State
 from services.worker.engines.mock.text import Answer
 from services.worker.engines.mock.timing import FixedTiming, ModelledTiming, decode_ms, prefill_ms
-from services.worker.generation import FinishReason, GenerateRequest
 from tests.support.engines import replay, request
 
 BLOCK = 4

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import pytest
 
 from services.common.errors import ErrorKind
-from services.worker import outbox
-from services.worker.generation import Delta, FinishReason, Usage
-from services.worker.outbox import PAGE_TOKENS, Outbox, Page
-from services.worker.session import WorkerSession
-from services.worker.worker import Worker
+from services.worker.engines.contract.generation import Delta, FinishReason, Usage
+from services.worker.serving import outbox
+from services.worker.serving.outbox import PAGE_TOKENS, Outbox, Page
+from services.worker.serving.session import WorkerSession
+from services.worker.serving.worker import Worker
 from tests.support.engines import ScriptedEngine, request
 
 ANSWER = [Delta((5, 6), cached_tokens=4), Delta((7,), FinishReason.STOP, Usage(4, 3, 4), stop_token_id=7)]

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.errors import ErrorKind
+from services.worker.engines.contract.generation import FinishReason
 from services.worker.engines.sglang.children import ChildWatch
 from services.worker.engines.sglang.events import EventFeeds
-from services.worker.engines.sglang.flight import LOWEST_LOGPROB, Flight, abort_error, positions
-from services.worker.generation import FinishReason
+from services.worker.engines.sglang.request_state import LOWEST_LOGPROB, Flight, abort_error, positions
 from tests.support.engines import RecordingSink, request, until
 
 STOPPED = {"type": "stop", "matched": 9}

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from services.common.errors import ErrorKind, SluiceError
-from services.worker.capabilities import SAMPLING, Capability
 from services.worker.engines import find_engine
+from services.worker.engines.contract.capabilities import SAMPLING, Capability
+from services.worker.engines.contract.generation import Disaggregation, GenerateRequest, Guided, Role, Sampling, Stop
 from services.worker.engines.sglang.card import CAPABILITIES
 from services.worker.engines.sglang.handoff import NOBODY, Meeting, meeting_of, unpack
 from services.worker.engines.sglang.options import Flags, command_line
 from services.worker.engines.sglang.sampling import Facts, choice_grammar, engine_request, stop_ids
-from services.worker.generation import Disaggregation, GenerateRequest, Guided, Role, Sampling, Stop
 from services.worker.settings import WorkerSettings
 from tests.support.engines import request
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common import models
+from services.worker.engines.contract.generation import FinishReason, Sampling
 from services.worker.engines.mock.text import LONGEST, SHORTEST, Storyteller
 from services.worker.engines.mock.vocabulary import Vocabulary, declared_context_length, load_vocabulary
-from services.worker.generation import FinishReason, Sampling
 from tests.support.engines import BOS, EOS, TURN, WordVocabulary, request
 from tests.support.tiny_models import CONTEXT_LENGTH, build_tiny_model
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.worker.engines.contract.generation import Guided, Sampling
 from services.worker.engines.transformers.sampling import History, SamplingPlan, plan_of
-from services.worker.generation import Guided, Sampling
 from tests.support.engines import request
 
 EOS = (1, 2)

@@ -10,14 +10,8 @@ from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import common_pb2
 
 from services.common.errors import SluiceError
-from services.worker.cache_events import CacheTier
-from services.worker.engine import Load
-from services.worker.engines.vllm.handoff import Handoff
-from services.worker.engines.vllm.sampling import Facts
-from services.worker.engines.vllm_grpc import wire
-from services.worker.engines.vllm_grpc.options import read_server_options, serve_command
-from services.worker.engines.vllm_grpc.reading import Reading
-from services.worker.generation import (
+from services.worker.engines.contract.engine import Load
+from services.worker.engines.contract.generation import (
     Delta,
     Disaggregation,
     FinishReason,
@@ -30,6 +24,12 @@ from services.worker.generation import (
     TokenLogprob,
     Usage,
 )
+from services.worker.engines.vllm.handoff import Handoff
+from services.worker.engines.vllm.sampling import Facts
+from services.worker.engines.vllm_grpc import wire
+from services.worker.engines.vllm_grpc.options import read_server_options, serve_command
+from services.worker.engines.vllm_grpc.reading import Reading
+from services.worker.kv_events.cache_events import CacheTier
 from services.worker.kv_events.events import EngineCleared, EngineRemoved, EngineStored
 from services.worker.settings import WorkerSettings
 

@@ -11,12 +11,8 @@ from typing import Any
 import pytest
 
 from services.common.errors import ErrorKind, SluiceError
-from services.worker.engine import Sink
-from services.worker.engines.vllm.handoff import Handoff, read_handoff
-from services.worker.engines.vllm.options import command_line, flags, kv_events_config, named_adapters
-from services.worker.engines.vllm.outputs import Flight
-from services.worker.engines.vllm.sampling import Facts, sampling_arguments
-from services.worker.generation import (
+from services.worker.engines.contract.engine import Sink
+from services.worker.engines.contract.generation import (
     Disaggregation,
     FinishReason,
     GenerateRequest,
@@ -28,6 +24,10 @@ from services.worker.generation import (
     TokenLogprob,
     Usage,
 )
+from services.worker.engines.vllm.handoff import Handoff, read_handoff
+from services.worker.engines.vllm.options import command_line, flags, kv_events_config, named_adapters
+from services.worker.engines.vllm.outputs import Flight
+from services.worker.engines.vllm.sampling import Facts, sampling_arguments
 from services.worker.settings import WorkerSettings
 
 FACTS = Facts(context_length=100)

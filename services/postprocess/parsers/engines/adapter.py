@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.postprocess.parsers.contract import Parser, ParserContext
+from services.postprocess.parsers.base import Parser, ParserContext
 from services.postprocess.parsers.events import CallArguments, CallStart, Event
 
 _HEX = re.compile(r"[0-9a-f]{16,}")

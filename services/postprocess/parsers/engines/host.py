@@ -18,13 +18,13 @@ import traceback
 from dataclasses import asdict
 from typing import Any, NoReturn
 
-from services.common.absent import stand_in_for_absent
-from services.postprocess.parsers.child import Streams, limit_memory, read
-from services.postprocess.parsers.contract import ParserContext
+from services.common.stub_modules import stand_in_for_absent
+from services.postprocess.parsers.base import ParserContext
 from services.postprocess.parsers.engines import ENGINES, NOT_NEEDED, bare
 from services.postprocess.parsers.engines.adapter import Engine, EngineParser
+from services.postprocess.parsers.isolated.child import Streams, limit_memory, read
+from services.postprocess.parsers.isolated.wire import PROGRESS, frame
 from services.postprocess.parsers.registry import ParserNames
-from services.postprocess.parsers.wire import PROGRESS, frame
 
 REQUEST_AT_MOST = 1 << 20
 

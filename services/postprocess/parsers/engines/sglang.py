@@ -21,7 +21,7 @@ from sglang.srt.parser.reasoning_parser import ReasoningParser
 from sglang.srt.parser.template_manager import TemplateManager
 from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
-from services.postprocess.parsers.contract import ParserContext
+from services.postprocess.parsers.base import ParserContext
 from services.postprocess.parsers.engines.adapter import EngineParser, Facts
 from services.postprocess.parsers.events import Content, Event, Reasoning
 

@@ -23,7 +23,7 @@ from vllm.reasoning import ReasoningParserManager
 from vllm.tokenizers import get_tokenizer
 from vllm.tool_parsers import ToolParserManager
 
-from services.postprocess.parsers.contract import ParserContext
+from services.postprocess.parsers.base import ParserContext
 from services.postprocess.parsers.engines.adapter import EngineParser, Facts
 from services.postprocess.parsers.events import Content, Event, Reasoning
 

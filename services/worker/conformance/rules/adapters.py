@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from services.common.errors import ErrorKind
-from services.worker.capabilities import Capability
 from services.worker.conformance.heard import REASONS
 from services.worker.conformance.refusals import UNSUPPORTED, call_refused, unclaimed
 from services.worker.conformance.rule import NotChecked, NotClaimed, expect, rule
 from services.worker.conformance.subject import Subject
+from services.worker.engines.contract.capabilities import Capability
 from sluice.v1 import worker_pb2
 
 ENDS = (REASONS.FINISH_REASON_STOP, REASONS.FINISH_REASON_LENGTH)

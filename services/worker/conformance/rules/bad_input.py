@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from services.common.errors import ErrorKind
 from services.common.packing import pack_u32
-from services.worker.capabilities import Capability
 from services.worker.conformance.refusals import INVALID, UNSUPPORTED, refused
 from services.worker.conformance.rule import NotChecked, NotClaimed, rule
 from services.worker.conformance.subject import Subject
+from services.worker.engines.contract.capabilities import Capability
 from sluice.v1 import common_pb2
 
 MOST_TOKENS = 2_000_000

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from services.worker.capabilities import Capability
 from services.worker.conformance.heard import Heard
 from services.worker.conformance.refusals import UNSUPPORTED, call_refused, unclaimed
 from services.worker.conformance.rule import NotChecked, NotClaimed, expect, rule
 from services.worker.conformance.subject import Subject
+from services.worker.engines.contract.capabilities import Capability
 from sluice.v1 import worker_pb2
 
 CLEAR = worker_pb2.ControlRequest.ACTION_CLEAR_CACHE

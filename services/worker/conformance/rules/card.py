@@ -9,10 +9,10 @@ import grpc
 
 from services.common.hashing import HASH_SCHEME
 from services.common.packing import unpack_u32
-from services.worker.capabilities import Capability
 from services.worker.conformance.rule import NotClaimed, expect, rule
 from services.worker.conformance.subject import Subject
 from services.worker.conformance.texts import fetch_tokenizer
+from services.worker.engines.contract.capabilities import Capability
 from sluice.v1 import common_pb2, worker_pb2
 
 

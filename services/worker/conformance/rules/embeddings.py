@@ -8,10 +8,10 @@ from array import array
 
 from services.common.errors import ErrorKind
 from services.common.packing import pack_u32
-from services.worker.capabilities import Capability
 from services.worker.conformance.refusals import UNSUPPORTED, call_refused
 from services.worker.conformance.rule import NotClaimed, expect, rule
 from services.worker.conformance.subject import Subject
+from services.worker.engines.contract.capabilities import Capability
 from sluice.v1 import worker_pb2
 
 FEW_DIMENSIONS = 8

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from services.common.packing import pack_u32
-from services.worker.capabilities import Capability
 from services.worker.conformance.heard import REASONS, Heard
 from services.worker.conformance.refusals import unclaimed_option
 from services.worker.conformance.rule import NotChecked, expect, rule
 from services.worker.conformance.subject import Subject, prompt_of
+from services.worker.engines.contract.capabilities import Capability
 
 STOP, LENGTH = REASONS.FINISH_REASON_STOP, REASONS.FINISH_REASON_LENGTH
 SAMPLE_TOKENS = 24

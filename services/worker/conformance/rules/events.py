@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from services.common.hashing import block_hashes
-from services.worker.capabilities import Capability
 from services.worker.conformance.rule import NotChecked, NotClaimed, expect, rule
 from services.worker.conformance.subject import Subject
 from services.worker.conformance.watching import RankView, Watcher
+from services.worker.engines.contract.capabilities import Capability
 
 QUIET_S = 0.5
 SNAPSHOTS = 10

@@ -6,12 +6,12 @@ import json
 import re
 from collections.abc import Callable
 
-from services.worker.capabilities import Capability
 from services.worker.conformance.heard import REASONS
 from services.worker.conformance.refusals import unclaimed
 from services.worker.conformance.rule import NotChecked, expect, rule
 from services.worker.conformance.subject import Subject
 from services.worker.conformance.texts import text_reader
+from services.worker.engines.contract.capabilities import Capability
 from sluice.v1 import common_pb2
 
 STOP, LENGTH = REASONS.FINISH_REASON_STOP, REASONS.FINISH_REASON_LENGTH

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from services.worker.capabilities import Capability
 from services.worker.conformance.refusals import unclaimed
 from services.worker.conformance.rule import expect, rule
 from services.worker.conformance.subject import OUTPUT_TOKENS, Subject, prompt_of
+from services.worker.engines.contract.capabilities import Capability
 from sluice.v1 import common_pb2
 
 TOP = 3

@@ -8,8 +8,8 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from services.common.addresses import listens_on_loopback
 from services.common.errors import ErrorKind
+from services.common.net.addresses import listens_on_loopback
 from services.worker.conformance.heard import REASONS, Heard
 from services.worker.conformance.rule import Broken, NotChecked, expect, rule
 from services.worker.conformance.subject import POLL_S, Subject

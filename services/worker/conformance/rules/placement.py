@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from services.worker.capabilities import Capability
 from services.worker.conformance.heard import REASONS
 from services.worker.conformance.refusals import INVALID, refused, unclaimed
 from services.worker.conformance.rule import expect, rule
 from services.worker.conformance.subject import Subject
+from services.worker.engines.contract.capabilities import Capability
 
 ENDS = (REASONS.FINISH_REASON_STOP, REASONS.FINISH_REASON_LENGTH)
 

@@ -6,11 +6,11 @@ import json
 from array import array
 
 from services.common.packing import unpack_u32
-from services.worker.capabilities import Capability
 from services.worker.conformance.heard import REASONS, Heard
 from services.worker.conformance.refusals import INVALID, refused, unclaimed
 from services.worker.conformance.rule import expect, rule
 from services.worker.conformance.subject import Subject
+from services.worker.engines.contract.capabilities import Capability
 from sluice.v1 import worker_pb2
 
 ENDS = (REASONS.FINISH_REASON_STOP, REASONS.FINISH_REASON_LENGTH)

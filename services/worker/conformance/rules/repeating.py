@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from services.worker.capabilities import Capability
 from services.worker.conformance.refusals import unclaimed_option
 from services.worker.conformance.rule import NotClaimed, expect, rule
 from services.worker.conformance.subject import Subject
+from services.worker.engines.contract.capabilities import Capability
 from sluice.v1 import worker_pb2
 
 TOKENS = 24

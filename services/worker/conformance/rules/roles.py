@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from services.worker.capabilities import Capability
 from services.worker.conformance.heard import REASONS, Heard
 from services.worker.conformance.refusals import UNSUPPORTED, refusal_of
 from services.worker.conformance.rule import NotChecked, NotClaimed, expect, rule
 from services.worker.conformance.subject import OUTPUT_TOKENS, Subject
+from services.worker.engines.contract.capabilities import Capability
 from sluice.v1 import common_pb2, worker_pb2
 
 HANDOFF, STOP, LENGTH = REASONS.FINISH_REASON_HANDOFF, REASONS.FINISH_REASON_STOP, REASONS.FINISH_REASON_LENGTH

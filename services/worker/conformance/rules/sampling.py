@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from services.common.packing import pack_u32
-from services.worker.capabilities import Capability
 from services.worker.conformance.heard import REASONS
 from services.worker.conformance.refusals import UNSUPPORTED, refusal_of, unclaimed, unclaimed_option
 from services.worker.conformance.rule import Broken, NotChecked, NotClaimed, expect, rule
 from services.worker.conformance.subject import Subject
+from services.worker.engines.contract.capabilities import Capability
 from sluice.v1 import worker_pb2
 
 ENDS = (REASONS.FINISH_REASON_STOP, REASONS.FINISH_REASON_LENGTH)

@@ -10,7 +10,7 @@ from services.common.errors import ErrorKind, SluiceError
 from services.worker.engines.mock.text import Storyteller
 from services.worker.engines.mock.timing import FixedTiming, ModelledTiming, StepTiming, TableTiming
 from services.worker.engines.mock.vocabulary import Vocabulary, declared_context_length, load_vocabulary
-from services.worker.memory import available_bytes
+from services.worker.serving.memory import available_bytes
 from services.worker.settings import WorkerSettings
 
 BLOCK_BYTES = 200  # of this process, for one block of the cache that is only imagined

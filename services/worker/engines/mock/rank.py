@@ -6,16 +6,16 @@ import asyncio
 from collections.abc import Callable
 
 from services.common.errors import SluiceError
-from services.worker.cache_events import KvEvent, KvEventSource
-from services.worker.engine import Load
+from services.worker.engines.contract.engine import Load
+from services.worker.engines.contract.generation import FinishReason, Usage
+from services.worker.engines.mock.extras import begin, push_with_logprobs
 from services.worker.engines.mock.faults import injected
 from services.worker.engines.mock.operations import Operations
 from services.worker.engines.mock.pacing import Pacer
 from services.worker.engines.mock.scheduler import Scheduler, Step
 from services.worker.engines.mock.sequence import Sequence
-from services.worker.engines.mock.speaking import begin, push_with_logprobs
 from services.worker.engines.mock.statistics import Statistics
-from services.worker.generation import FinishReason, Usage
+from services.worker.kv_events.cache_events import KvEvent, KvEventSource
 
 
 class Rank:

@@ -6,9 +6,9 @@ from array import array
 from enum import Enum, auto
 
 from services.common.hashing import block_hashes
-from services.worker.engine import Sink
+from services.worker.engines.contract.engine import Sink
+from services.worker.engines.contract.generation import GenerateRequest, Usage
 from services.worker.engines.mock.text import Answer
-from services.worker.generation import GenerateRequest, Usage
 
 
 class State(Enum):

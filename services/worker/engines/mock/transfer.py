@@ -12,9 +12,9 @@ from struct import Struct
 from services.common.errors import SluiceError, invalid
 from services.common.hashing import block_hashes
 from services.common.packing import pack_u64
+from services.worker.engines.contract.generation import GenerateRequest
 from services.worker.engines.mock.sequence import Sequence
 from services.worker.engines.mock.text import Answer
-from services.worker.generation import GenerateRequest
 
 VERSION = 1
 _HEAD = Struct("<BIIIQ")

@@ -11,18 +11,18 @@ from contextlib import aclosing
 from typing import Any, ClassVar, Self
 
 from services.common.errors import ErrorKind, SluiceError, internal, invalid, overloaded
-from services.worker.cache_events import KvEventSource
-from services.worker.capabilities import Capability
-from services.worker.delta_stream import DeltaStream
-from services.worker.engine import Embedded, EngineConfig, GenerateContext, LLMEngine, Load, Sink
+from services.worker.engines.contract.capabilities import Capability
+from services.worker.engines.contract.engine import Embedded, EngineConfig, GenerateContext, LLMEngine, Load, Sink
+from services.worker.engines.contract.generation import Delta, FinishReason, GenerateRequest
 from services.worker.engines.sglang import card
 from services.worker.engines.sglang.controls import Controls
-from services.worker.engines.sglang.flight import Chunk, Flight, first_line
 from services.worker.engines.sglang.handoff import Meeting, meeting_of
-from services.worker.engines.sglang.hosting import Hosted
 from services.worker.engines.sglang.metrics import SchedulerMetrics
+from services.worker.engines.sglang.request_state import Chunk, Flight, first_line
+from services.worker.engines.sglang.runtime import Hosted
 from services.worker.engines.sglang.sampling import Facts, engine_request
-from services.worker.generation import Delta, FinishReason, GenerateRequest
+from services.worker.kv_events.cache_events import KvEventSource
+from services.worker.serving.delta_stream import DeltaStream
 from services.worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)

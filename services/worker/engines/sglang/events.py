@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from services.common.ports import free_row
+from services.common.net.ports import free_row
 from services.common.tasks import TaskOwner
 from services.worker.kv_events.source import EngineCacheSource
 from services.worker.kv_events.zmq_feed import ZmqFeed, endpoint_of_rank

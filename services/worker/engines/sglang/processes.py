@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from services.worker.engines.last_words import LastWords
-from services.worker.engines.sglang import stand_ins
+from services.worker.engines.crash_reason import LastWords
+from services.worker.engines.sglang import import_stubs as stand_ins
 
 RENDEZVOUS = "SLUICE_SGLANG_RENDEZVOUS"
 """Environment variable: the folder where this engine's processes find each other."""

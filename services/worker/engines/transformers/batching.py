@@ -18,10 +18,10 @@ from transformers.generation.continuous_batching import ContinuousBatchingManage
 from transformers.generation.continuous_batching.cache_allocators import cache_allocator
 from transformers.generation.continuous_batching.requests import RequestStatus
 
-from services.worker.engines.transformers.ledger import BlockNames, forget_names, watched
+from services.worker.engines.transformers.batch_request import Failures, Seat
+from services.worker.engines.transformers.block_names import BlockNames, forget_names, watched
 from services.worker.engines.transformers.lora import Adapters
 from services.worker.engines.transformers.sampler import choose
-from services.worker.engines.transformers.seat import Failures, Seat
 from services.worker.engines.transformers.sizing import Plan
 from services.worker.engines.transformers.step import CacheNews, Gauges, Listener, Row, Step
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from services.common.errors import SluiceError, invalid
-from services.worker.capabilities import Capability
-from services.worker.generation import Guided
+from services.worker.engines.contract.capabilities import Capability
+from services.worker.engines.contract.generation import Guided
 
 KINDS = frozenset(
     {Capability.GUIDED_JSON, Capability.GUIDED_REGEX, Capability.GUIDED_GRAMMAR, Capability.GUIDED_CHOICE}

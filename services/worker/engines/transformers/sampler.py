@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from services.worker.engines.contract.generation import PositionLogprobs, TokenLogprob
 from services.worker.engines.transformers.guidance import Constraint
 from services.worker.engines.transformers.sampling import History, SamplingPlan
-from services.worker.generation import PositionLogprobs, TokenLogprob
 
 NEVER = float("-inf")
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from services.common.errors import invalid
+from services.worker.engines.contract.generation import PositionLogprobs
 from services.worker.engines.transformers.lora import Adapters
 from services.worker.engines.transformers.sampler import position_logprobs
-from services.worker.generation import PositionLogprobs
 
 MOST_LOGITS = 1 << 28
 """Positions times vocabulary of one pass: 1 GiB in float32."""

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from services.common import models
 from services.common.errors import ErrorKind, SluiceError, invalid
-from services.worker.capabilities import Capability
-from services.worker.engine import EngineConfig
+from services.worker.engines.contract.capabilities import Capability
+from services.worker.engines.contract.engine import EngineConfig
+from services.worker.engines.contract.generation import GenerateRequest, PositionLogprobs, Role
 from services.worker.engines.transformers import guidance
 from services.worker.engines.transformers.folder import DTYPE_BYTES, ModelFolder, read_folder
 from services.worker.engines.transformers.options import Options
 from services.worker.engines.transformers.sampling import History, SamplingPlan
 from services.worker.engines.transformers.sizing import Plan, Shape, fit
 from services.worker.engines.transformers.step import Listener
-from services.worker.generation import GenerateRequest, PositionLogprobs, Role
 from services.worker.settings import WorkerSettings
 
 if TYPE_CHECKING:
@@ -50,8 +50,8 @@ class Started:
         limit: int,
     ) -> bool:
         """Queues a request under a key; False when the engine has stopped."""
+        from services.worker.engines.transformers.batch_request import Seat
         from services.worker.engines.transformers.sampler import Chooser
-        from services.worker.engines.transformers.seat import Seat
 
         token_ids = request.token_ids.tolist()
         chooser = Chooser(plan, History(token_ids, request.resumed_tokens), constraint, self.model.device)

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from services.common import models
-from services.worker.capabilities import GUIDED, SAMPLING, Capability
-from services.worker.engine import EngineConfig
+from services.worker.engines.contract.capabilities import GUIDED, SAMPLING, Capability
+from services.worker.engines.contract.engine import EngineConfig
+from services.worker.engines.contract.generation import Role
 from services.worker.engines.vllm.sampling import Facts
-from services.worker.generation import Role
 from services.worker.settings import WorkerSettings
 
 CAPABILITIES = frozenset(

@@ -12,22 +12,22 @@ from typing import Any, ClassVar, Self
 
 from services.common import models
 from services.common.errors import ErrorKind, SluiceError, invalid
-from services.worker.cache_events import KvEventSource
-from services.worker.capabilities import Capability
-from services.worker.compiling import Compiling
-from services.worker.delta_stream import DeltaStream
-from services.worker.downloading import download
-from services.worker.engine import Embedded, EngineConfig, GenerateContext, LLMEngine, Load, Sink
+from services.worker.engines.contract.capabilities import Capability
+from services.worker.engines.contract.engine import Embedded, EngineConfig, GenerateContext, LLMEngine, Load, Sink
+from services.worker.engines.contract.generation import Delta, FinishReason, GenerateRequest, Role
 from services.worker.engines.vllm import card, library, options
 from services.worker.engines.vllm.adapters import Adapters
 from services.worker.engines.vllm.controls import Controls
 from services.worker.engines.vllm.embedding import embed_all
 from services.worker.engines.vllm.events import CacheEvents
-from services.worker.engines.vllm.flights import Flights
 from services.worker.engines.vllm.handoff import Handoff, read_handoff
+from services.worker.engines.vllm.inflight_requests import Flights
 from services.worker.engines.vllm.outputs import Flight
 from services.worker.engines.vllm.sampling import Facts, sampling_arguments
-from services.worker.generation import Delta, FinishReason, GenerateRequest, Role
+from services.worker.kv_events.cache_events import KvEventSource
+from services.worker.serving.compiling import Compiling
+from services.worker.serving.delta_stream import DeltaStream
+from services.worker.serving.download import download
 from services.worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)

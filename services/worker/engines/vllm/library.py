@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from services.common.errors import ErrorKind, SluiceError, invalid
-from services.worker.engines import last_words
+from services.worker.engines import crash_reason as last_words
+from services.worker.engines.contract.generation import PromptEmbeds
 from services.worker.engines.vllm import core
 from services.worker.engines.vllm.options import flags
-from services.worker.generation import PromptEmbeds
 
 OnStats = Callable[[int, Any], None]
 """Called with a data-parallel rank and vLLM's SchedulerStats, once a step."""

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from services.common.errors import ErrorKind, SluiceError
-from services.worker.compiling import naming_constraint
-from services.worker.engine import Sink
+from services.worker.engines.contract.engine import Sink
+from services.worker.engines.contract.generation import FinishReason, Guided, PositionLogprobs, TokenLogprob, Usage
 from services.worker.engines.vllm.handoff import Handoff
-from services.worker.generation import FinishReason, Guided, PositionLogprobs, TokenLogprob, Usage
+from services.worker.serving.compiling import naming_constraint
 
 LOWEST_LOGPROB = -9999.0
 

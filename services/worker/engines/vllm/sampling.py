@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.common.errors import invalid
+from services.worker.engines.contract.generation import GenerateRequest, Guided, Role, Sampling, Stop
 from services.worker.engines.sampling_fields import ENGINE_OPTIONS, set_by
 from services.worker.engines.vllm.fields import FIELDS, GUIDED_FIELDS
 from services.worker.engines.vllm.handoff import Handoff
-from services.worker.generation import GenerateRequest, Guided, Role, Sampling, Stop
 
 RESERVED = frozenset({"kv_transfer_params", "kv_cache_report_mode"})
 """Extra arguments that the worker itself has to decide."""

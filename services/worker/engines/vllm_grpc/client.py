@@ -9,8 +9,8 @@ from typing import Any
 
 import grpc
 
-from services.common.channels import open_channel
 from services.common.errors import ErrorKind, SluiceError
+from services.common.rpc.channels import open_channel
 from services.worker.engines.vllm_grpc import wire
 
 CALL_S = 10.0

@@ -15,12 +15,11 @@ import grpc
 
 from services.common import models
 from services.common.errors import ErrorKind, SluiceError, invalid
-from services.common.ports import free_port
-from services.worker.cache_events import KvEventSource
-from services.worker.capabilities import Capability
-from services.worker.compiling import naming_constraint
-from services.worker.engine import Embedded, EngineConfig, GenerateContext, LLMEngine, Load
-from services.worker.engines import last_words
+from services.common.net.ports import free_port
+from services.worker.engines import crash_reason as last_words
+from services.worker.engines.contract.capabilities import Capability
+from services.worker.engines.contract.engine import Embedded, EngineConfig, GenerateContext, LLMEngine, Load
+from services.worker.engines.contract.generation import Delta, FinishReason, GenerateRequest, Role
 from services.worker.engines.vllm.handoff import read_handoff
 from services.worker.engines.vllm.options import kv_events_config
 from services.worker.engines.vllm.sampling import Facts
@@ -30,8 +29,9 @@ from services.worker.engines.vllm_grpc.feed import GrpcFeed
 from services.worker.engines.vllm_grpc.options import LOOPBACK, read_server_options, serve_command
 from services.worker.engines.vllm_grpc.reading import Reading
 from services.worker.engines.vllm_grpc.server import Server, find_program
-from services.worker.generation import Delta, FinishReason, GenerateRequest, Role
+from services.worker.kv_events.cache_events import KvEventSource
 from services.worker.kv_events.source import EngineCacheSource
+from services.worker.serving.compiling import naming_constraint
 from services.worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)

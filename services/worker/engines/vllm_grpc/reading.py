@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from services.worker.engines.contract.generation import (
+    Delta,
+    FinishReason,
+    GenerateRequest,
+    PositionLogprobs,
+    Role,
+    Usage,
+)
 from services.worker.engines.vllm.handoff import Handoff
 from services.worker.engines.vllm_grpc import wire
-from services.worker.generation import Delta, FinishReason, GenerateRequest, PositionLogprobs, Role, Usage
 
 
 class Reading:

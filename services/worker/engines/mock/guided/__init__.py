@@ -12,10 +12,10 @@ import json
 from random import Random
 
 from services.common.errors import SluiceError, invalid
+from services.worker.engines.contract.generation import Guided
 from services.worker.engines.mock.guided.effort import MOST_CHARACTERS, Effort, OutOfReach
 from services.worker.engines.mock.guided.regex import matching
 from services.worker.engines.mock.guided.schema import Examples
-from services.worker.generation import Guided
 
 
 def guided_text(guided: Guided, random: Random, effort: Effort | None = None) -> str:

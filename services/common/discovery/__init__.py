@@ -1,0 +1,1 @@
+"""Discovery of workers and models: what workers register, its checks, and the tokenizers they deliver."""

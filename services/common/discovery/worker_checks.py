@@ -1,0 +1,43 @@
+"""Checks of what workers report about themselves: names that can be logged, and an address that can be connected to."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+from services.common.errors import invalid
+from services.common.net.addresses import is_reachable
+from services.common.printable import LONGEST_ADDRESS, LONGEST_NAME, check_name
+from sluice.v1 import common_pb2
+
+LONGEST_TEXT = 8_192
+"""Characters of the card's texts that are not names, such as where its tokenizer comes from."""
+MOST_NAMES = 1_024
+"""Adapters, and capabilities, of one card."""
+
+
+def check_worker(worker_id: str, address: str, card: common_pb2.ModelCard) -> None:
+    """Checks the names that a worker chose.
+
+    Raises:
+        SluiceError: INVALID_ARGUMENT, naming the field at fault, for one that is too long or not printable, too many of
+            them, and an address that is not host:port.
+    """
+    check_name(worker_id, "worker_id")
+    check_name(address, "address", LONGEST_ADDRESS)
+    if not is_reachable(address):
+        raise invalid(f"address {address!r} is not host:port.", param="address")
+    for name, several in (("adapters", card.adapters), ("capabilities", card.capabilities)):
+        if len(several) > MOST_NAMES:
+            raise invalid(f"card.{name} has {len(several)} entries; the most is {MOST_NAMES}.", param=f"card.{name}")
+        for one in several:
+            check_name(one, f"card.{name}")
+    tokenizer = card.tokenizer
+    names = {"model": card.model, "tool_parser": card.tool_parser, "reasoning_parser": card.reasoning_parser}
+    texts = {
+        "tokenizer.processor": tokenizer.processor,
+        "tokenizer.source": tokenizer.source,
+        "tokenizer.fingerprint": tokenizer.fingerprint,
+        "tokenizer.prompt_fingerprint": tokenizer.prompt_fingerprint,
+    }
+    for name, text in chain(names.items(), texts.items()):
+        check_name(text, f"card.{name}", LONGEST_NAME if name in names else LONGEST_TEXT)

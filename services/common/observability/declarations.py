@@ -1,0 +1,110 @@
+"""Every instrument is declared once, with its meaning and its labels; `instruments` makes it from that.
+
+A service's `metrics.py` holds a `Catalogue` and one declaration for each instrument; docs/metrics.md, the alert rules
+and the dashboards are checked against them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from services.common.errors import ErrorKind
+from services.common.observability.label_bounds import Label
+
+Kind = Literal["counter", "gauge", "histogram"]
+
+SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+"""Buckets for what usually takes milliseconds."""
+LONG_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+"""Buckets for whole requests."""
+
+MODEL = Label("model", "served model", most=100)
+ERROR_KINDS = tuple(kind.name.lower() for kind in ErrorKind)
+
+_SUFFIXES = {"s": "_seconds", "By": "_bytes"}
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """One instrument.
+
+    Attributes:
+        name: without unit and _total; `exposed` is what Prometheus sees.
+        unit: "s", "By" or empty for a number of things.
+        when: what must be the case for it to appear at all; empty: it appears in every process of the service that
+            has worked.
+        together: how surplus label values of a gauge become one: their sum, or the highest.
+    """
+
+    service: str
+    name: str
+    kind: Kind
+    meaning: str
+    labels: tuple[Label, ...] = ()
+    unit: str = ""
+    buckets: tuple[float, ...] = ()
+    when: str = ""
+    together: Literal["sum", "max"] = "sum"
+
+    @property
+    def exposed(self) -> str:
+        """Name on the Prometheus endpoint; a histogram has _bucket, _count and _sum after it."""
+        suffix = _SUFFIXES.get(self.unit, "")
+        bare = self.name.removesuffix("_total")
+        if not bare.endswith(suffix):
+            bare += suffix
+        return f"{bare}_total" if self.kind == "counter" else bare
+
+
+class Catalogue:
+    """The instruments of one service; names start with ``sluice_<service>_``."""
+
+    def __init__(self, service: str) -> None:
+        self.service = service
+        self.declared: list[Declared] = []
+
+    def counter(self, name: str, meaning: str, *labels: Label, unit: str = "", when: str = "") -> Declared:
+        """Declares what only grows; `Counter` makes it, or `watch` when something else keeps the count."""
+        return self._declare(name, "counter", meaning, labels, unit, (), when)
+
+    def gauge(
+        self,
+        name: str,
+        meaning: str,
+        *labels: Label,
+        unit: str = "",
+        when: str = "",
+        together: Literal["sum", "max"] = "sum",
+    ) -> Declared:
+        """Declares what goes up and down; `Level` makes it, or `watch` when it is read on scrape."""
+        return self._declare(name, "gauge", meaning, labels, unit, (), when, together)
+
+    def histogram(
+        self,
+        name: str,
+        meaning: str,
+        *labels: Label,
+        unit: str = "s",
+        buckets: Sequence[float] = SECONDS,
+        when: str = "",
+    ) -> Declared:
+        """Declares a distribution; `Histogram` makes it."""
+        return self._declare(name, "histogram", meaning, labels, unit, tuple(buckets), when)
+
+    def _declare(
+        self,
+        name: str,
+        kind: Kind,
+        meaning: str,
+        labels: tuple[Label, ...],
+        unit: str,
+        buckets: tuple[float, ...],
+        when: str,
+        together: Literal["sum", "max"] = "sum",
+    ) -> Declared:
+        full = f"sluice_{self.service}_{name}"
+        declared = Declared(self.service, full, kind, meaning, labels, unit, buckets, when, together)
+        self.declared.append(declared)
+        return declared

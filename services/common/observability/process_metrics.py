@@ -1,0 +1,149 @@
+"""What every process of the suite measures, whatever it serves; the label `service` says which it is."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import platform
+from collections.abc import Mapping
+
+from services.common import budgets
+from services.common.errors import SluiceError
+from services.common.observability import telemetry
+from services.common.observability.declarations import ERROR_KINDS, SECONDS, Catalogue
+from services.common.observability.instruments import Counter, Histogram, watch
+from services.common.observability.label_bounds import Label
+from services.common.rpc.session import sessions
+from sluice import __version__
+
+LAG_EVERY_S = 0.5
+SERVICES = ("gateway", "preprocess", "router", "worker", "postprocess")
+
+METRICS = Catalogue("process")
+SERVICE = Label("service", "which service the process is", SERVICES)
+STAGE = Label("stage", "part of a request's way", most=60)
+OUTCOME = Label("outcome", "how it ended", ("ok", "error", "cancelled"))
+
+BUILD = METRICS.gauge(
+    "build_info",
+    "1; the version is in the labels",
+    SERVICE,
+    Label("version", "of Sluice", most=1),
+    Label("python", "of Python", most=1),
+    together="max",
+)
+LAG = METRICS.histogram(
+    "event_loop_lag_seconds",
+    f"how much later than asked for the event loop woke up, looked at every {LAG_EVERY_S} s",
+    SERVICE,
+    buckets=SECONDS,
+)
+STAGES = METRICS.histogram(
+    "stage_seconds", "duration of a stage; its count is the rate, its outcomes the errors", SERVICE, STAGE, OUTCOME
+)
+ERRORS = METRICS.counter(
+    "errors", "answers that were typed errors, by their kind", SERVICE, Label("kind", "of error", ERROR_KINDS)
+)
+REFUSED = METRICS.counter(
+    "refused",
+    "requests, messages or streams refused because they were over a budget",
+    SERVICE,
+    Label("budget", "that was exceeded; docs/security.md lists them with their settings", budgets.NAMES),
+)
+SESSIONS = METRICS.gauge("sessions", "long-lived streams that carry requests, served or held now", SERVICE)
+TASKS = METRICS.gauge("tasks", "tasks of the event loop: what leaks there shows", SERVICE)
+SPANS = METRICS.counter(
+    "spans",
+    "spans recorded, by what became of them",
+    SERVICE,
+    Label("outcome", "what became of them", ("exported", "failed", "dropped")),
+    when="traces are exported (`--otlp-endpoint`)",
+)
+LINES = METRICS.counter(
+    "log_lines", "lines logged as warning or worse", SERVICE, Label("level", "of the line", ("warning", "error"))
+)
+FETCHES = METRICS.counter(
+    "tokenizer_fetches",
+    "tokenizers fetched from workers",
+    SERVICE,
+    Label("outcome", "ok, or the kind of the error", ("ok", *ERROR_KINDS)),
+    when="models are learned from workers (preprocess and postprocess with `--routers`)",
+)
+
+
+class LoopLag:
+    """Looks at the clock again and again and records by how much it was late."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, record: Histogram, labels: Mapping[str, str]) -> None:
+        self._loop = loop
+        self._record = record
+        self._labels = labels
+        self._due = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """From now on, until `close`."""
+        self._due = self._loop.time() + LAG_EVERY_S
+        self._timer = self._loop.call_at(self._due, self._look)
+
+    def _look(self) -> None:
+        self._record.record(max(0.0, self._loop.time() - self._due), self._labels)
+        self.start()
+
+    def close(self) -> None:
+        """No more."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+
+class _CountLines(logging.Handler):
+    def __init__(self, lines: Counter, service: str) -> None:
+        super().__init__(logging.WARNING)
+        self._lines = lines
+        self._service = service
+
+    def emit(self, record: logging.LogRecord) -> None:
+        level = "error" if record.levelno >= logging.ERROR else "warning"
+        self._lines.add(1, {"service": self._service, "level": level})
+
+
+class ProcessMetrics:
+    """Instruments of this process; make it after telemetry is configured, in the process's event loop."""
+
+    def __init__(self, service: str, loop: asyncio.AbstractEventLoop) -> None:
+        self._labels = {"service": service}
+        self._service = service
+        self._stages, self._errors, self._refused = Histogram(STAGES), Counter(ERRORS), Counter(REFUSED)
+        self._lag = LoopLag(loop, Histogram(LAG), self._labels)
+        self._lines = _CountLines(Counter(LINES), service)
+
+        build = {"service": service, "version": __version__, "python": platform.python_version()}
+        watch(BUILD, lambda: [(1, build)])
+        watch(TASKS, lambda: [(len(asyncio.all_tasks(loop)), self._labels)])
+        watch(SESSIONS, lambda: [(sessions.alive, self._labels)])
+        if telemetry.tracing():
+            watch(SPANS, lambda: [(n, {**self._labels, "outcome": what}) for what, n in telemetry.spans().items()])
+
+    def start(self) -> None:
+        """Measures from now on, until `close`."""
+        self._lag.start()
+        logging.getLogger().addHandler(self._lines)
+        telemetry.on_stage, telemetry.on_error = self._stage_ended, self._answered_with
+        budgets.on_refused = self._over_budget
+
+    def close(self) -> None:
+        """No more."""
+        self._lag.close()
+        logging.getLogger().removeHandler(self._lines)
+        telemetry.on_stage = telemetry.on_error = None
+        budgets.on_refused = None
+
+    def _stage_ended(self, name: str, seconds: float, error: BaseException | None) -> None:
+        outcome = "ok" if error is None else "cancelled" if isinstance(error, asyncio.CancelledError) else "error"
+        self._stages.record(seconds, {"service": self._service, "stage": name, "outcome": outcome})
+
+    def _answered_with(self, error: SluiceError) -> None:
+        self._errors.add(1, {"service": self._service, "kind": error.kind.name.lower()})
+
+    def _over_budget(self, budget: str) -> None:
+        self._refused.add(1, {"service": self._service, "budget": budget})

@@ -1,0 +1,1 @@
+"""gRPC: servers, channels, replicas with hedging and retries, and multiplexed calls."""

@@ -1,0 +1,108 @@
+"""Calls of a unary RPC that share one stream: the server's side. `call_stream` is the caller's."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, Generic, TypeVar
+
+import grpc
+
+from services.common.errors import ErrorKind, SluiceError, invalid, overloaded
+from services.common.observability import telemetry
+from services.common.packing import unpack_u32
+from services.common.rpc.errors import abort, to_detail
+from services.common.rpc.session import BatchWriter, serve_session
+
+log = logging.getLogger(__name__)
+
+MOST_CALLS = 16_384
+BYTES_PER_MESSAGE = 4 << 20
+
+A = TypeVar("A")
+Metadata = Iterable[tuple[str, str | bytes]]
+
+
+class CallSession(Generic[A]):
+    """One stream from one caller: each call is a task, answers that are ready together travel together.
+
+    Args:
+        handle: gives the answer to a request with its metadata.
+        make_answer: the message of one answer, such as `TokenizeAnswer`.
+        make_answers: the message of several.
+        most_calls: bound of calls under way and answers not written yet; a caller with more is cut off.
+    """
+
+    def __init__(
+        self,
+        handle: Callable[[Any, Metadata], Awaitable[A]],
+        make_answer: Callable[..., Any],
+        make_answers: Callable[..., Any],
+        most_calls: int = MOST_CALLS,
+    ) -> None:
+        self._handle = handle
+        self._make_answer = make_answer
+        self._make_answers = make_answers
+        self._most_calls = most_calls
+        self._running: dict[int, asyncio.Task[None]] = {}
+        self._ready: list[Any] = []
+        self._greeted = False
+        self._writer: BatchWriter[Any]
+
+    async def serve(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        """Serves until the caller is done or gone."""
+        self._writer = BatchWriter(self._drain, context.write)
+        self._writer.wake()
+        try:
+            await serve_session(context, self._writer, self._take, self._all_answered)
+        except SluiceError as error:
+            await abort(context, error)
+        finally:
+            for task in self._running.values():
+                task.cancel()
+
+    async def _all_answered(self) -> None:
+        await asyncio.gather(*self._running.values(), return_exceptions=True)
+
+    def _take(self, message: Any) -> None:
+        if len(self._running) + len(self._ready) + len(message.calls) > self._most_calls:
+            raise overloaded(f"A session holds {self._most_calls} calls; read answers before making more.")
+        for call in message.calls:
+            if call.number in self._running:
+                raise invalid(f"Call {call.number} is under way already.", param="number")
+            task = asyncio.get_running_loop().create_task(self._answer(call))
+            self._running[call.number] = task
+        for number in unpack_u32(message.cancels, "cancels"):
+            if number in self._running:
+                self._running.pop(number).cancel()
+
+    async def _answer(self, call: Any) -> None:
+        metadata = tuple(call.metadata.items())
+        telemetry.name_request(metadata)
+        try:
+            answer = self._make_answer(number=call.number, response=await self._handle(call.request, metadata))
+        except SluiceError as error:
+            answer = self._failed(call, error)
+        except Exception:
+            log.exception("unexpected failure of a call on a session")
+            said = "Unexpected failure; the service's log has the details."
+            answer = self._failed(call, SluiceError(ErrorKind.INTERNAL, said))
+        self._running.pop(call.number, None)
+        self._ready.append(answer)
+        self._writer.wake()
+
+    def _failed(self, call: Any, error: SluiceError) -> Any:
+        telemetry.failed(error)
+        return self._make_answer(number=call.number, error=to_detail(error))
+
+    def _drain(self) -> Any | None:
+        if not self._ready and self._greeted:
+            return None
+        self._greeted = True
+        taken, size = 0, 0
+        while taken < len(self._ready) and size < BYTES_PER_MESSAGE:
+            size += self._ready[taken].ByteSize()
+            taken += 1
+        answers, self._ready = self._ready[:taken], self._ready[taken:]
+        return self._make_answers(answers=answers)

@@ -1,0 +1,176 @@
+"""Typed errors on gRPC: `SluiceError` ↔ status code plus `ErrorDetail` in the trailing metadata."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Awaitable, Callable
+from typing import NoReturn, TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from services.common.errors import ErrorKind, SluiceError
+from services.common.observability import telemetry
+from services.common.printable import sentence
+from sluice.v1 import common_pb2
+
+DETAIL_KEY = "sluice-error-bin"
+
+LONGEST_MESSAGE = 500
+NO_MESSAGE = "the peer sent an error without a message"
+LONGEST_PARAM = 200
+MOST_RETRY_AFTER_MS = 600_000
+_CODE = re.compile(r"[a-z0-9_]{1,64}")
+
+log = logging.getLogger(__name__)
+
+_STATUS = {
+    ErrorKind.INVALID_ARGUMENT: grpc.StatusCode.INVALID_ARGUMENT,
+    ErrorKind.NOT_FOUND: grpc.StatusCode.NOT_FOUND,
+    ErrorKind.TOO_LARGE: grpc.StatusCode.INVALID_ARGUMENT,
+    ErrorKind.OVERLOADED: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    ErrorKind.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
+    ErrorKind.FAILED_PRECONDITION: grpc.StatusCode.FAILED_PRECONDITION,
+    ErrorKind.DEADLINE_EXCEEDED: grpc.StatusCode.DEADLINE_EXCEEDED,
+    ErrorKind.CANCELLED: grpc.StatusCode.CANCELLED,
+    ErrorKind.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
+    ErrorKind.PERMISSION_DENIED: grpc.StatusCode.PERMISSION_DENIED,
+    ErrorKind.CANNOT_CONNECT: grpc.StatusCode.UNAVAILABLE,
+    ErrorKind.CONNECTION_TIMEOUT: grpc.StatusCode.UNAVAILABLE,
+    ErrorKind.DISCONNECTED: grpc.StatusCode.UNAVAILABLE,
+    ErrorKind.ENGINE_SHUTDOWN: grpc.StatusCode.UNAVAILABLE,
+    ErrorKind.STREAM_INCOMPLETE: grpc.StatusCode.UNAVAILABLE,
+    ErrorKind.RESPONSE_TIMEOUT: grpc.StatusCode.DEADLINE_EXCEEDED,
+}
+
+_KIND_OF_STATUS = {
+    grpc.StatusCode.INVALID_ARGUMENT: ErrorKind.INVALID_ARGUMENT,
+    grpc.StatusCode.NOT_FOUND: ErrorKind.NOT_FOUND,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: ErrorKind.OVERLOADED,
+    grpc.StatusCode.UNAVAILABLE: ErrorKind.UNAVAILABLE,
+    grpc.StatusCode.FAILED_PRECONDITION: ErrorKind.FAILED_PRECONDITION,
+    grpc.StatusCode.DEADLINE_EXCEEDED: ErrorKind.DEADLINE_EXCEEDED,
+    grpc.StatusCode.CANCELLED: ErrorKind.CANCELLED,
+    grpc.StatusCode.UNAUTHENTICATED: ErrorKind.UNAUTHENTICATED,
+    grpc.StatusCode.PERMISSION_DENIED: ErrorKind.PERMISSION_DENIED,
+}
+
+
+def status_of(kind: ErrorKind) -> grpc.StatusCode:
+    """The gRPC status of a kind of error."""
+    return _STATUS.get(kind, grpc.StatusCode.INTERNAL)
+
+
+def to_detail(error: SluiceError) -> common_pb2.ErrorDetail:
+    """The wire form of an error."""
+    return common_pb2.ErrorDetail(
+        kind=common_pb2.ErrorKind.ValueType(int(error.kind)),
+        message=error.message,
+        param=error.param,
+        code=error.code,
+        retry_after_ms=error.retry_after_ms,
+        retryable=error.retryable,
+    )
+
+
+def from_detail(detail: common_pb2.ErrorDetail) -> SluiceError:
+    """Returns the error behind a wire form, within bounds: it ends up in logs and in answers to clients.
+
+    The message and the param become printable and are cut at LONGEST_MESSAGE and LONGEST_PARAM characters, a code that
+    is not one word of ``a-z0-9_`` is dropped, and a kind that this version does not know becomes INTERNAL.
+    """
+    try:
+        kind = ErrorKind(detail.kind)
+    except ValueError:
+        kind = ErrorKind.INTERNAL
+    return SluiceError(
+        kind,
+        sentence(detail.message, LONGEST_MESSAGE) or NO_MESSAGE,
+        param=sentence(detail.param, LONGEST_PARAM),
+        code=detail.code if _CODE.fullmatch(detail.code) else "",
+        retry_after_ms=min(detail.retry_after_ms, MOST_RETRY_AFTER_MS),
+        retryable=detail.retryable,
+    )
+
+
+def passed_on(error: SluiceError, peer: str) -> SluiceError:
+    """Returns what a peer's error means for the client whose request the peer was working on.
+
+    Clients are authenticated and their cancellations handled before a peer is called: such an error of a peer is about
+    the calling service, or wrong, and another replica may do better.
+
+    Args:
+        peer: what was called, in words for the message, such as ``worker w1``.
+    """
+    if error.kind in (ErrorKind.UNAUTHENTICATED, ErrorKind.PERMISSION_DENIED):
+        reason, code = f"The {peer} does not accept this service's credentials: {error.message}", "peer_refused"
+    elif error.kind is ErrorKind.CANCELLED:
+        reason, code = f"The {peer} gave up a request that was not cancelled.", "peer_cancelled"
+    else:
+        return error
+    return SluiceError(ErrorKind.UNAVAILABLE, sentence(reason, LONGEST_MESSAGE), code=code, retry_after_ms=1000)
+
+
+def from_rpc_error(error: grpc.aio.AioRpcError, peer: str) -> SluiceError:
+    """What a failed call means for its caller.
+
+    Args:
+        error: as raised by a grpc.aio call.
+        peer: what was called, in words for the message, such as ``preprocess``.
+    """
+    for key, value in error.trailing_metadata() or ():
+        if key == DETAIL_KEY and isinstance(value, bytes):
+            try:
+                return from_detail(common_pb2.ErrorDetail.FromString(value))
+            except DecodeError:
+                break
+    kind = _KIND_OF_STATUS.get(error.code(), ErrorKind.INTERNAL)
+    if kind is ErrorKind.OVERLOADED:  # grpc's own use of the code: a message over the size limit
+        return SluiceError(ErrorKind.TOO_LARGE, f"A message to or from {peer} is over the size limit.")
+    if kind is ErrorKind.UNAVAILABLE:
+        return SluiceError(
+            kind, f"The {peer} service cannot be reached.", code="service_unavailable", retry_after_ms=1000
+        )
+    if kind is ErrorKind.DEADLINE_EXCEEDED:
+        return late_answer(peer)
+    return SluiceError(kind, f"The {peer} service failed ({error.code().name.lower()}).")
+
+
+def late_answer(peer: str) -> SluiceError:
+    """What a caller hears whose call took longer than its share of the time."""
+    return SluiceError(ErrorKind.DEADLINE_EXCEEDED, f"The {peer} service did not answer in time.", code="stage_timeout")
+
+
+async def abort(context: grpc.aio.ServicerContext, error: SluiceError) -> NoReturn:  # type: ignore[type-arg]
+    """Ends an RPC with a typed error."""
+    telemetry.failed(error)
+    await context.abort(
+        status_of(error.kind),
+        error.message,
+        ((DETAIL_KEY, to_detail(error).SerializeToString()),),
+    )
+    raise AssertionError("context.abort always raises")
+
+
+Q = TypeVar("Q")
+A = TypeVar("A")
+
+
+async def answer(
+    context: grpc.aio.ServicerContext,  # type: ignore[type-arg]
+    handler: Callable[[Q], Awaitable[A]],
+    request: Q,
+) -> A:
+    """Runs a unary handler; typed errors become typed statuses, anything else a logged INTERNAL without its text."""
+    telemetry.name_request(context.invocation_metadata())
+    try:
+        return await handler(request)
+    except SluiceError as error:
+        await abort(context, error)
+    except (asyncio.CancelledError, grpc.aio.AbortError):
+        raise
+    except Exception:
+        log.exception("unexpected failure in %s", getattr(handler, "__qualname__", handler))
+        await abort(context, SluiceError(ErrorKind.INTERNAL, "Unexpected failure; the service's log has the details."))

@@ -1,0 +1,372 @@
+"""Client-side balancing over the replicas of a service.
+
+One HTTP/2 connection pins to one replica, so each replica gets a channel of its own: names are resolved again and
+again, each replica's health is watched, and every call goes to a healthy replica with the fewest calls under way.
+
+A replica that looks healthy but does not answer is left alone by its circuit breaker. A call that was refused, or lost
+with its replica, is made again elsewhere; one that takes unusually long may be made a second time (hedged). What was
+not refused may have been worked on: repeating it comes out of a budget, so that trouble does not double the load.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from time import perf_counter
+from typing import Any, Generic, TypeVar
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from services.common.errors import ErrorKind, SluiceError, unavailable
+from services.common.net.addresses import host_port, join
+from services.common.observability import telemetry
+from services.common.rpc.breaker import Breaker, Budget, UsualTime
+from services.common.rpc.channels import open_channel
+from services.common.rpc.errors import DETAIL_KEY, from_rpc_error, late_answer, passed_on
+from services.common.rpc.least_loaded import idlest
+from services.common.rpc.multiplexed_call import CallStream
+from services.common.tasks import TaskOwner, asked_to_end, end_all
+
+log = logging.getLogger(__name__)
+
+RESOLVE_EVERY_S = 2.0
+WATCH_RETRY_S = 0.5
+RETRIES_PER_CALL, RETRY_BURST = 0.2, 100.0
+HEDGES_PER_CALL, HEDGE_BURST = 0.05, 10.0
+HEDGE_FLOOR_S = 0.02
+HEDGE_GUESS_S = 0.5
+PATIENCE_S = 1.0
+"""A caller that waited less than this for nothing has learnt nothing about the replica."""
+
+S = TypeVar("S")
+Q = TypeVar("Q")
+A = TypeVar("A")
+
+
+class Replica(Generic[S]):
+    """One process of a service: its address, its stub, and whether it takes requests.
+
+    Attributes:
+        held: somebody else uses the channel; it stays open, and the replica known, until that ends.
+    """
+
+    def __init__(
+        self, address: str, channel: grpc.aio.Channel, stub: S, shared: CallStream[Any, Any] | None = None
+    ) -> None:
+        self.address = address
+        self.channel = channel
+        self.stub = stub
+        self.shared = shared
+        self.serving = False
+        self.outstanding = 0
+        self.held = False
+        self.breaker = Breaker()
+
+
+class ReplicaSet(Generic[S]):
+    """The replicas behind a list of targets.
+
+    Args:
+        peer: the service's name, such as ``preprocess``: for messages, and for the token that its replicas are shown.
+        targets: host:port each; a name stands for every address it resolves to.
+        make_stub: makes the service's stub on a channel.
+        on_change: called after a replica came up or went down.
+        shared: the RPC of a stub whose calls share a stream, if one is a CallStream.
+
+    Attributes:
+        on_event: told what was done about trouble: "retry", "hedge", "hedge_won", "circuit_opened", "circuit_refused".
+    """
+
+    def __init__(
+        self,
+        peer: str,
+        targets: Sequence[str],
+        make_stub: Callable[[grpc.aio.Channel], S],
+        credentials: grpc.ChannelCredentials | None = None,
+        on_change: Callable[[], None] | None = None,
+        shared: Callable[[S], CallStream[Any, Any]] | None = None,
+    ) -> None:
+        self.on_event: Callable[[str], None] = lambda event: None
+        self.peer = peer
+        self._targets = targets
+        self._make_stub = make_stub
+        self._credentials = credentials
+        self._shared = shared
+        self._on_change = on_change or (lambda: None)
+        self._replicas: dict[str, Replica[S]] = {}
+        self._unknown: list[str] = []
+        self._watches: dict[str, list[asyncio.Task[None]]] = {}
+        self._tasks = TaskOwner()
+        self._retries = Budget(RETRIES_PER_CALL, RETRY_BURST)
+        self._hedges = Budget(HEDGES_PER_CALL, HEDGE_BURST)
+        self._usual: dict[str, UsualTime] = {}
+
+    @property
+    def serving(self) -> list[Replica[S]]:
+        """Replicas that take requests now."""
+        return [replica for replica in self._replicas.values() if replica.serving]
+
+    @property
+    def away(self) -> list[str]:
+        """Addresses that should take requests and do not, and names that stand for none."""
+        silent = [replica.address for replica in self._replicas.values() if not replica.serving]
+        return sorted({*silent, *self._unknown})
+
+    async def start(self) -> None:
+        """Resolves once, then keeps resolving and watching until closed."""
+        await self._resolve_all()
+        self._tasks.spawn(self._keep_resolving(), f"{self.peer}-resolve")
+
+    async def close(self) -> None:
+        """Stops watching and closes every channel."""
+        await self._tasks.close()
+        replicas, self._replicas = list(self._replicas.values()), {}
+        await asyncio.gather(*(replica.channel.close() for replica in replicas))
+
+    async def wait_ready(self, timeout_s: float) -> bool:
+        """Waits until a replica serves; False when none does in time."""
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while not self.serving:
+            if asyncio.get_running_loop().time() > deadline:
+                return False
+            await asyncio.sleep(0.05)
+        return True
+
+    def pick(self, exclude: frozenset[str] = frozenset()) -> Replica[S]:
+        """The healthy replica with the fewest calls under way.
+
+        Raises:
+            SluiceError: UNAVAILABLE when there is none, or when all have stopped answering (`circuit_open`).
+        """
+        candidates = [replica for replica in self.serving if replica.address not in exclude]
+        if not candidates:
+            raise unavailable(f"No {self.peer} replica is ready.", code="service_unavailable")
+        passable = [replica for replica in candidates if replica.breaker.passable]
+        if not passable:
+            self.on_event("circuit_refused")
+            wait_ms = int(1000 * min(replica.breaker.retry_after_s for replica in candidates))
+            raise unavailable(
+                f"The {self.peer} service does not answer; it is tried again soon.",
+                code="circuit_open",
+                retry_after_ms=max(wait_ms, 1000),
+            )
+        chosen = idlest(passable, lambda replica: replica.outstanding)
+        assert chosen is not None
+        return chosen
+
+    async def call(
+        self,
+        method: Callable[[S], Callable[..., Awaitable[A]]],
+        request: Any,
+        timeout_s: float,
+        attempts: int = 2,
+        hedge: str = "",
+    ) -> A:
+        """One idempotent unary call; when a replica cannot be reached, another one is tried within the same deadline.
+
+        Args:
+            hedge: a name for calls that take about as long as each other; one that takes longer than 95 of 100 of
+                them is made on a second replica as well, and the first answer counts. Empty: never.
+
+        Raises:
+            SluiceError: as the service said, or UNAVAILABLE / DEADLINE_EXCEEDED of its own.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        self._retries.earn()
+        tried: list[str] = []
+        while True:
+            try:
+                if hedge and len(self.serving) > len(tried) + 1:
+                    return await self._hedged(method, request, deadline, tried, hedge)
+                return await self._once(method, request, deadline, tried)
+            except SluiceError as cause:
+                elsewhere = any(other.address not in tried and other.breaker.passable for other in self.serving)
+                again = cause.retryable and tried and len(tried) < attempts and loop.time() < deadline and elsewhere
+                if not again or not (_refused(cause) or self._retries.spend()):
+                    raise
+                self.on_event("retry")
+                log.warning("retrying on another replica", extra={"peer": self.peer, "failed": tried})
+
+    async def _once(
+        self, method: Callable[[S], Callable[..., Awaitable[A]]], request: Any, deadline: float, tried: list[str]
+    ) -> A:
+        """The call on one replica; SluiceError as it said. The replica is added to `tried`."""
+        loop = asyncio.get_running_loop()
+        replica = self.pick(frozenset(tried))
+        tried.append(replica.address)
+        replica.outstanding += 1
+        replica.breaker.try_pass()
+        left_s = max(deadline - loop.time(), 0.001)
+        try:
+            answer = await method(replica.stub)(request, timeout=left_s, metadata=telemetry.grpc_metadata())
+        except grpc.aio.AioRpcError as error:
+            late = loop.time() >= deadline
+            self._judge(replica, error, left_s, late)
+            raise self._cause(error, late) from error
+        except asyncio.CancelledError:
+            if asked_to_end():
+                raise
+            # Its channel was closed under it.
+            raise unavailable(f"The {self.peer} replica left before it answered.", code="service_unavailable") from None
+        else:
+            replica.breaker.succeeded()
+            return answer
+        finally:
+            replica.outstanding -= 1
+
+    def _cause(self, error: grpc.aio.AioRpcError, late: bool) -> SluiceError:
+        if error.code() is grpc.StatusCode.CANCELLED and not _typed(error):
+            # Not by this caller, who would not get to hear it. The server notices first that the time is up when this
+            # process is busy; otherwise the call came in while the server was stopping.
+            if late:
+                return late_answer(self.peer)
+            return unavailable(f"The {self.peer} service stopped before it answered.", code="service_unavailable")
+        return passed_on(from_rpc_error(error, self.peer), f"{self.peer} service")
+
+    def _judge(self, replica: Replica[S], error: grpc.aio.AioRpcError, waited_s: float, late: bool) -> None:
+        """A typed refusal is an answer; silence and broken connections are not."""
+        if _typed(error):
+            replica.breaker.succeeded()
+        elif not (late or error.code() is grpc.StatusCode.DEADLINE_EXCEEDED) or waited_s >= PATIENCE_S:
+            self._failed(replica)
+
+    def _failed(self, replica: Replica[S]) -> None:
+        if replica.breaker.failed():
+            self.on_event("circuit_opened")
+            log.warning("replica does not answer", extra={"peer": self.peer, "address": replica.address})
+
+    async def _hedged(
+        self,
+        method: Callable[[S], Callable[..., Awaitable[A]]],
+        request: Any,
+        deadline: float,
+        tried: list[str],
+        name: str,
+    ) -> A:
+        """The call on one replica and, when that takes unusually long, on a second one; the first answer counts."""
+        usual = self._usual.setdefault(name, UsualTime(HEDGE_FLOOR_S, HEDGE_GUESS_S))
+        self._hedges.earn()
+        started = perf_counter()
+        calls: list[asyncio.Future[A]] = [asyncio.ensure_future(self._once(method, request, deadline, tried))]
+        try:
+            await asyncio.wait(calls, timeout=usual.seconds)
+            usual.saw(perf_counter() - started)
+            if not calls[0].done() and self._hedges.spend():
+                self.on_event("hedge")
+                calls.append(asyncio.ensure_future(self._once(method, request, deadline, tried)))
+            first = calls.index(await _first_answer(calls))
+            if first > 0:
+                self.on_event("hedge_won")
+                if (slow := self._replicas.get(tried[0])) is not None:
+                    self._failed(slow)  # once is nothing; a replica that never answers any more is found out this way
+            return calls[first].result()
+        finally:
+            await end_all(calls)
+            calls.clear()  # what they raise holds this call, which must not hold them as well
+
+    async def _keep_resolving(self) -> None:
+        while True:
+            await asyncio.sleep(RESOLVE_EVERY_S)
+            await self._resolve_all()
+
+    async def _resolve_all(self) -> None:
+        answers = await asyncio.gather(*(_resolve(target) for target in self._targets))
+        self._unknown = [target for target, answer in zip(self._targets, answers, strict=True) if not answer]
+        found = dict(pair for answer in answers for pair in answer)
+        if not found:
+            return  # the name service is away: what we know may still be true
+        for address in found.keys() - self._replicas.keys():
+            self._add(address, found[address])
+        for address in self._replicas.keys() - found.keys():
+            # Not in the name service any more. While it still answers it only gets no new requests, because a name
+            # service that is restarting may answer in part.
+            replica = self._replicas[address]
+            if not (replica.serving or replica.held or replica.outstanding):
+                await self._remove(address)
+
+    def _add(self, address: str, name: str) -> None:
+        channel = open_channel(address, self._credentials, name, callee=self.peer)
+        stub = self._make_stub(channel)
+        replica = Replica(address, channel, stub, None if self._shared is None else self._shared(stub))
+        self._replicas[address] = replica
+        self._watches[address] = [self._tasks.spawn(self._watch(replica), f"{self.peer}-watch-{address}")]
+        if replica.shared is not None:
+            self._watches[address].append(self._tasks.spawn(replica.shared.run(), f"{self.peer}-calls-{address}"))
+
+    async def _remove(self, address: str) -> None:
+        replica = self._replicas.pop(address)
+        for task in self._watches.pop(address):
+            task.cancel()
+        self._mark(replica, False)
+        await replica.channel.close()
+
+    def _mark(self, replica: Replica[S], serving: bool) -> None:
+        if replica.serving == serving:
+            return
+        replica.serving = serving
+        if replica.shared is not None:
+            replica.shared.welcome(serving)
+        log.info("replica is %s", "up" if serving else "down", extra={"peer": self.peer, "address": replica.address})
+        self._on_change()
+
+    async def _watch(self, replica: Replica[S]) -> None:
+        health = health_pb2_grpc.HealthStub(replica.channel)
+        while True:
+            serving = False
+            try:
+                async for answer in health.Watch(health_pb2.HealthCheckRequest(), wait_for_ready=False):
+                    self._mark(replica, answer.status == health_pb2.HealthCheckResponse.SERVING)
+            except grpc.aio.AioRpcError as error:
+                log.debug("health watch ended", extra={"peer": self.peer, "status": error.code().name})
+                if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:  # too many watch it: ask now and then
+                    serving = await _serves(health)
+            self._mark(replica, serving)
+            await asyncio.sleep(WATCH_RETRY_S * random.uniform(0.5, 1.5))
+
+
+async def _serves(health: health_pb2_grpc.HealthAsyncStub) -> bool:
+    try:
+        answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S)
+    except grpc.aio.AioRpcError:
+        return False
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def _refused(cause: SluiceError) -> bool:
+    """The service said no before it did any work."""
+    error = cause.__cause__
+    return isinstance(error, grpc.aio.AioRpcError) and _typed(error)
+
+
+def _typed(error: grpc.aio.AioRpcError) -> bool:
+    """The service itself said so."""
+    return any(key == DETAIL_KEY for key, _ in error.trailing_metadata() or ())
+
+
+async def _first_answer(calls: Sequence[asyncio.Future[A]]) -> asyncio.Future[A]:
+    """The first call that succeeds or says that none can; when all have failed, the one that was made first."""
+    pending = set(calls)
+    while pending:
+        done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        for call in done:
+            failure = call.exception()
+            if failure is None or not (isinstance(failure, SluiceError) and failure.retryable):
+                return call
+    return calls[0]
+
+
+async def _resolve(target: str) -> list[tuple[str, str]]:
+    """(ip:port, certificate name) of every address behind host:port; empty when the name is not known now."""
+    if (place := host_port(target)) is None:
+        raise SluiceError(ErrorKind.INVALID_ARGUMENT, f"{target!r} is no host:port.")
+    host, port = place
+    try:
+        infos = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return [(join(str(info[4][0]), port), host) for info in infos]

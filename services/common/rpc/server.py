@@ -1,0 +1,96 @@
+"""A gRPC server with what every service offers: health, reflection, keepalive, TLS, limits and a graceful drain."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import grpc
+from google.protobuf.descriptor import FileDescriptor
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from services.common.budgets import BudgetPool
+from services.common.errors import ErrorKind, SluiceError
+from services.common.net.addresses import host_port, join, listens_on_loopback
+from services.common.observability import scrape_server as scraping
+from services.common.rpc.channels import KEEPALIVE_TIMEOUT_MS
+from services.common.rpc.health import Health
+from services.common.security.auth_interceptor import access_interceptors
+from services.common.security.tls import server_credentials
+from services.common.settings import GrpcServiceSettings
+
+log = logging.getLogger(__name__)
+
+
+class GrpcServer:
+    """One listening gRPC server.
+
+    Register servicers on `server`, then `start`. Health answers NOT_SERVING until `set_serving(True)` and again from
+    the first moment of `stop`; for the name "live" it answers SERVING all the time.
+    """
+
+    def __init__(
+        self,
+        settings: GrpcServiceSettings,
+        descriptor: FileDescriptor,
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    ) -> None:
+        self._settings = settings
+        self._services = [service.full_name for service in descriptor.services_by_name.values()]
+        limit = settings.max_message_mb << 20
+        options: list[tuple[str, int]] = [
+            ("grpc.max_receive_message_length", limit),
+            ("grpc.max_send_message_length", limit),
+            ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+            ("grpc.http2.max_ping_strikes", 0),
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.keepalive_time_ms", 20_000),
+            ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+            ("grpc.so_reuseport", 0),  # a taken port is an error, not a silent share
+        ]
+        if settings.max_connection_age_s:
+            options.append(("grpc.max_connection_age_ms", int(settings.max_connection_age_s * 1000)))
+        self.server = grpc.aio.server(interceptors=(*access_interceptors(settings), *interceptors), options=options)
+        self._health = Health(BudgetPool("health_watches", settings.max_health_watches, "--max-health-watches"))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
+        if listens_on_loopback(settings.listen) if settings.reflection is None else settings.reflection:
+            names = (
+                *self._services,
+                health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
+                reflection.SERVICE_NAME,
+            )
+            reflection.enable_server_reflection(names, self.server)
+        self.port = 0
+
+    async def start(self) -> None:
+        """Listens; SluiceError when the address cannot be bound or TLS files are wrong."""
+        await self.set_serving(False)
+        credentials = server_credentials(self._settings)
+        listen = self._settings.listen
+        if (place := host_port(listen)) is None:  # gRPC would take 65536 less than a port above 65535
+            raise SluiceError(ErrorKind.INVALID_ARGUMENT, f"--listen {listen!r} is no host:port.")
+        try:
+            self.port = (
+                self.server.add_insecure_port(listen)
+                if credentials is None
+                else self.server.add_secure_port(listen, credentials)
+            )
+        except RuntimeError as error:
+            raise SluiceError(
+                ErrorKind.FAILED_PRECONDITION,
+                f"Cannot listen on {listen}: the port is taken or the address is not one of this machine.",
+            ) from error
+        await self.server.start()
+        log.info("gRPC server listens", extra={"address": join(place[0], self.port), "tls": credentials is not None})
+
+    async def set_serving(self, serving: bool) -> None:
+        """Says in health whether requests are welcome."""
+        scraping.serving = serving
+        for name in ("", *self._services):
+            self._health.set(name, serving)
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuses new calls, lets running ones finish for `grace_s` seconds, then cancels them."""
+        self._health.close()
+        await self.server.stop(grace_s)

@@ -1,0 +1,170 @@
+"""Access to servers: tokens and certificates identify callers, `callers` lists what each may call; once an RPC."""
+
+from __future__ import annotations
+
+import hmac
+import inspect
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing
+from hashlib import sha256
+from typing import Any, TypeAlias
+
+import grpc
+
+from services.common.errors import ErrorKind, SluiceError
+from services.common.net.addresses import listens_on_loopback
+from services.common.rpc.errors import abort
+from services.common.security import identity
+from services.common.security.bearer_tokens import AcceptedToken, AcceptedTokens, accepted_tokens
+from services.common.security.identity import Caller
+from services.common.security.rpc_policy import may_call
+from services.common.settings import GrpcServiceSettings
+
+log = logging.getLogger(__name__)
+
+HEADER = "authorization"
+SCHEME = "Bearer "
+OPEN_SERVICES = ("/grpc.health.", "/grpc.reflection.")
+_URIS = "peer_uri"  # of the certificate's alternative names, as gRPC calls them
+
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+
+
+class AccessInterceptor(grpc.aio.ServerInterceptor):
+    """Refuses calls of unknown callers, typed UNAUTHENTICATED, and those that their caller may not make, typed
+    PERMISSION_DENIED; serves the others with `identity.current` set.
+
+    A caller that shows a token and a certificate needs both to allow the call.
+
+    Args:
+        tokens: that are accepted; None checks none.
+        trust_domain: of the names in callers' certificates, which the transport has verified; empty checks none.
+        open_health: health and reflection are served to every caller.
+    """
+
+    def __init__(self, tokens: AcceptedTokens | None, trust_domain: str, open_health: bool) -> None:
+        self._tokens = tokens
+        self._trust_domain = trust_domain
+        self._open = OPEN_SERVICES if open_health else ()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        handler = await continuation(handler_call_details)
+        method = handler_call_details.method
+        if handler is None or method.startswith(self._open):
+            return handler
+        shown = [value for key, value in handler_call_details.invocation_metadata or () if key == HEADER]
+        return _guarded(handler, lambda context: self.admit(method, shown, context))
+
+    def admit(self, method: str, shown: Sequence[str | bytes], context: grpc.aio.ServicerContext[Any, Any]) -> Caller:
+        """Returns the caller of `method`.
+
+        Args:
+            shown: values of the header.
+
+        Raises:
+            SluiceError: UNAUTHENTICATED (`token_missing`, `invalid_token`) or PERMISSION_DENIED (`caller_unnamed`,
+                `caller_not_allowed`).
+        """
+        known = []
+        if self._tokens is not None:
+            known.append(self._by_token(self._tokens(), shown))
+        if self._trust_domain:
+            known.append(self._by_certificate(context))
+        for caller in known:
+            if not may_call(caller.service, method):
+                raise _not_allowed(caller, method)
+        if len(known) < 2:
+            return known[0]
+        token, certificate = known
+        proven = identity.both(token, certificate)
+        if proven is None:
+            raise _not_allowed(token, method)
+        return proven
+
+    def _by_token(self, tokens: Sequence[AcceptedToken], shown: Sequence[str | bytes]) -> Caller:
+        if not shown:
+            raise _unauthenticated("This service wants a token: send authorization: Bearer TOKEN.", "token_missing")
+        text = shown[0].decode("ascii", "replace") if isinstance(shown[0], bytes) else shown[0]
+        digest = sha256(text[len(SCHEME) :].encode()).digest()
+        # Every token is compared, in constant time: how long it takes reveals nothing about any of them.
+        found = [token.caller for token in tokens if hmac.compare_digest(digest, token.digest)]
+        if len(shown) > 1 or text[: len(SCHEME)].lower() != SCHEME.lower() or not found:
+            raise _unauthenticated("The token is not valid here.", "invalid_token")
+        return found[0]
+
+    def _by_certificate(self, context: grpc.aio.ServicerContext[Any, Any]) -> Caller:
+        uris = [uri.decode("utf-8", "replace") for uri in context.auth_context().get(_URIS, ())]
+        caller = identity.of_certificate(uris, self._trust_domain)
+        if caller is None:
+            raise SluiceError(
+                ErrorKind.PERMISSION_DENIED,
+                "The certificate names no caller: it needs one alternative name that is the URI "
+                f"spiffe://{self._trust_domain}/SERVICE or spiffe://{self._trust_domain}/worker/ID.",
+                code="caller_unnamed",
+            )
+        return caller
+
+
+def access_interceptors(settings: GrpcServiceSettings) -> list[grpc.aio.ServerInterceptor]:
+    """Returns what a server needs to check its callers; nothing where every caller is served.
+
+    Raises:
+        SluiceError: as accepted_tokens.
+    """
+    tokens = accepted_tokens(settings.token, settings.tokens_file)
+    trust_domain = settings.tls_trust_domain if settings.tls_require_client_cert else ""
+    if tokens is None and not trust_domain:
+        return []
+    if settings.token.get_secret_value() and not listens_on_loopback(settings.listen):
+        log.warning(
+            "--token is one secret for every call of every caller, for development; --tokens-file has one for each"
+        )
+    return [AccessInterceptor(tokens, trust_domain, settings.open_health)]
+
+
+def _unauthenticated(message: str, code: str) -> SluiceError:
+    return SluiceError(ErrorKind.UNAUTHENTICATED, message, code=code)
+
+
+def _not_allowed(caller: Caller, method: str) -> SluiceError:
+    rpc = method.rpartition(".")[2].replace("/", ".")
+    return SluiceError(
+        ErrorKind.PERMISSION_DENIED,
+        f"The caller is {caller.name}, which may not call {rpc}.",
+        code="caller_not_allowed",
+    )
+
+
+def _guarded(handler: Handler, admit: Callable[[Any], Caller]) -> Handler:
+    """Returns a handler of the same shape that identifies its caller first. A message of its stream costs what it cost
+    before: what grpc does with a generator's messages is done here instead."""
+    serve_call: Any = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+
+    async def serve(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        try:
+            caller = admit(context)
+        except SluiceError as error:
+            await abort(context, error)
+        identity.current.set(caller)
+        served = serve_call(request, context)
+        if not inspect.isasyncgen(served):
+            return await served
+        async with aclosing(served) as messages:
+            async for message in messages:
+                await context.write(message)
+        return None
+
+    shapes = {
+        (False, False): grpc.unary_unary_rpc_method_handler,
+        (False, True): grpc.unary_stream_rpc_method_handler,
+        (True, False): grpc.stream_unary_rpc_method_handler,
+        (True, True): grpc.stream_stream_rpc_method_handler,
+    }
+    make: Any = shapes[handler.request_streaming, handler.response_streaming]
+    guarded: Handler = make(serve, handler.request_deserializer, handler.response_serializer)
+    return guarded

@@ -1,0 +1,60 @@
+"""Which service may call which RPC, where tokens or certificates tell who calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.common.security.identity import OPERATOR
+
+
+@dataclass(frozen=True)
+class _Rpcs:
+    """Some of a service's RPCs: `names`, or with `others` all but these."""
+
+    names: frozenset[str]
+    others: bool = False
+
+    def __contains__(self, name: str) -> bool:
+        return (name in self.names) != self.others
+
+
+def _only(*names: str) -> _Rpcs:
+    return _Rpcs(frozenset(names))
+
+
+def _all_but(*names: str) -> _Rpcs:
+    return _Rpcs(frozenset(names), others=True)
+
+
+_LEARNING = _only("ListWorkers", "WatchWorkers")
+_TOKENIZERS = _only("GetInfo", "GetTokenizer")
+
+_MAY = {
+    "Router": {
+        "gateway": _all_but("Attach", "DumpIndex"),
+        "scheduler": _all_but("Attach", "DumpIndex"),
+        "worker": _only("Attach"),
+        "preprocess": _LEARNING,
+        "postprocess": _LEARNING,
+    },
+    "Worker": {
+        "gateway": _all_but("Control"),
+        "scheduler": _all_but("Control"),
+        "preprocess": _TOKENIZERS,
+        "postprocess": _TOKENIZERS,
+    },
+    "Preprocess": {"gateway": _all_but(), "scheduler": _all_but(), "router": _only("Tokenize")},
+    "Postprocess": {"gateway": _all_but(), "scheduler": _all_but()},
+}
+
+
+def may_call(caller: str, method: str) -> bool:
+    """Whether `caller` may call `method`, a path such as ``/sluice.v1.Worker/Session``.
+
+    An operator may call everything; what is not a service of the suite, such as health, everybody may call.
+    """
+    service, _, rpc = method.lstrip("/").partition("/")
+    package, _, name = service.rpartition(".")
+    if caller == OPERATOR or package != "sluice.v1" or name not in _MAY:
+        return True
+    return rpc in _MAY[name].get(caller, _only())

@@ -1,0 +1,56 @@
+"""Builds the gate that the settings describe."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from services.common.net.addresses import host_port, is_loopback
+from services.common.tasks import TaskOwner
+from services.gateway.admission import scopes
+from services.gateway.admission.fair_queue import Line
+from services.gateway.admission.gate import Gate
+from services.gateway.admission.keys import ANONYMOUS, ApiKey, KeyFile
+from services.gateway.admission.limits import Limiter
+from services.gateway.admission.local_limiter import MemoryLimiter
+from services.gateway.admission.settings import AdmissionSettings
+
+log = logging.getLogger(__name__)
+
+
+def build_gate(settings: AdmissionSettings, listen: str, tasks: TaskOwner) -> Gate:
+    """The gate; SluiceError when the key file cannot be read or the Redis URL is none."""
+    keys = KeyFile(settings.api_keys_file) if settings.api_keys_file is not None else None
+    anonymous = _anonymous(settings, listen)
+    if keys is None and not is_loopback(settings.published_host or _host(listen)):
+        log.warning(
+            "every client that reaches this address may use the models: set --api-keys-file",
+            extra={"address": listen, "scopes": ",".join(scopes.ordered(anonymous.scopes))},
+        )
+    line = Line(settings.max_requests, settings.max_waiting, settings.line_timeout_s)
+    return Gate(keys, _limiter(settings, tasks), line, tasks, anonymous, settings.tenant_salt)
+
+
+def _anonymous(settings: AdmissionSettings, listen: str) -> ApiKey:
+    """The key of requests where there are no API keys."""
+    if settings.anonymous_scopes is not None:
+        return replace(ANONYMOUS, scopes=scopes.parse(settings.anonymous_scopes))
+    local = is_loopback(settings.published_host or _host(listen))
+    return ANONYMOUS if local else replace(ANONYMOUS, scopes=scopes.DEFAULT)
+
+
+def _host(listen: str) -> str:
+    place = host_port(listen)
+    return place[0] if place else listen
+
+
+def _limiter(settings: AdmissionSettings, tasks: TaskOwner) -> Limiter:
+    url = settings.limits_redis_url.get_secret_value()
+    if not url:
+        return MemoryLimiter()
+    from services.gateway.admission.fallback_limiter import SteadyLimiter
+    from services.gateway.admission.redis_limiter import SharedLimiter  # gateways that count alone need no Redis client
+
+    limiter = SteadyLimiter(SharedLimiter(url, credentials=settings.redis_credentials))
+    tasks.spawn(limiter.run(), "limits")
+    return limiter

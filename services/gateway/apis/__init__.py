@@ -1,0 +1,1 @@
+"""The HTTP APIs: their schemas, validation, endpoints and response objects."""

@@ -1,0 +1,117 @@
+"""A message as server-sent events, in the order and with the fields of Anthropic's API."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import orjson
+
+from services.common.errors import SluiceError
+from services.gateway.apis.anthropic.message import Signature, begun, ending, usage
+from services.gateway.apis.common.transcript import Counts, Kind
+from services.gateway.apis.openai.completion_objects import degraded
+from services.gateway.apis.openai.logprobs import ShownToken
+from services.gateway.core.request import Finish
+
+_PING = b'event: ping\ndata: {"type":"ping"}\n\n'
+
+
+class MessageTeller:
+    """See Teller.
+
+    Args:
+        thinking: the client wants to hear of it.
+        omitted: it wants to hear that there was some, but not what.
+        error_body: an error as the API writes it.
+    """
+
+    def __init__(
+        self,
+        message_id: str,
+        model: str,
+        error_body: Callable[[SluiceError], dict[str, Any]],
+        *,
+        clipped: bool,
+        thinking: bool,
+        omitted: bool,
+    ) -> None:
+        self._message_id = message_id
+        self._model = model
+        self._error_body = error_body
+        self._clipped = clipped
+        self._thinking = thinking
+        self._omitted = omitted
+        self._index = -1
+        self._kind: Kind | None = None  # of the open block
+        self._before = self._after = b""  # what stands around a piece of it
+        self._signature = Signature()
+
+    def opening(self, counts: Counts) -> bytes:
+        """See Teller; the engine may be far ahead, of what is written later."""
+        before = replace(counts, generated=0, reasoning=0)
+        return _event("message_start", message=begun(self._message_id, self._model, before))
+
+    def text(self, piece: str, tokens: Sequence[ShownToken]) -> bytes:
+        """See Teller."""
+        events = b""
+        if self._kind is not Kind.TEXT:
+            events = self._begin(Kind.TEXT, {"type": "text", "text": ""}, "text_delta", "text")
+        return events + self._piece(piece)
+
+    def reasoning(self, piece: str) -> bytes:
+        """See Teller."""
+        if not self._thinking:
+            return b""
+        events = b""
+        if self._kind is not Kind.REASONING:
+            block = {"type": "thinking", "thinking": "", "signature": ""}
+            events = self._begin(Kind.REASONING, block, "thinking_delta", "thinking")
+            self._signature = Signature()
+        self._signature.add(piece)
+        return events if self._omitted else events + self._piece(piece)
+
+    def call(self, call: int, call_id: str, name: str, arguments: str) -> bytes:
+        """See Teller."""
+        events = b""
+        if name:
+            block = {"type": "tool_use", "id": call_id, "name": name, "input": {}}
+            events = self._begin(Kind.CALL, block, "input_json_delta", "partial_json")
+        return events + self._piece(arguments)
+
+    def closing(self, finish: Finish, counts: Counts) -> bytes:
+        """See Teller."""
+        told = _event("message_delta", delta=ending(finish, self._clipped), usage=usage(counts), **degraded(finish))
+        return self._end() + told + _event("message_stop")
+
+    def failure(self, error: SluiceError, counts: Counts) -> bytes:
+        """See Teller."""
+        return b"event: error\ndata: %b\n\n" % orjson.dumps(self._error_body(error))
+
+    def _begin(self, kind: Kind, block: dict[str, Any], delta: str, name: str) -> bytes:
+        events = self._end()
+        self._index += 1
+        self._kind = kind
+        head = f'"index":{self._index},"delta":{{"type":"{delta}","{name}":'
+        self._before = b'event: content_block_delta\ndata: {"type":"content_block_delta",' + head.encode()
+        self._after = b"}}\n\n"
+        events += _event("content_block_start", index=self._index, content_block=block)
+        return events if self._index else events + _PING
+
+    def _piece(self, piece: str) -> bytes:
+        return self._before + orjson.dumps(piece) + self._after
+
+    def _end(self) -> bytes:
+        kind, self._kind = self._kind, None
+        if kind is None:
+            return b""
+        events = b""
+        if kind is Kind.REASONING:
+            signed = {"type": "signature_delta", "signature": self._signature.text()}
+            events = _event("content_block_delta", index=self._index, delta=signed)
+        return events + _event("content_block_stop", index=self._index)
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), orjson.dumps({"type": kind, **fields}))

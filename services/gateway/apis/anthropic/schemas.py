@@ -1,0 +1,145 @@
+"""POST /v1/messages and /v1/messages/count_tokens, checked field by field.
+
+What stands in `messages`, `system` and `tools` is read by `blocks` and `tools`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, ValidationInfo, WithJsonSchema, model_validator
+
+from services.gateway.apis.anthropic.openapi_schemas import MESSAGES, SYSTEM, TOOL_CHOICE, TOOLS
+from services.gateway.apis.common.extensions import EngineExtensions
+from services.gateway.apis.openai.fields import MAX_STOP_STRINGS, MAX_TOKEN_ID, Strict, within_list_items
+from services.gateway.apis.openai.unsupported_fields import refuse, refused
+
+MAX_TOOLS = 1024
+LEAST_BUDGET = 1024
+
+
+def _messages(value: Any, info: ValidationInfo) -> Any:
+    if not isinstance(value, list):
+        raise ValueError("must be a list of messages")
+    if not value:
+        raise ValueError("at least one message is required")
+    return within_list_items(value, info)
+
+
+def _system(value: Any, info: ValidationInfo) -> Any:
+    if not isinstance(value, str | list):
+        raise ValueError("must be a string or a list of text blocks")
+    return within_list_items(value, info)
+
+
+def _tools(value: Any) -> Any:
+    if not isinstance(value, list):
+        raise ValueError("must be a list of tools")
+    if len(value) > MAX_TOOLS:
+        raise ValueError(f"more than {MAX_TOOLS} tools")
+    return value
+
+
+def _object(value: Any) -> Any:
+    if not isinstance(value, dict):
+        raise ValueError("must be an object")
+    return value
+
+
+StopSequence = Annotated[str, Field(min_length=1, pattern=r"\S")]
+Budget = Annotated[int, Field(ge=LEAST_BUDGET, le=MAX_TOKEN_ID)]
+
+
+class CacheControl(Strict):
+    """A mark of the prompt cache, which works here without marks."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+
+class Metadata(Strict):
+    """Who asks."""
+
+    user_id: Annotated[str, Field(max_length=512)] | None = None
+
+
+class Thinking(Strict):
+    """Whether the model thinks, for how long, and what is told of it."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Budget | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+    @model_validator(mode="after")
+    def _fits_its_type(self) -> Thinking:
+        if self.type == "enabled" and self.budget_tokens is None:
+            raise ValueError("budget_tokens is required where thinking is enabled")
+        if self.type != "enabled" and self.budget_tokens is not None:
+            raise ValueError("budget_tokens belongs to thinking that is enabled")
+        if self.type == "disabled" and self.display is not None:
+            raise ValueError("display belongs to thinking that is not disabled")
+        return self
+
+
+class OutputFormat(Strict):
+    """The form of the answer."""
+
+    type: Literal["json_schema"]
+    schema_document: Annotated[dict[str, Any], BeforeValidator(_object)] = Field(alias="schema")
+
+
+class OutputConfig(Strict):
+    """How hard the model tries, and the form of its answer."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
+class PromptFields(Strict):
+    """What of a request decides its prompt."""
+
+    model: str = Field(min_length=1)
+    messages: Annotated[list[Any], BeforeValidator(_messages), WithJsonSchema(MESSAGES)]
+    system: Annotated[Any, BeforeValidator(_system), WithJsonSchema(SYSTEM)] = None
+    tools: Annotated[list[Any], BeforeValidator(_tools), WithJsonSchema(TOOLS)] = Field(default_factory=list)
+    tool_choice: Annotated[Any, BeforeValidator(_object), WithJsonSchema(TOOL_CHOICE)] = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    cache_control: CacheControl | None = None
+
+    speed: Any = refused("there is one speed", "standard")
+    mcp_servers: Any = refused("nothing here calls other servers; describe their tools", [])
+    context_management: Any = refused("nothing is edited here; send what the model shall see")
+
+    @model_validator(mode="after")
+    def _can_be_honoured(self) -> PromptFields:
+        refuse(self)
+        return self
+
+
+class CountTokensRequest(PromptFields):
+    """POST /v1/messages/count_tokens."""
+
+
+class MessagesRequest(PromptFields, EngineExtensions):
+    """POST /v1/messages."""
+
+    max_tokens: int = Field(ge=1, le=MAX_TOKEN_ID)
+    stream: bool | None = None
+    stop_sequences: list[StopSequence] | None = Field(None, max_length=MAX_STOP_STRINGS, fail_fast=True)
+    temperature: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
+    top_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
+    top_k: int | None = Field(None, ge=0, lt=2**31)
+    metadata: Metadata | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+
+    container: Any = refused("nothing runs in containers here")
+    diagnostics: Any = refused("usage says what was cached")
+    inference_geo: Any = refused("where this runs is decided by who runs it")
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> MessagesRequest:
+        budget = self.thinking.budget_tokens if self.thinking is not None else None
+        if budget is not None and budget >= self.max_tokens:
+            raise ValueError("max_tokens must be greater than thinking.budget_tokens")
+        return self

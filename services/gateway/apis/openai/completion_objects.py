@@ -1,0 +1,287 @@
+"""OpenAI answers: the objects of chat completions and completions, whole and as chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import orjson
+
+from services.common.errors import SluiceError
+from services.gateway.apis.openai.logprobs import Naming, ShownToken, chat_logprobs, completion_logprobs
+from services.gateway.core.request import Finish, FinishReason
+from services.gateway.http.errors import error_body
+
+_FINISH_REASONS = {
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.TOOL_CALLS: "tool_calls",
+}
+
+DONE = b"data: [DONE]\n\n"
+
+
+def finish_reason(finish: Finish) -> str:
+    """OpenAI's word for how a choice ended."""
+    return _FINISH_REASONS.get(finish.reason, "stop")
+
+
+def stop_reason(finish: Finish) -> str | int | None:
+    """The stop string or id that was hit, an extension the engines share; None for the model's own end."""
+    return finish.stop_string or finish.stop_token_id
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call of a whole answer; `arguments` is JSON text as the model wrote it."""
+
+    id: str
+    name: str
+    arguments: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """The object that OpenAI's API has for it."""
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole choice."""
+
+    text: str
+    finish: Finish
+    reasoning: str = ""
+    calls: Sequence[ToolCall] = ()
+    logprobs: dict[str, Any] | None = None
+    more: dict[str, Any] = field(default_factory=dict)  # extensions that were asked for
+
+
+class Detail(NamedTuple):
+    """What a chunk says besides its delta, as JSON.
+
+    Attributes:
+        logprobs: of the choice.
+        of_choice: further fields of the choice, each after a comma.
+        of_chunk: further fields of the chunk, each after a comma; None: usage as always.
+    """
+
+    logprobs: bytes = b"null"
+    of_choice: bytes = b""
+    of_chunk: bytes | None = None
+
+
+PLAIN = Detail()
+
+
+def degraded(finish: Finish) -> dict[str, Any]:
+    """Which fallbacks a choice took and how often its worker changed, an extension; nothing when all went well."""
+    said: dict[str, Any] = {"degraded": list(finish.degraded)} if finish.degraded else {}
+    return {**said, "migrations": finish.migrations} if finish.migrations else said
+
+
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int, reasoning_tokens: int = 0) -> dict[str, Any]:
+    """The usage object."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
+    }
+
+
+class ChatFormat:
+    """How a chat completion is written."""
+
+    id_prefix = "chatcmpl-"
+    prompt_in_choice = False  # what is said of the prompt stands in the answer, not in each choice
+
+    def __init__(self, answer_id: str, created: int, model: str, include_usage: bool) -> None:
+        self._head = {"id": answer_id, "created": created, "model": model}
+        self.null_usage = b',"usage":null' if include_usage else b""
+        head = orjson.dumps({"id": answer_id, "object": "chat.completion.chunk", "created": created, "model": model})
+        self._chunk = b"data: " + head[:-1] + b',"choices":[{"index":'
+
+    def logprobs(self, tokens: Sequence[ShownToken], naming: Naming) -> dict[str, Any]:
+        """The log-probabilities of a choice, or of a piece of it."""
+        return chat_logprobs(tokens, naming)
+
+    def opening(self, index: int, detail: Detail = PLAIN) -> bytes:
+        """The chunk that announces the role."""
+        return self._event(index, b'{"role":"assistant","content":""}', b"null", b"", detail)
+
+    def text_affixes(self, index: int) -> tuple[bytes, bytes]:
+        """What stands before and after the JSON string of a text chunk."""
+        return (
+            b'%b%d,"delta":{"content":' % (self._chunk, index),
+            b'},"logprobs":null,"finish_reason":null}]%b}\n\n' % self.null_usage,
+        )
+
+    def text(self, index: int, text: str, detail: Detail) -> bytes:
+        """A chunk of text that says more than its text."""
+        return self._event(index, b'{"content":%b}' % orjson.dumps(text), b"null", b"", detail)
+
+    def reasoning(self, index: int, text: str, detail: Detail = PLAIN) -> bytes:
+        """A chunk of the model's thinking, under both names that clients know."""
+        piece = orjson.dumps(text)
+        return self._event(index, b'{"reasoning_content":%b,"reasoning":%b}' % (piece, piece), b"null", b"", detail)
+
+    def tool_call(
+        self, index: int, call: int, call_id: str, name: str, arguments: str, detail: Detail = PLAIN
+    ) -> bytes:
+        """A chunk of a tool call; the first one of a call has its id and name."""
+        piece: dict[str, Any] = {"index": call}
+        if name:
+            piece |= {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+        else:
+            piece["function"] = {"arguments": arguments}
+        return self._event(index, orjson.dumps({"tool_calls": [piece]}), b"null", b"", detail)
+
+    def closing(self, index: int, finish: Finish, detail: Detail = PLAIN) -> bytes:
+        """The chunk that says how the choice ended."""
+        more = {"stop_reason": stop_reason(finish), **degraded(finish)}
+        reason = orjson.dumps(finish_reason(finish))
+        return self._event(index, b"{}", reason, b"," + orjson.dumps(more)[1:-1], detail)
+
+    def usage_event(self, counts: dict[str, Any]) -> bytes:
+        """The last chunk, when usage was asked for."""
+        body = {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": counts}
+        return b"data: " + orjson.dumps(body) + b"\n\n"
+
+    def whole(
+        self, choices: Sequence[Answer], counts: dict[str, Any], more: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The answer that is not streamed; `more` are extensions that were asked for."""
+        return {
+            **self._head,
+            "object": "chat.completion",
+            "choices": [
+                {
+                    "index": index,
+                    "message": _message(choice),
+                    "logprobs": choice.logprobs,
+                    "finish_reason": finish_reason(choice.finish),
+                    "stop_reason": stop_reason(choice.finish),
+                    **degraded(choice.finish),
+                    **choice.more,
+                }
+                for index, choice in enumerate(choices)
+            ],
+            "usage": counts,
+            **(more or {}),
+        }
+
+    def _event(self, index: int, delta: bytes, reason: bytes, more: bytes, detail: Detail) -> bytes:
+        return b'%b%d,"delta":%b,"logprobs":%b,"finish_reason":%b%b%b}]%b}\n\n' % (
+            self._chunk,
+            index,
+            delta,
+            detail.logprobs,
+            reason,
+            more,
+            detail.of_choice,
+            self.null_usage if detail.of_chunk is None else detail.of_chunk,
+        )
+
+
+def _message(choice: Answer) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+    if choice.reasoning:
+        message |= {"reasoning_content": choice.reasoning, "reasoning": choice.reasoning}
+    if choice.calls:
+        message |= {"content": choice.text or None, "tool_calls": [call.as_dict() for call in choice.calls]}
+    return message
+
+
+class CompletionFormat:
+    """How a completion is written."""
+
+    id_prefix = "cmpl-"
+    prompt_in_choice = True
+
+    def __init__(self, answer_id: str, created: int, model: str, include_usage: bool) -> None:
+        self._head = {"id": answer_id, "object": "text_completion", "created": created, "model": model}
+        self.null_usage = b',"usage":null' if include_usage else b""
+        self._chunk = b"data: " + orjson.dumps(self._head)[:-1] + b',"choices":[{"index":'
+
+    def logprobs(self, tokens: Sequence[ShownToken], naming: Naming) -> dict[str, Any]:
+        """The log-probabilities of a choice, or of a piece of it."""
+        return completion_logprobs(tokens, naming)
+
+    def opening(self, index: int, detail: Detail = PLAIN) -> bytes:
+        """Completions announce nothing."""
+        return b""
+
+    def text_affixes(self, index: int) -> tuple[bytes, bytes]:
+        """What stands before and after the JSON string of a text chunk."""
+        return (
+            b'%b%d,"text":' % (self._chunk, index),
+            b',"logprobs":null,"finish_reason":null}]%b}\n\n' % self.null_usage,
+        )
+
+    def text(self, index: int, text: str, detail: Detail) -> bytes:
+        """A chunk of text that says more than its text."""
+        return self._event(index, text, b"null", b"", detail)
+
+    def reasoning(self, index: int, text: str, detail: Detail = PLAIN) -> bytes:
+        """Completions are not parsed: all of the text is text."""
+        return self.text(index, text, detail)
+
+    def tool_call(
+        self, index: int, call: int, call_id: str, name: str, arguments: str, detail: Detail = PLAIN
+    ) -> bytes:
+        """See `reasoning`."""
+        return self.text(index, arguments, detail)
+
+    def closing(self, index: int, finish: Finish, detail: Detail = PLAIN) -> bytes:
+        """The chunk that says how the choice ended."""
+        more = {"stop_reason": stop_reason(finish), **degraded(finish)}
+        stopped = b"," + orjson.dumps(more)[1:-1]
+        return self._event(index, "", orjson.dumps(finish_reason(finish)), stopped, detail)
+
+    def usage_event(self, counts: dict[str, Any]) -> bytes:
+        """The last chunk, when usage was asked for."""
+        return b"data: " + orjson.dumps({**self._head, "choices": [], "usage": counts}) + b"\n\n"
+
+    def whole(
+        self, choices: Sequence[Answer], counts: dict[str, Any], more: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The answer that is not streamed; `more` are extensions that were asked for."""
+        return {
+            **self._head,
+            "choices": [
+                {
+                    "index": index,
+                    "text": choice.text,
+                    "logprobs": choice.logprobs,
+                    "finish_reason": finish_reason(choice.finish),
+                    "stop_reason": stop_reason(choice.finish),
+                    **degraded(choice.finish),
+                    **choice.more,
+                }
+                for index, choice in enumerate(choices)
+            ],
+            "usage": counts,
+            **(more or {}),
+        }
+
+    def _event(self, index: int, text: str, reason: bytes, more: bytes, detail: Detail) -> bytes:
+        return b'%b%d,"text":%b,"logprobs":%b,"finish_reason":%b%b%b}]%b}\n\n' % (
+            self._chunk,
+            index,
+            orjson.dumps(text),
+            detail.logprobs,
+            reason,
+            more,
+            detail.of_choice,
+            self.null_usage if detail.of_chunk is None else detail.of_chunk,
+        )
+
+
+Format = ChatFormat | CompletionFormat
+
+
+def error_event(error: SluiceError) -> bytes:
+    """What a stream says when it cannot go on."""
+    return b"data: " + orjson.dumps(error_body(error)) + b"\n\n"

@@ -1,0 +1,127 @@
+"""/v1/embeddings: texts or token ids in, vectors out."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import secrets
+import struct
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from services.common import logs
+from services.common.errors import SluiceError, invalid
+from services.common.observability import telemetry
+from services.common.packing import pack_u32
+from services.gateway.admission import permit as permits
+from services.gateway.apis.openai.embedding_schemas import EmbeddingRequest
+from services.gateway.apis.openai.fields import one_by_one
+from services.gateway.apis.openai.validation import check
+from services.gateway.clients.embeddings import NEEDS, EmbedClient, all_or_none
+from services.gateway.core.request import TextPrompt, TokenPrompt
+from services.gateway.http.body import read_json
+from services.gateway.http.body_memory import BodyMemory
+from services.gateway.http.middleware import audit as auditing
+from services.gateway.http.sse import result_unless_gone
+from services.gateway.pipeline.capabilities import able
+from services.gateway.pipeline.models import Pipelines
+from services.gateway.settings import GatewaySettings
+from services.gateway.workers.registry import WorkerEntry
+
+CLIENT_CLOSED_REQUEST = 499
+TOKENIZED_AT_ONCE = 32
+
+
+class EmbeddingEndpoints:
+    """Tokenizes the inputs and asks the workers that can embed.
+
+    Args:
+        bodies: memory of all request bodies.
+    """
+
+    def __init__(
+        self, pipelines: Pipelines, client: EmbedClient, settings: GatewaySettings, bodies: BodyMemory | None = None
+    ) -> None:
+        self._pipelines = pipelines
+        self._client = client
+        self._settings = settings
+        self._budgets = settings.budgets
+        self._bodies = bodies
+
+    async def embeddings(self, request: Request) -> Response:
+        """Create embeddings of texts or of token ids."""
+        limit = int(self._settings.max_body_mb * (1 << 20))
+        body = await read_json(request, limit, self._settings.body_timeout_s, self._budgets.values, self._bodies)
+        fields = check(EmbeddingRequest, body, self._budgets)
+        inputs = one_by_one(fields.input)
+        catalogue = self._pipelines.catalogue
+        catalogue.model(fields.model)
+        entry = able(catalogue.of_model(fields.model), NEEDS)[0]
+        adapter = fields.lora_path or ("" if entry.model == fields.model else fields.model)
+        request_id = f"embd-{secrets.token_hex(12)}"
+        logs.request_id.set(request_id)
+        label = fields.request_id or fields.rid
+        with telemetry.stage("gateway.embed", dict(request.headers), model=fields.model, client_request_id=label):
+            ids = await self._tokenized(inputs, fields, entry)
+            permit = permits.current()
+            await permit.charge(sum(map(len, ids)) // 4)
+            computed = self._client.embed(request_id, entry.model, ids, fields.dimensions or 0, adapter)
+            found = await result_unless_gone(request.receive, computed)
+        if found is None:
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        permit.spent(found.prompt_tokens)
+        auditing.embedded(fields.model, found.prompt_tokens)
+        data = [
+            {"object": "embedding", "index": index, "embedding": _written(vector, fields)}
+            for index, vector in enumerate(found.vectors)
+        ]
+        usage = {"prompt_tokens": found.prompt_tokens, "total_tokens": found.prompt_tokens}
+        answer = {"object": "list", "data": data, "model": fields.model, "usage": usage}
+        return Response(orjson.dumps(answer), media_type="application/json")
+
+    async def _tokenized(
+        self, inputs: list[str | list[int]], fields: EmbeddingRequest, entry: WorkerEntry
+    ) -> list[bytes]:
+        at_once = asyncio.Semaphore(TOKENIZED_AT_ONCE)
+
+        async def one(given: str | list[int]) -> bytes:
+            prompt = (
+                TextPrompt(given, fields.add_special_tokens) if isinstance(given, str) else TokenPrompt(pack_u32(given))
+            )
+            async with at_once:
+                try:
+                    made = await self._pipelines.preprocess.tokenize(entry.model, prompt, 0, "", "")
+                except SluiceError as error:
+                    error.param = "input" if error.param else ""
+                    raise
+            contexts = [length for length in (entry.context_length, made.context_length) if length]
+            return _checked(made.token_ids, fields, min(contexts, default=0))
+
+        return await all_or_none(one(given) for given in inputs)
+
+
+def _checked(ids: bytes, fields: EmbeddingRequest, context: int) -> bytes:
+    """The ids, cut as the request says; SluiceError when there are none or too many."""
+    wanted = context if fields.truncate_prompt_tokens == -1 else fields.truncate_prompt_tokens
+    if wanted and len(ids) > 4 * wanted:
+        # Of a text that is to be found again, the beginning says more than the end.
+        ids = ids[-4 * wanted :] if fields.truncation_side == "left" else ids[: 4 * wanted]
+    if not ids:
+        raise invalid("An input is empty.", param="input", code="empty_input")
+    if context and len(ids) > 4 * context:
+        raise invalid(
+            f"An input has {len(ids) // 4} tokens, but the context of {fields.model} holds {context}; shorten it or "
+            "set truncate_prompt_tokens.",
+            param="input",
+            code="context_length_exceeded",
+        )
+    return ids
+
+
+def _written(vector: bytes, fields: EmbeddingRequest) -> Any:
+    if fields.encoding_format == "base64":
+        return base64.b64encode(vector).decode()
+    return list(struct.unpack(f"<{len(vector) // 4}f", vector))

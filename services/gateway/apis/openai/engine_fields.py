@@ -1,0 +1,85 @@
+"""What vLLM and SGLang added to OpenAI's generation requests."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from services.gateway.apis.openai.fields import (
+    MAX_BAD_WORDS,
+    MAX_LOGPROBS,
+    MAX_TOKEN_ID,
+    MAX_TOKEN_IDS,
+    JsonObject,
+    Label,
+    Priority,
+    TokenId,
+)
+from services.gateway.apis.openai.structured_output_fields import GuidedFields
+from services.gateway.apis.openai.unsupported_fields import refused
+from services.gateway.core.routing_hints import MOST_RANKS
+
+
+class EngineFields(GuidedFields):
+    """What vLLM and SGLang added to OpenAI's fields, under their names."""
+
+    top_k: int | None = Field(None, ge=-1, lt=2**31)
+    min_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
+    repetition_penalty: float | None = Field(None, gt=0, le=2**31, allow_inf_nan=False)
+    min_tokens: int | None = Field(None, ge=0, le=MAX_TOKEN_ID)
+    ignore_eos: bool | None = None
+    stop_token_ids: list[TokenId] | None = Field(None, max_length=1024, fail_fast=True)
+    allowed_token_ids: list[TokenId] | None = Field(None, min_length=1, max_length=MAX_TOKEN_IDS, fail_fast=True)
+    bad_words: list[Annotated[str, Field(min_length=1)]] | None = Field(None, max_length=MAX_BAD_WORDS, fail_fast=True)
+    thinking_token_budget: int | None = Field(None, ge=0, le=MAX_TOKEN_ID)
+    include_stop_str_in_output: bool | None = None
+    no_stop_trim: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=MAX_TOKEN_ID)
+    truncation_side: Literal["left", "right"] | None = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    priority: Priority | None = None
+    cache_salt: str | None = Field(None, min_length=1, max_length=1024)
+    extra_key: str | None = Field(None, min_length=1, max_length=1024)
+    lora_path: str | None = Field(None, min_length=1, max_length=1024)
+    data_parallel_rank: int | None = Field(None, ge=0, lt=MOST_RANKS, description="with routing direct only")
+    vllm_xargs: JsonObject = None
+    custom_params: JsonObject = None
+    request_id: Label | None = None
+    rid: Label | None = None
+
+    use_beam_search: Any = refused("engines sample", False)
+    length_penalty: Any = refused("it belongs to beam search", 1, 1.0)
+    logprob_token_ids: Any = refused("ask for top_logprobs")
+    watermarking: Any = refused("no engine here marks its text", False)
+    watermark: Any = refused("no engine here marks its text")
+    repetition_detection: Any = refused("use a repetition_penalty")
+    stream_interval: Any = refused("text is sent as it comes", 1)
+    stop_regex: Any = refused("use stop")
+    logits_processors: Any = refused("code of clients does not run in engines")
+    custom_logit_processor: Any = refused("code of clients does not run in engines")
+    kv_transfer_params: Any = refused("the gateway arranges transfers itself")
+    ec_transfer_params: Any = refused("the gateway arranges transfers itself")
+    bootstrap_host: Any = refused("the gateway arranges transfers itself")
+    bootstrap_port: Any = refused("the gateway arranges transfers itself")
+    bootstrap_room: Any = refused("the gateway arranges transfers itself")
+    session_id: Any = refused("send the whole conversation; its prefix is cached")
+    session_params: Any = refused("send the whole conversation; its prefix is cached")
+    custom_labels: Any = refused("metrics have no labels of clients")
+    mm_processor_kwargs: Any = refused("models here read text")
+    media_io_kwargs: Any = refused("models here read text")
+    mm_payload: Any = refused("models here read text")
+    images_config: Any = refused("models here read text")
+    return_mm_kwargs: Any = refused("models here read text", False)
+    return_hidden_states: Any = refused("workers answer tokens, not states", False)
+    return_routed_experts: Any = refused("workers answer tokens, not states", False)
+    routed_experts_start_len: Any = refused("workers answer tokens, not states", 0)
+    routed_experts_prompt_start: Any = refused("workers answer tokens, not states", 0)
+    return_weight_versions: Any = refused("weights do not change while they are served", False)
+    return_token_offsets: Any = refused("completions have text_offset in their logprobs", False)
+    return_cached_tokens_details: Any = refused("usage has cached_tokens", False)
+    return_spec_tokens_details: Any = refused("workers do not tell", False)

@@ -1,0 +1,195 @@
+"""Field types that OpenAI requests share. Types are strict, as in OpenAI's own API: "0.5" is no number.
+
+Lengths are checked before elements, and the first wrong element ends a check: a refusal costs less than parsing did.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, WithJsonSchema, model_validator
+
+from services.gateway.http.body_budgets import BodyBudgets
+
+MAX_STOP_STRINGS = 1000
+MAX_TOKEN_ID = 2**32 - 1
+MAX_TOKEN_IDS = 131_072
+MAX_BAD_WORDS = 64
+MAX_LOGPROBS = 20
+MAX_PRIORITY = 1000
+"""Of a request's priority, in both directions: what routers and engines sort by, clear of the workers' own probes."""
+MAX_BIASES = 4_096
+
+
+class Strict(BaseModel):
+    """Types are as said, and fields nobody knows are refused."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, hide_input_in_errors=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_one_unknown_field(cls, value: Any) -> Any:
+        """Returns an object with more fields than there are without all but one unknown one: each makes an error."""
+        if not isinstance(value, dict) or len(value) <= len(cls.model_fields):
+            return value
+        names = [field.alias or name for name, field in cls.model_fields.items()]
+        known = {name: value[name] for name in names if name in value}
+        unknown = next(name for name in value if name not in known)
+        return {**known, unknown: value[unknown]}
+
+
+def text_or_tokens(value: Any) -> bool:
+    """Whether a value has one of the forms that prompts and inputs of embeddings have."""
+    if isinstance(value, str):
+        return True
+    if not isinstance(value, list) or not value:
+        return False
+    kinds = set(map(type, value))
+    return kinds == {str} or _are_token_ids(value) or (kinds == {list} and all(map(_are_token_ids, value)))
+
+
+def _are_token_ids(values: list[Any]) -> bool:
+    """Whether these are token ids, at least one; true is not a number."""
+    return set(map(type, values)) == {int} and min(values) >= 0 and max(values) <= MAX_TOKEN_ID
+
+
+def one_by_one(value: Any) -> list[str | list[int]]:
+    """A value of `text_or_tokens` as its single texts and lists of ids."""
+    if isinstance(value, str):
+        return [value]
+    return list(value) if isinstance(value[0], str | list) else [list(value)]
+
+
+def at_most(most: int) -> BeforeValidator:
+    """Refuses longer lists and objects before any of their elements is looked at."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, list | dict) and len(value) > most:
+            raise ValueError(f"has {len(value)} items, more than {most}")
+        return value
+
+    return BeforeValidator(check)
+
+
+def within_list_items(value: Any, info: ValidationInfo) -> Any:
+    """Refuses lists and objects that are over the budget of list items; for fields of the body itself.
+
+    Raises:
+        SluiceError: INVALID_ARGUMENT, through pydantic.
+    """
+    check_list_items(value, info.field_name or "", info)
+    return value
+
+
+def check_list_items(value: Any, param: str, info: ValidationInfo) -> None:
+    """As `within_list_items`, for a value of any place.
+
+    Args:
+        param: the client's name of the place.
+        info: of a validation with BodyBudgets as its context.
+    """
+    budgets = info.context
+    assert isinstance(budgets, BodyBudgets)
+    if isinstance(value, list | dict) and len(value) > budgets.list_items.limit:
+        raise budgets.list_items.refuse(
+            f"{param} has {len(value)} items, more than {budgets.list_items.limit}", param=param
+        )
+
+
+def _stop_strings(value: Any) -> Any:
+    if value is None:
+        return ()
+    strings = [value] if isinstance(value, str) else value
+    if isinstance(strings, list) and len(strings) > MAX_STOP_STRINGS:
+        raise ValueError(f"has {len(strings)} strings, more than {MAX_STOP_STRINGS}")
+    if not isinstance(strings, list) or not all(isinstance(string, str) and string for string in strings):
+        raise ValueError("must be a non-empty string or a list of non-empty strings")
+    return tuple(strings)
+
+
+def _token_biases(value: Any) -> Any:
+    if value is None:
+        return {}
+    if not isinstance(value, dict) or not all(isinstance(key, str) and _is_decimal(key) for key in value):
+        raise ValueError("must be an object from token ids to numbers")
+    return {int(key): bias for key, bias in value.items()}
+
+
+def _is_decimal(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= 10
+
+
+def _prompt(value: Any, info: ValidationInfo) -> Any:
+    if isinstance(value, list) and value and not isinstance(value[0], int):
+        within_list_items(value, info)  # token ids are as many as the context takes
+    if not text_or_tokens(value):
+        raise ValueError("must be a string, a list of strings, a list of token ids or a list of such lists")
+    return value
+
+
+def _object(value: Any) -> Any:
+    if value is not None and not isinstance(value, dict):
+        raise ValueError("must be an object")
+    return value
+
+
+Label = Annotated[str, Field(max_length=512)]
+Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
+TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
+_NON_EMPTY = {"type": "string", "minLength": 1}
+_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": MAX_TOKEN_ID}}
+
+StopStrings = Annotated[
+    tuple[str, ...],
+    BeforeValidator(_stop_strings),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                _NON_EMPTY,
+                {"type": "array", "items": _NON_EMPTY, "maxItems": MAX_STOP_STRINGS},
+                {"type": "null"},
+            ],
+            "default": None,
+        }
+    ),
+]
+LogitBias = Annotated[
+    dict[TokenId, Annotated[float, Field(ge=-100, le=100)]],
+    BeforeValidator(_token_biases),
+    at_most(MAX_BIASES),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {
+                    "type": "object",
+                    "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+                    "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+                    "maxProperties": MAX_BIASES,
+                },
+                {"type": "null"},
+            ],
+            "default": None,
+        }
+    ),
+]
+PromptInput = Annotated[
+    Any,
+    BeforeValidator(_prompt),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "minItems": 1, "items": {"type": "string"}},
+                _IDS,
+                {"type": "array", "minItems": 1, "items": _IDS},
+            ]
+        }
+    ),
+]
+JsonObject = Annotated[dict[str, Any] | None, BeforeValidator(_object), BeforeValidator(within_list_items)]
+"""An object of the body itself."""
+
+SchemaObject = Annotated[dict[str, Any] | None, BeforeValidator(_object)]
+"""A JSON schema, which `SchemaMeter` bounds."""
+
+Metadata = Annotated[dict[Annotated[str, Field(max_length=64)], Label], at_most(16), Field(max_length=16)]

@@ -1,0 +1,49 @@
+"""What a request is answered with that only asks who would run it: ids and workers in place of choices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+from starlette.responses import Response
+
+from services.common.packing import unpack_u32
+from services.gateway.apis.openai.completion_objects import Format, usage
+from services.gateway.core.request import GenerationRequest, Route, Tokenized
+from services.gateway.http.degradation import DEGRADED
+from services.gateway.pipeline.pipeline import Pipeline
+
+
+async def answer_query(pipeline: Pipeline, generations: Sequence[GenerationRequest], form: Format) -> Response:
+    """An answer of the API without choices; `placements` has one entry a prompt, `nvext` the first one as Dynamo does.
+
+    Raises:
+        SluiceError: as Pipeline.query.
+    """
+    found = [await pipeline.query(one) for one in generations]
+    placements = [_placement(prompt, route) for prompt, route in found]
+    first = placements[0]
+    nvext = {
+        "worker_id": {key: first[key] for key in ("decode_worker_id", "prefill_worker_id")},
+        "token_data": first["token_ids"],
+    }
+    tokens = sum(prompt.length for prompt, _ in found)
+    answer = {**form.whole([], usage(tokens, 0, 0)), "nvext": nvext, "placements": placements}
+    response = Response(orjson.dumps(answer), media_type="application/json")
+    reasons = {reason for _, route in found for reason in (route.degraded, route.split_skipped) if reason}
+    if reasons:
+        response.headers[DEGRADED] = ",".join(sorted(reasons))
+    return response
+
+
+def _placement(prompt: Tokenized, route: Route) -> dict[str, Any]:
+    return {
+        "token_ids": unpack_u32(prompt.token_ids).tolist(),
+        "decode_worker_id": route.worker_id,
+        "decode_dp_rank": route.rank,
+        "prefill_worker_id": route.prefill_worker_id or None,
+        "prefill_dp_rank": route.prefill_rank if route.prefill_worker_id else None,
+        "tokens_to_compute": route.tokens_to_compute,
+        "headers": dict(route.headers),
+    }

@@ -1,0 +1,244 @@
+"""OpenAI's generation requests, checked field by field.
+
+Fields nobody knows are refused, and so are fields that cannot be honoured here: nothing is dropped in silence.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, WithJsonSchema, model_validator
+
+from services.gateway.apis.openai.engine_fields import EngineFields
+from services.gateway.apis.openai.fields import (
+    MAX_LOGPROBS,
+    MAX_TOKEN_ID,
+    JsonObject,
+    LogitBias,
+    Metadata,
+    PromptInput,
+    SchemaObject,
+    StopStrings,
+    Strict,
+    check_list_items,
+    one_by_one,
+    within_list_items,
+)
+from services.gateway.apis.openai.nvext import Nvext
+from services.gateway.apis.openai.openapi_schemas import MESSAGES, TOOL_CHOICE
+from services.gateway.apis.openai.unsupported_fields import refuse, refused
+
+MAX_TOOLS = 1_024
+
+
+class StreamOptions(Strict):
+    """What a stream carries besides text."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class GenerationFields(EngineFields):
+    """What chat completions and completions have in common."""
+
+    model: str = Field(min_length=1)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(None, ge=1)
+    stop: StopStrings = ()
+    max_tokens: int | None = Field(None, ge=0, le=MAX_TOKEN_ID)
+    temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
+    top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
+    presence_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    logit_bias: LogitBias = Field(default_factory=dict)
+    user: str | None = None
+    nvext: Nvext | None = None
+
+    @property
+    def session_names(self) -> dict[str, str | None]:
+        """Fields that may name the request's session, by name."""
+        return {"user": self.user}
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a usage chunk."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every chunk of a stream says what was used so far."""
+        options = self.stream_options
+        return options is not None and bool(options.include_usage) and bool(options.continuous_usage_stats)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> GenerationFields:
+        if self.model_fields_set:
+            refuse(self)
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options needs stream to be true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs are not told in a stream; set stream to false")
+        if self.truncate_prompt_tokens == 0:
+            raise ValueError("truncate_prompt_tokens must be at least 1, or -1 for what fits into the context")
+        if self.truncation_side is not None and self.truncate_prompt_tokens is None:
+            raise ValueError("truncation_side needs truncate_prompt_tokens")
+        return self
+
+
+class Function(BaseModel):
+    """What a tool does; its schema is passed on as it is."""
+
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True, hide_input_in_errors=True)
+
+    name: str = Field(min_length=1)
+    description: str | None = None
+    parameters: SchemaObject = None
+    strict: bool | None = None
+
+
+class Tool(BaseModel):
+    """A tool as the client described it."""
+
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True, hide_input_in_errors=True)
+
+    type: Literal["function"]
+    function: Function
+
+
+def _check_tool_choice(choice: Any) -> None:
+    if choice is None or choice in ("none", "auto", "required"):
+        return
+    if not isinstance(choice, dict):
+        raise ValueError("tool_choice must be none, auto, required or an object that names one function")
+    if choice.get("type") != "function":
+        raise ValueError("tool_choice.type must be function")
+    function = choice.get("function")
+    if not isinstance(function, dict):
+        raise ValueError("tool_choice.function must be an object with a name")
+    if not isinstance(function.get("name"), str) or not function["name"]:
+        raise ValueError("tool_choice.function.name must be a non-empty string")
+
+
+def _messages(value: Any, info: ValidationInfo) -> Any:
+    within_list_items(value, info)
+    if not isinstance(value, list) or not value:
+        raise ValueError("must be a list of at least one message")
+    for index, message in enumerate(value):
+        if isinstance(message, dict):
+            check_list_items(message.get("content"), f"messages[{index}].content", info)
+            check_list_items(message.get("tool_calls"), f"messages[{index}].tool_calls", info)
+    return value
+
+
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+ToolChoice = Annotated[Any, WithJsonSchema(TOOL_CHOICE)]
+Documents = Annotated[list[Any], BeforeValidator(within_list_items)]
+Messages = Annotated[list[Any], BeforeValidator(_messages), WithJsonSchema(MESSAGES)]
+
+
+class ChatCompletionRequest(GenerationFields):
+    """POST /v1/chat/completions."""
+
+    messages: Messages
+    max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKEN_ID)
+    max_tokens: int | None = Field(None, ge=1, le=MAX_TOKEN_ID)
+    tools: Tools | None = None
+    tool_choice: ToolChoice = None
+    parallel_tool_calls: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    modalities: list[str] | None = Field(None, max_length=8, fail_fast=True)
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+
+    # Bookkeeping of OpenAI's own platform, without effect on the answer; prompt_cache_key may name a session.
+    metadata: Metadata | None = None
+    store: bool | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: Literal["in-memory", "in_memory", "24h"] | None = None
+
+    # Customary extensions of the engines.
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: JsonObject = None
+    documents: Documents | None = None
+    include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None
+
+    functions: Any = refused("it is OpenAI's old form; use tools")
+    function_call: Any = refused("it is OpenAI's old form; use tool_choice")
+    audio: Any = refused("models here write text")
+    prediction: Any = refused("outputs cannot be predicted here")
+    web_search_options: Any = refused("there is no search here; give the model a tool")
+    verbosity: Any = refused("say in the prompt how long the answer may be", "medium")
+    best_of: Any = refused("use n", 1)
+    echo: Any = refused("messages are not echoed; completions are", False)
+    add_special_tokens: Any = refused("the chat template adds what is needed", False)
+    return_prompt_text: Any = refused("/v1/chat/completions/render answers it", False)
+    return_prompt_token_ids: Any = refused("return_token_ids answers them, too", False)
+    return_meta_info: Any = refused("usage and logprobs say what it would", False)
+    return_input_ids_in_sglext: Any = refused("use return_token_ids", False)
+    return_output_ids_in_sglext: Any = refused("use return_token_ids", False)
+    return_sampling_mask: Any = refused("workers do not tell", False)
+    sampling_logprobs_mode: Any = refused("workers tell the model's own log-probabilities")
+    return_flat_raw_output_top_logprobs: Any = refused("use top_logprobs", False)
+    stream_reasoning: Any = refused("reasoning is streamed as it comes", True)
+    thinking: Any = refused("use chat_template_kwargs or reasoning_effort, as the model's template wants")
+    task: Any = refused("templates know no tasks; use chat_template_kwargs")
+    input_ids: Any = refused("/v1/completions takes token ids")
+    max_dynamic_patch: Any = refused("models here read text")
+    min_dynamic_patch: Any = refused("models here read text")
+    use_audio_in_video: Any = refused("models here read text", False)
+    video_config: Any = refused("models here read text")
+
+    @property
+    def session_names(self) -> dict[str, str | None]:
+        return {"prompt_cache_key": self.prompt_cache_key, "user": self.user}
+
+    @model_validator(mode="after")
+    def _chat_fits_together(self) -> ChatCompletionRequest:
+        _check_tool_choice(self.tool_choice)
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs to be true")
+        if self.modalities is not None and self.modalities != ["text"]:
+            raise ValueError("modalities can only be ['text']")
+        return self
+
+
+class CompletionRequest(GenerationFields):
+    """POST /v1/completions."""
+
+    prompt: PromptInput | None = None
+    prompt_embeds: str | None = Field(
+        None, min_length=1, description="base64 of what torch.save or numpy.save writes of an array [tokens, width]"
+    )
+    echo: bool | None = None
+    best_of: int | None = Field(None, ge=1)
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    suffix: str | None = None
+    add_special_tokens: bool | None = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts one by one; none when embeddings take their place."""
+        return [] if self.prompt is None or self.prompt_embeds is not None else one_by_one(self.prompt)
+
+    @model_validator(mode="after")
+    def _completion_fits_together(self) -> CompletionRequest:
+        # Clients that insist on a prompt send an empty one beside the embeddings.
+        if (self.prompt is None or (self.prompt == "" and self.prompt_embeds is not None)) == (
+            self.prompt_embeds is None
+        ):
+            raise ValueError("prompt or prompt_embeds must be given, and not both")
+        if self.suffix and (self.echo or self.prompt is None):
+            raise ValueError("suffix needs a prompt, which is not echoed")
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens can be 0 only with echo, to hear the prompt's logprobs")
+        if self.prompt_embeds is not None and (self.echo or self.prompt_logprobs is not None):
+            raise ValueError(f"{'echo' if self.echo else 'prompt_logprobs'} needs a prompt of text or token ids")
+        return self

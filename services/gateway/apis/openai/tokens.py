@@ -1,0 +1,162 @@
+"""What becomes of a prompt, without generating: /tokenize, /detokenize and /v1/chat/completions/render."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import asdict
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from services.common.errors import SluiceError, invalid
+from services.common.observability import telemetry
+from services.common.packing import pack_u32, unpack_u32
+from services.gateway.admission import permit as permits
+from services.gateway.apis.openai.completion_objects import ChatFormat
+from services.gateway.apis.openai.schema_meter import SchemaMeter
+from services.gateway.apis.openai.schemas import ChatCompletionRequest
+from services.gateway.apis.openai.token_schemas import DetokenizeRequest, TokenizeRequest
+from services.gateway.apis.openai.translate import chat_request, count_tools
+from services.gateway.apis.openai.validation import check
+from services.gateway.core.request import ChatPrompt, GenerationRequest, Prompt, TextPrompt, Tokenized
+from services.gateway.http.body import read_json
+from services.gateway.http.body_memory import BodyMemory
+from services.gateway.pipeline.models import Pipelines
+from services.gateway.settings import GatewaySettings
+from services.gateway.workers.registry import WorkerEntry
+
+
+class TokenEndpoints:
+    """Answers from preprocess; no worker computes anything.
+
+    Args:
+        bodies: memory of all request bodies.
+    """
+
+    def __init__(self, pipelines: Pipelines, settings: GatewaySettings, bodies: BodyMemory | None = None) -> None:
+        self._pipelines = pipelines
+        self._settings = settings
+        self._budgets = settings.budgets
+        self._bodies = bodies
+
+    async def tokenize(self, request: Request) -> Response:
+        """POST /tokenize."""
+        body = await self._body(request)
+        fields = check(TokenizeRequest, body, self._budgets)
+        count_tools(fields.tools, SchemaMeter(self._budgets))
+        entry = self._entry(fields.model)
+        with telemetry.stage("gateway.tokenize", parent=dict(request.headers), model=entry.model):
+            prompt = await self._tokens(entry, _prompt(body, fields))
+            texts = None
+            if fields.return_token_strs:
+                texts = await self._pipelines.preprocess.token_texts(entry.model, prompt.token_ids)
+        return _json(
+            {
+                "count": prompt.length,
+                "max_model_len": _context(entry, prompt),
+                "tokens": unpack_u32(prompt.token_ids).tolist(),
+                "token_strs": texts,
+            }
+        )
+
+    async def detokenize(self, request: Request) -> Response:
+        """POST /detokenize."""
+        fields = check(DetokenizeRequest, await self._body(request), self._budgets)
+        entry = self._entry(fields.model)
+        with telemetry.stage("gateway.detokenize", parent=dict(request.headers), model=entry.model):
+            await _pay(len(fields.tokens))
+            try:
+                text = await self._pipelines.preprocess.detokenize(
+                    entry.model, pack_u32(fields.tokens), skip_special_tokens=False
+                )
+            except SluiceError as error:
+                error.param = "tokens" if error.param == "token_ids" else error.param
+                raise
+        return _json({"prompt": text})
+
+    async def render(self, request: Request) -> Response:
+        """POST /v1/chat/completions/render: the chat completion as its worker would get it."""
+        body = await self._body(request)
+        fields = check(ChatCompletionRequest, body, self._budgets)
+        request_id = ChatFormat.id_prefix + secrets.token_hex(12)
+        generation = chat_request(body, fields, request_id, self._settings.max_choices, self._budgets)
+        assert isinstance(generation.prompt, ChatPrompt)
+        entry = self._pipelines.catalogue.model(generation.model)
+        with telemetry.stage("gateway.render", parent=dict(request.headers), model=entry.model):
+            prompt = await self._tokens(entry, generation.prompt)
+            text = await self._pipelines.preprocess.render(entry.model, generation.prompt)
+        return _json(
+            {
+                "request_id": request_id,
+                "model": generation.model,
+                "token_ids": unpack_u32(prompt.token_ids).tolist(),
+                "prompt": text,
+                "sampling_params": _sampling(generation, prompt),
+                "max_model_len": _context(entry, prompt),
+                "stream": bool(fields.stream),
+            }
+        )
+
+    async def _body(self, request: Request) -> dict[str, Any]:
+        limit = int(self._settings.max_body_mb * (1 << 20))
+        return await read_json(request, limit, self._settings.body_timeout_s, self._budgets.values, self._bodies)
+
+    def _entry(self, model: str | None) -> WorkerEntry:
+        """The model named, or the only one there is."""
+        if model is not None:
+            return self._pipelines.catalogue.model(model)
+        entries = list(self._pipelines.catalogue.models.values())
+        if len(entries) != 1:
+            raise invalid("Missing required parameter: model.", param="model", code="missing_required_parameter")
+        permits.current().check_model(entries[0].model)
+        return entries[0]
+
+    async def _tokens(self, entry: WorkerEntry, prompt: Prompt) -> Tokenized:
+        made = await self._pipelines.preprocess.tokenize(entry.model, prompt, 0, "", "")
+        await _pay(made.length)
+        return made
+
+
+async def _pay(tokens: int) -> None:
+    permit = permits.current()
+    await permit.charge(tokens)
+    permit.spent(tokens)
+
+
+def _prompt(body: dict[str, Any], fields: TokenizeRequest) -> Prompt:
+    if fields.prompt is not None:
+        return TextPrompt(fields.prompt, fields.add_special_tokens)
+    return ChatPrompt(
+        messages_json=orjson.dumps(body["messages"]),
+        tools_json=b"" if fields.tools is None else orjson.dumps(body["tools"]),
+        template_kwargs_json=b"" if fields.chat_template_kwargs is None else orjson.dumps(fields.chat_template_kwargs),
+        chat_template=fields.chat_template or "",
+        add_generation_prompt=fields.add_generation_prompt,
+        continue_final_message=bool(fields.continue_final_message),
+    )
+
+
+def _sampling(generation: GenerationRequest, prompt: Tokenized) -> dict[str, Any]:
+    """What its worker gets: what the client set, else the model's own defaults, and the ids that end the answer."""
+    stop = generation.stop
+    given = {
+        **asdict(generation.sampling.or_else(prompt.defaults)),
+        "max_tokens": stop.max_tokens or prompt.default_max_tokens,
+        "min_tokens": stop.min_tokens or None,
+        "stop": list(stop.strings),
+        "ignore_eos": stop.ignore_eos or None,
+        "n": generation.choices,
+    }
+    ends = dict.fromkeys((*stop.token_ids, *unpack_u32(prompt.stop_token_ids), *unpack_u32(prompt.eos_token_ids)))
+    kept = {key: value for key, value in given.items() if value not in (None, [], {}, ())}
+    return {**kept, "stop_token_ids": list(ends)}
+
+
+def _context(entry: WorkerEntry, prompt: Tokenized) -> int:
+    return min((length for length in (entry.context_length, prompt.context_length) if length), default=0)
+
+
+def _json(content: dict[str, Any]) -> Response:
+    return Response(orjson.dumps(content), media_type="application/json")

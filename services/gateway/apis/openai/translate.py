@@ -1,0 +1,243 @@
+"""OpenAI requests in the gateway's own words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+
+from services.common.errors import SluiceError, invalid
+from services.common.packing import pack_u32
+from services.gateway.apis.openai.prompt_embeds import read_prompt_embeds
+from services.gateway.apis.openai.schema_meter import SchemaMeter
+from services.gateway.apis.openai.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields, Tool
+from services.gateway.apis.openai.structured_output import Constraint, constraint
+from services.gateway.apis.openai.tool_choice import CALL_PARSER, forced_call
+from services.gateway.core.request import (
+    ChatPrompt,
+    GenerationRequest,
+    Guided,
+    Parsing,
+    Prompt,
+    Sampling,
+    StopRules,
+    TextPrompt,
+    TokenPrompt,
+)
+from services.gateway.http.body_budgets import BodyBudgets
+
+COMPLETION_TOKENS = 16
+"""OpenAI's default of max_tokens for completions."""
+
+
+def chat_request(
+    body: dict[str, Any],
+    fields: ChatCompletionRequest,
+    request_id: str,
+    max_choices: int,
+    budgets: BodyBudgets,
+    forces_calls: bool = False,
+) -> GenerationRequest:
+    """A chat completion.
+
+    Args:
+        budgets: of the schemas of its tools and of its constraint, together.
+        forces_calls: an engine of the model can be held to a schema, so a demanded tool call is.
+
+    Raises:
+        SluiceError: INVALID_ARGUMENT names what cannot be honoured.
+    """
+    meter = SchemaMeter(budgets)
+    count_tools(fields.tools, meter)
+    asked = constraint(fields, meter)
+    prompt = ChatPrompt(
+        messages_json=orjson.dumps(body["messages"]),
+        tools_json=_dump(body.get("tools")),
+        tool_choice_json=_dump(body.get("tool_choice")),
+        template_kwargs_json=_dump(_template_kwargs(fields)),
+        chat_template=fields.chat_template or "",
+        add_generation_prompt=fields.add_generation_prompt,
+        continue_final_message=bool(fields.continue_final_message),
+        documents_json=_dump(body.get("documents")),
+    )
+    demanded = _demanded_call(body, fields) if forces_calls else None
+    parsing = _parsing(fields, prompt, demanded)
+    max_tokens = fields.max_completion_tokens if fields.max_completion_tokens is not None else fields.max_tokens
+    logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
+    return _request(fields, prompt, request_id, max_tokens, max_choices, logprobs, asked, parsing, demanded)
+
+
+def count_tools(tools: Sequence[Tool] | None, meter: SchemaMeter) -> None:
+    """Adds the schemas of a chat's tools; SluiceError(INVALID_ARGUMENT) names the one that is over a budget."""
+    for index, tool in enumerate(tools or ()):
+        if tool.function.parameters is not None:
+            meter.add_schema(tool.function.parameters, f"tools[{index}].function.parameters")
+
+
+def completion_requests(
+    fields: CompletionRequest, request_id: str, max_choices: int, budgets: BodyBudgets
+) -> list[GenerationRequest]:
+    """A completion, one request per prompt; SluiceError(INVALID_ARGUMENT) names what cannot be honoured."""
+    if fields.best_of is not None and fields.best_of != (fields.n or 1):
+        raise _unsupported("best_of", "it is accepted only where it equals n")
+    prompts = fields.prompts
+    if (fields.n or 1) <= max_choices < len(prompts) * (fields.n or 1):
+        raise invalid(
+            f"{len(prompts)} prompts times n are more than {max_choices} choices.", param="prompt", code="invalid_value"
+        )
+    max_tokens = COMPLETION_TOKENS if fields.max_tokens is None else max(fields.max_tokens, 1)
+    asked = constraint(fields, SchemaMeter(budgets))
+
+    def request(prompt: Prompt, index: int) -> GenerationRequest:
+        return _request(fields, prompt, f"{request_id}-{index}", max_tokens, max_choices, fields.logprobs, asked)
+
+    if fields.prompt_embeds is not None:
+        return [request(read_prompt_embeds(fields.prompt_embeds), 0)]
+    return [
+        request(
+            TextPrompt(given, fields.add_special_tokens) if isinstance(given, str) else TokenPrompt(pack_u32(given)),
+            index,
+        )
+        for index, given in enumerate(prompts)
+    ]
+
+
+def _request(
+    fields: GenerationFields,
+    prompt: Prompt,
+    request_id: str,
+    max_tokens: int | None,
+    max_choices: int,
+    logprobs: int | None,
+    asked: Constraint | None,
+    parsing: Parsing | None = None,
+    demanded: Guided | None = None,
+) -> GenerationRequest:
+    choices = fields.n or 1
+    if choices > max_choices:
+        raise invalid(
+            f"n is {choices}, but at most {max_choices} choices are allowed.", param="n", code="invalid_value"
+        )
+    min_tokens = fields.min_tokens or 0
+    if max_tokens is not None and min_tokens > max_tokens:
+        raise invalid(f"min_tokens is {min_tokens}, more than the {max_tokens} of max_tokens.", param="min_tokens")
+    if asked is not None and demanded is not None:
+        raise invalid(f"{asked.field} and a tool_choice that demands a call exclude each other.", param=asked.field)
+    prompt_logprobs = _prompt_logprobs(fields, logprobs)
+    return GenerationRequest(
+        request_id=request_id,
+        model=fields.model,
+        prompt=prompt,
+        choices=choices,
+        sampling=_sampling(fields),
+        stop=_stop(fields, max_tokens, min_tokens),
+        skip_special_tokens=fields.skip_special_tokens is not False,
+        parsing=parsing,
+        priority=fields.priority or 0,
+        lora=fields.lora_path or "",
+        cache_salt=_cache_salt(fields),
+        guided=asked.guided if asked else demanded,
+        guided_calls=demanded is not None,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        token_texts=logprobs is not None or fields.continuous_usage or bool(fields.return_token_ids),
+        needs=tuple(_needs(fields, logprobs, prompt_logprobs, asked.needs if asked else None, demanded)),
+    )
+
+
+def _sampling(fields: GenerationFields) -> Sampling:
+    if fields.vllm_xargs and fields.custom_params:
+        raise invalid("vllm_xargs and custom_params exclude each other.", param="custom_params", code="invalid_value")
+    return Sampling(
+        temperature=fields.temperature,
+        top_p=fields.top_p,
+        top_k=fields.top_k,
+        min_p=fields.min_p,
+        frequency_penalty=fields.frequency_penalty,
+        presence_penalty=fields.presence_penalty,
+        repetition_penalty=fields.repetition_penalty,
+        seed=fields.seed,
+        logit_bias=fields.logit_bias,
+        allowed_token_ids=tuple(fields.allowed_token_ids or ()),
+        thinking_token_budget=fields.thinking_token_budget,
+        engine_options=fields.vllm_xargs or fields.custom_params or {},
+    )
+
+
+def _stop(fields: GenerationFields, max_tokens: int | None, min_tokens: int) -> StopRules:
+    return StopRules(
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        strings=fields.stop,
+        token_ids=tuple(fields.stop_token_ids or ()),
+        ignore_eos=bool(fields.ignore_eos),
+        include_stop_string=bool(fields.include_stop_str_in_output) or bool(fields.no_stop_trim),
+    )
+
+
+def _cache_salt(fields: GenerationFields) -> str:
+    if fields.cache_salt and fields.extra_key:
+        raise invalid("cache_salt and extra_key exclude each other.", param="extra_key", code="invalid_value")
+    return fields.cache_salt or fields.extra_key or ""
+
+
+def _prompt_logprobs(fields: GenerationFields, logprobs: int | None) -> int | None:
+    """With echo a completion's logprobs are those of its prompt as well."""
+    if isinstance(fields, CompletionRequest) and fields.echo and logprobs is not None:
+        return max(logprobs, fields.prompt_logprobs or 0)
+    return fields.prompt_logprobs
+
+
+def _needs(
+    fields: GenerationFields,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+    constrained: tuple[str, str] | None,
+    demanded: Guided | None,
+) -> list[tuple[str, str]]:
+    needs = [constrained] if constrained else []
+    if demanded is not None:
+        needs.append(("guided_json", "tool_choice"))
+    if logprobs is not None:
+        needs.append(("logprobs", "logprobs"))
+    if prompt_logprobs is not None:
+        needs.append(("prompt_logprobs", "prompt_logprobs" if fields.prompt_logprobs is not None else "echo"))
+    if isinstance(fields, CompletionRequest) and fields.prompt_embeds is not None:
+        needs.append(("prompt_embeds", "prompt_embeds"))
+    if fields.lora_path:
+        needs.append(("lora", "lora_path"))
+    return needs
+
+
+def _parsing(fields: ChatCompletionRequest, prompt: ChatPrompt, demanded: Guided | None) -> Parsing:
+    tools = "auto" if fields.tools and fields.tool_choice != "none" else ""
+    reasons = fields.separate_reasoning is not False
+    return Parsing(
+        tool_parser=CALL_PARSER if demanded is not None else tools,
+        reasoning_parser="auto" if reasons and demanded is None else "",
+        tools_json=prompt.tools_json,
+        tool_choice_json=prompt.tool_choice_json,
+        single_tool_call=fields.parallel_tool_calls is False,
+        drop_reasoning=fields.include_reasoning is False,
+        template_kwargs_json=prompt.template_kwargs_json,
+    )
+
+
+def _demanded_call(body: dict[str, Any], fields: ChatCompletionRequest) -> Guided | None:
+    return forced_call(body["tools"], fields.tool_choice) if fields.tools else None
+
+
+def _template_kwargs(fields: ChatCompletionRequest) -> dict[str, Any] | None:
+    kwargs = dict(fields.chat_template_kwargs or {})
+    if fields.reasoning_effort is not None:
+        kwargs.setdefault("reasoning_effort", fields.reasoning_effort)
+    return kwargs or None
+
+
+def _unsupported(field: str, reason: str) -> SluiceError:
+    return invalid(f"{field} is not supported: {reason}.", param=field, code="unsupported_parameter")
+
+
+def _dump(value: Any) -> bytes:
+    return b"" if value is None else orjson.dumps(value)

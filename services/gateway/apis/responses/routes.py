@@ -1,0 +1,90 @@
+"""Where the Responses API is served, and what its documentation says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import FastAPI, Request
+from pydantic import BaseModel
+from starlette.responses import Response
+
+from services.gateway.apis.openai.openapi import GENERATING, body_of, responses
+from services.gateway.apis.responses.endpoints import ResponsesEndpoints
+from services.gateway.apis.responses.response_schemas import (
+    InputTokens,
+    ResponseAnswer,
+    ResponseDeleted,
+    ResponseItemList,
+)
+from services.gateway.apis.responses.schemas import InputTokensRequest, ResponsesRequest
+
+KEPT = "/v1/responses/{response_id}"
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+def _query(name: str, schema: dict[str, Any]) -> dict[str, Any]:
+    return {"name": name, "in": "query", "required": False, "schema": schema}
+
+
+_ID = {"name": "response_id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+_PAGE = [
+    _query("limit", {"type": "integer", "minimum": 1, "maximum": 100, "default": 20}),
+    _query("order", {"enum": ["asc", "desc"], "default": "desc"}),
+    _query("after", {"type": "string"}),
+]
+_FAILURES = (400, 401, 404, 500, 503)
+_STREAM = [_query("stream", {"type": "boolean", "default": False})]
+
+
+def add_responses(app: FastAPI, endpoints: ResponsesEndpoints) -> list[type[BaseModel]]:
+    """Adds the routes; answers the models of their bodies."""
+    _post(app, "/v1/responses", endpoints.create, ResponsesRequest, ResponseAnswer, streams=True)
+    _post(app, "/v1/responses/input_tokens", endpoints.input_tokens, InputTokensRequest, InputTokens)
+    _kept(app, "GET", KEPT, endpoints.retrieve, responses(ResponseAnswer, _FAILURES), _STREAM)
+    _kept(app, "DELETE", KEPT, endpoints.delete, responses(ResponseDeleted, _FAILURES), [])
+    _kept(app, "GET", f"{KEPT}/input_items", endpoints.input_items, responses(ResponseItemList, _FAILURES), _PAGE)
+    _kept(app, "POST", f"{KEPT}/cancel", endpoints.cancel, responses(ResponseAnswer, (*_FAILURES, 429)), [])
+    return [ResponsesRequest, InputTokensRequest]
+
+
+def _post(
+    app: FastAPI,
+    path: str,
+    endpoint: Endpoint,
+    body: type[BaseModel],
+    answer: type[BaseModel],
+    streams: bool = False,
+) -> None:
+    _add(app, "POST", path, endpoint, responses(answer, GENERATING, streams), body_of(body))
+
+
+def _kept(
+    app: FastAPI,
+    method: str,
+    path: str,
+    endpoint: Endpoint,
+    answers: dict[int | str, Any],
+    parameters: list[dict[str, Any]],
+) -> None:
+    _add(app, method, path, endpoint, answers, {"parameters": [_ID, *parameters]})
+
+
+def _add(
+    app: FastAPI, method: str, path: str, endpoint: Endpoint, answers: dict[int | str, Any], extra: dict[str, Any]
+) -> None:
+    async def handle(request: Request) -> Response:
+        return await endpoint(request)
+
+    handle.__doc__ = endpoint.__doc__
+    app.add_api_route(
+        path,
+        handle,
+        methods=[method],
+        response_class=Response,
+        response_model=None,
+        name=f"responses_{endpoint.__name__}",
+        tags=["OpenAI"],
+        responses=answers,
+        openapi_extra=extra,
+    )

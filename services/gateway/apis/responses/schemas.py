@@ -1,0 +1,213 @@
+"""POST /v1/responses, checked field by field; what stands in `input` is read by `items`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, ValidationInfo, WithJsonSchema, model_validator
+
+from services.gateway.apis.common.extensions import EngineExtensions
+from services.gateway.apis.openai.fields import (
+    MAX_LOGPROBS,
+    MAX_TOKEN_ID,
+    JsonObject,
+    Metadata,
+    SchemaObject,
+    StopStrings,
+    Strict,
+    within_list_items,
+)
+from services.gateway.apis.openai.unsupported_fields import refuse, refused
+from services.gateway.apis.responses.openapi_schemas import INPUT, MAX_TOOLS, TOOL_CHOICE, TOOLS
+
+Includable = Literal[
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+    "reasoning.encrypted_content",
+    "message.output_text.logprobs",
+]
+
+
+def _input(value: Any, info: ValidationInfo) -> Any:
+    within_list_items(value, info)
+    if not isinstance(value, str | list) or not value:
+        raise ValueError("must be a non-empty string or a list of at least one item")
+    return value
+
+
+def _tools(value: Any) -> Any:
+    if value is not None and not isinstance(value, list):
+        raise ValueError("must be a list of tools")
+    if value is not None and len(value) > MAX_TOOLS:
+        raise ValueError(f"has more than {MAX_TOOLS} tools")
+    return value
+
+
+def _tool_choice(value: Any) -> Any:
+    if value is not None and not isinstance(value, str | dict):
+        raise ValueError("must be none, auto, required or an object with a type")
+    return value
+
+
+Input = Annotated[
+    Any,
+    BeforeValidator(_input),
+    WithJsonSchema(INPUT),
+]
+Tools = Annotated[
+    list[Any] | None,
+    BeforeValidator(_tools),
+    WithJsonSchema(TOOLS),
+]
+ToolChoice = Annotated[
+    Any,
+    BeforeValidator(_tool_choice),
+    WithJsonSchema(TOOL_CHOICE),
+]
+
+
+class StreamOptions(Strict):
+    """What a stream carries besides its events."""
+
+    include_obfuscation: bool | None = None
+
+
+class TextFormat(Strict):
+    """What form the answer has to have."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")] | None = None
+    description: str | None = None
+    schema_document: SchemaObject = Field(None, alias="schema")
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _fits_its_type(self) -> TextFormat:
+        if self.type == "json_schema" and (self.name is None or self.schema_document is None):
+            raise ValueError("of type json_schema needs a name and a schema")
+        if self.type != "json_schema" and (self.name or self.schema_document is not None):
+            raise ValueError("has a name or a schema, which belong to the type json_schema")
+        return self
+
+
+class TextOptions(Strict):
+    """The text of the answer."""
+
+    format: TextFormat | None = None
+    verbosity: Any = refused("say in the prompt how long the answer may be", "medium")
+
+    @model_validator(mode="after")
+    def _can_be_honoured(self) -> TextOptions:
+        refuse(self)
+        return self
+
+
+class ReasoningOptions(Strict):
+    """How the model thinks, and what is told of it."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    summary: Literal["auto", "detailed", "concise"] | None = None
+    generate_summary: Literal["auto", "detailed", "concise"] | None = None
+    context: Any = refused("templates of the models decide which reasoning they see again", "auto")
+    mode: Any = refused("there is one mode", "standard")
+
+    @property
+    def as_summary(self) -> bool:
+        """Whether reasoning is told as its summary."""
+        return (self.summary or self.generate_summary) is not None
+
+    @model_validator(mode="after")
+    def _can_be_honoured(self) -> ReasoningOptions:
+        refuse(self)
+        if "concise" in (self.summary, self.generate_summary):
+            raise ValueError("asks for a concise summary, but nobody here shortens reasoning; use auto or detailed")
+        return self
+
+
+class ContextFields(Strict):
+    """What of a request decides its prompt."""
+
+    model: str = Field(min_length=1)
+    input: Input = None
+    instructions: str | None = None
+    previous_response_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    tools: Tools = None
+    tool_choice: ToolChoice = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningOptions | None = None
+    text: TextOptions | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+
+    conversation: Any = refused("use previous_response_id, or send the whole conversation")
+
+    @model_validator(mode="after")
+    def _says_something(self) -> ContextFields:
+        if self.input is None and self.previous_response_id is None:
+            raise ValueError("input is missing")
+        return self
+
+
+class InputTokensRequest(ContextFields):
+    """POST /v1/responses/input_tokens."""
+
+    personality: Any = refused("say it in the instructions")
+
+    @model_validator(mode="after")
+    def _can_be_honoured(self) -> InputTokensRequest:
+        refuse(self)
+        return self
+
+
+class ResponsesRequest(ContextFields, EngineExtensions):
+    """POST /v1/responses."""
+
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_output_tokens: int | None = Field(None, ge=1, le=MAX_TOKEN_ID)
+    temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
+    top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    include: list[Includable] | None = Field(None, max_length=64, fail_fast=True)
+    metadata: Metadata | None = None
+    store: bool | None = None
+    top_k: int | None = Field(None, ge=-1, lt=2**31)
+    stop: StopStrings = ()
+
+    # Bookkeeping of OpenAI's own platform, without effect on the answer; prompt_cache_key and user may name a session.
+    max_tool_calls: int | None = Field(None, ge=1, le=MAX_TOKEN_ID)
+    service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast", "ultrafast"] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: Literal["in-memory", "in_memory", "24h"] | None = None
+    prompt_cache_options: JsonObject = None
+
+    background: Any = refused("answers are not made in the background; stream them", False)
+    prompt: Any = refused("no prompts are kept here; send the instructions")
+    context_management: Any = refused("nothing is compacted here; use truncation")
+    moderation: Any = refused("nothing is moderated here")
+    access_programs: Any = refused("there are no such programs here")
+    image: Any = refused("models here read text")
+
+    @property
+    def includes(self) -> frozenset[str]:
+        """What `include` names."""
+        return frozenset(self.include or ())
+
+    @property
+    def logprobs(self) -> int | None:
+        """Alternatives per token; None for no log-probabilities at all."""
+        if self.top_logprobs is None and "message.output_text.logprobs" not in self.includes:
+            return None
+        return self.top_logprobs or 0
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> ResponsesRequest:
+        refuse(self)
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options needs stream to be true")
+        return self

@@ -1,0 +1,103 @@
+"""A request of the Responses API as a chat."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from services.common.errors import SluiceError
+from services.gateway.apis.common.field_reader import Spelling
+from services.gateway.apis.openai.schemas import ChatCompletionRequest
+from services.gateway.apis.openai.translate import chat_request
+from services.gateway.apis.openai.validation import check
+from services.gateway.apis.responses.conversation import Conversation
+from services.gateway.apis.responses.schemas import ContextFields, ResponsesRequest, TextFormat
+from services.gateway.apis.responses.tools import Tools
+from services.gateway.core.request import GenerationRequest
+from services.gateway.http.body_budgets import BodyBudgets
+
+_NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format.json_schema.schema": "text.format.schema",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+    "chat_template_kwargs.reasoning_effort": "reasoning.effort",
+    "lora": "lora_path",
+    "engine_options": "vllm_xargs",
+}
+_SAME = ("temperature", "top_p", "top_k", "parallel_tool_calls")
+
+
+@dataclass(frozen=True, slots=True)
+class Translated:
+    """A generation and how its errors are put into the client's words."""
+
+    generation: GenerationRequest
+    spelling: Spelling
+
+
+def translate(
+    fields: ContextFields,
+    conversation: Conversation,
+    tools: Tools,
+    request_id: str,
+    budgets: BodyBudgets,
+    forces_calls: bool,
+) -> Translated:
+    """The chat that a request comes to.
+
+    Raises:
+        SluiceError: INVALID_ARGUMENT names what cannot be honoured, in the client's words.
+    """
+    logprobs = "top_logprobs" if getattr(fields, "top_logprobs", None) is not None else "include"
+    spelling = Spelling(
+        conversation.paths,
+        tools.paths,
+        {"function.name": "name", "function.parameters": "parameters"},
+        {**_NAMES, "logprobs": logprobs},
+    )
+    body = _chat(fields, conversation, tools)
+    try:
+        chat = check(ChatCompletionRequest, body, budgets)
+        return Translated(chat_request(body, chat, request_id, 1, budgets, forces_calls), spelling)
+    except SluiceError as error:
+        raise spelling.of(error) from None
+
+
+def _chat(fields: ContextFields, conversation: Conversation, tools: Tools) -> dict[str, Any]:
+    body: dict[str, Any] = {"model": fields.model, "messages": conversation.messages}
+    if tools.chat:
+        body["tools"] = list(tools.chat)
+    if tools.choice is not None:
+        body["tool_choice"] = tools.choice
+    if fields.text is not None and fields.text.format is not None:
+        body["response_format"] = _format(fields.text.format)
+    if fields.reasoning is not None and fields.reasoning.effort is not None:
+        body["reasoning_effort"] = fields.reasoning.effort
+    if isinstance(fields, ResponsesRequest):
+        body |= _sampling(fields)
+    return body
+
+
+def _sampling(fields: ResponsesRequest) -> dict[str, Any]:
+    body = {name: value for name in _SAME if (value := getattr(fields, name)) is not None}
+    if fields.max_output_tokens is not None:
+        body["max_completion_tokens"] = fields.max_output_tokens
+    if fields.stop:
+        body["stop"] = list(fields.stop)
+    if fields.logprobs is not None:
+        body |= {"logprobs": True, "top_logprobs": fields.logprobs}
+    return {**body, **fields.extensions()}
+
+
+def _format(form: TextFormat) -> dict[str, Any]:
+    if form.type != "json_schema":
+        return {"type": form.type}
+    named: dict[str, Any] = {"name": form.name, "schema": form.schema_document}
+    if form.description is not None:
+        named["description"] = form.description
+    if form.strict is not None:
+        named["strict"] = form.strict
+    return {"type": "json_schema", "json_schema": named}

@@ -1,0 +1,49 @@
+"""`truncation: auto`: the oldest turns of a conversation that does not fit are left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from services.common.errors import SluiceError
+from services.gateway.apis.responses.conversation import Conversation
+from services.gateway.core.request import GenerationRequest
+from services.gateway.pipeline.models import Pipelines
+
+
+async def fitted(
+    pipelines: Pipelines,
+    chat: Conversation,
+    reserved: int,
+    translated: Callable[[Conversation], GenerationRequest],
+) -> Conversation:
+    """The conversation with as many of its newest turns as fit; the last turn stays, whether it fits or not.
+
+    Asks preprocess once for a conversation that fits, else about log2(turns) times more.
+
+    Args:
+        reserved: tokens of the context that the answer gets.
+        translated: a conversation as a generation.
+    """
+    starts = chat.turn_starts()
+    if len(starts) == 1 or await _fits(pipelines, translated(chat), reserved):
+        return chat
+    too_few, enough = 0, len(starts) - 1
+    while enough - too_few > 1:
+        middle = (too_few + enough) // 2
+        if await _fits(pipelines, translated(chat.without_oldest(middle)), reserved):
+            enough = middle
+        else:
+            too_few = middle
+    return chat.without_oldest(enough)
+
+
+async def _fits(pipelines: Pipelines, generation: GenerationRequest, reserved: int) -> bool:
+    entry = pipelines.catalogue.model(generation.model)
+    try:
+        prompt = await pipelines.preprocess.tokenize(entry.model, generation.prompt, 0, "", "")
+    except SluiceError as error:
+        if error.code == "prompt_too_large":
+            return False
+        raise
+    context = min((limit for limit in (entry.context_length, prompt.context_length) if limit), default=0)
+    return not context or prompt.length + reserved <= context

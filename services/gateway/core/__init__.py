@@ -1,0 +1,1 @@
+"""The gateway's domain types, which import nothing of the gateway above them."""

@@ -1,0 +1,1 @@
+"""The ASGI middleware of the gateway, listed in its order in `services.gateway.app`."""

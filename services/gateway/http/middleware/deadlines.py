@@ -1,0 +1,45 @@
+"""The deadline of each HTTP request, from its headers and the settings."""
+
+from __future__ import annotations
+
+from math import inf
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from services.common.errors import SluiceError
+from services.gateway.core import deadlines
+from services.gateway.http.errors import error_response
+
+_MS = deadlines.TIMEOUT_MS_HEADER.encode()
+_GRPC = deadlines.GRPC_TIMEOUT_HEADER.encode()
+
+
+class RequestDeadlines:
+    """Begins every request's deadline before anything else is done for it.
+
+    Args:
+        longest_s: for requests that give themselves more or say nothing; 0 for no limit.
+    """
+
+    def __init__(self, app: ASGIApp, longest_s: float) -> None:
+        self._app = app
+        self._longest_s = longest_s or inf
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            try:
+                deadlines.begin(min(self._asked_s(scope), self._longest_s))
+            except SluiceError as error:
+                await error_response(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _asked_s(self, scope: Scope) -> float:
+        """The shorter one, when both headers are there."""
+        asked_s = inf
+        for name, value in scope["headers"]:
+            if name == _MS:
+                asked_s = min(asked_s, deadlines.parse_timeout_ms(value.decode("latin-1").strip()))
+            elif name == _GRPC:
+                asked_s = min(asked_s, deadlines.parse_grpc_timeout(value.decode("latin-1").strip()))
+        return asked_s

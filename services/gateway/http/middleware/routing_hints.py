@@ -1,0 +1,83 @@
+"""Where a request asks to run, in the headers of several schedulers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from services.common.errors import SluiceError, invalid
+from services.gateway.core import routing_hints as directions
+from services.gateway.core.routing_hints import MOST_RANKS, NOWHERE, Directions
+from services.gateway.http.errors import error_response
+
+# Of each, the first header that is there counts: ours, Dynamo's, its older form, llm-d's or vLLM's, the Gateway API's.
+WORKER = ("x-sluice-worker", "x-dynamo-worker-instance-id", "x-worker-instance-id", "x-data-parallel-host-port")
+ENDPOINT = "x-gateway-destination-endpoint"
+PREFILL = (
+    "x-sluice-prefill-worker",
+    "x-dynamo-prefill-instance-id",
+    "x-prefill-instance-id",
+    "x-prefiller-host-port",
+)
+RANK = ("x-sluice-dp-rank", "x-dynamo-dp-rank", "x-dp-rank", "x-data-parallel-rank")
+PREFILL_RANK = ("x-sluice-prefill-dp-rank", "x-dynamo-prefill-dp-rank", "x-prefill-dp-rank")
+SUBSET = "x-gateway-destination-endpoint-subset"
+_PARTS = {"workers": WORKER, "endpoints": (ENDPOINT,), "prefill": PREFILL, "rank": RANK, "prefill_rank": PREFILL_RANK}
+HEADERS = {name.encode(): name for name in (*WORKER, ENDPOINT, *PREFILL, *RANK, *PREFILL_RANK, SUBSET)}
+"""Names of all of them, as ASGI has them and as text."""
+
+
+def of_headers(headers: Mapping[str, str]) -> Directions:
+    """Returns what the headers say; SluiceError(INVALID_ARGUMENT) for a rank that cannot be one."""
+    sources = {}
+    for part, names in _PARTS.items():
+        if (found := next((name for name in names if headers.get(name)), None)) is not None:
+            sources[part] = found
+
+    def listed(part: str) -> tuple[str, ...]:
+        return _split(headers[sources[part]]) if part in sources else ()
+
+    subset = headers.get(SUBSET)
+    return Directions(
+        workers=listed("workers"),
+        endpoints=listed("endpoints"),
+        prefill=listed("prefill"),
+        rank=_rank(headers, sources.get("rank")),
+        prefill_rank=_rank(headers, sources.get("prefill_rank")),
+        subset=None if subset is None else _split(subset),
+        sources=sources,
+    )
+
+
+class RequestDirections:
+    """Reads the directions of every request before anything else is done for it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            found = {HEADERS[name]: value for name, value in scope["headers"] if name in HEADERS}
+            said = NOWHERE
+            if found:
+                try:
+                    said = of_headers({name: value.decode("latin-1").strip() for name, value in found.items()})
+                except SluiceError as error:
+                    await error_response(error)(scope, receive, send)
+                    return
+            directions.begin(said)
+        await self._app(scope, receive, send)
+
+
+def _split(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _rank(headers: Mapping[str, str], name: str | None) -> int | None:
+    if name is None:
+        return None
+    text = headers[name]
+    if not (text.isascii() and text.isdigit() and len(text) <= 5 and int(text) < MOST_RANKS):
+        raise invalid(f"The header {name} must be a data-parallel rank from 0.", param=name, code="invalid_value")
+    return int(text)

@@ -1,0 +1,82 @@
+"""The paths of the live view; all of them only read.
+
+The page and its files hold no data and need no key. What the suite does comes from `DATA`, which needs the scope
+`operate` (`http/scoped.py`): it shows the requests of every tenant.
+"""
+
+from __future__ import annotations
+
+import orjson
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response, StreamingResponse
+
+from services.common.errors import not_found, shortened
+from services.gateway.live_view.files import HEADERS, page_files
+from services.gateway.live_view.view import LiveView
+
+PAGE = "/ui"
+DATA = "/ui/data"
+
+
+def add_live_view(app: FastAPI, view: LiveView | None) -> None:
+    """Serves the page; without a view its paths say that it is switched off."""
+    if view is None:
+        _add_absence(app)
+    else:
+        _add_page(app)
+        _add_data(app, view)
+
+
+def _add_absence(app: FastAPI) -> None:
+    async def off(request: Request) -> Response:
+        raise not_found("The live view is switched off; start the gateway with --ui.", code="ui_off")
+
+    for path in (PAGE, PAGE + "/{rest:path}"):
+        app.add_api_route(path, off, include_in_schema=False)
+
+
+def _add_page(app: FastAPI) -> None:
+    files = page_files()
+
+    async def page(request: Request) -> Response:
+        return RedirectResponse("ui/", 308)  # relative: a proxy may have put something before it
+
+    async def file(request: Request) -> Response:
+        name = request.path_params.get("name", "index.html")
+        found = files.get(name)
+        if found is None:
+            raise not_found(f"There is no {shortened(request.url.path)} here.")
+        headers = {**HEADERS, "etag": found.etag}
+        if request.headers.get("if-none-match") == found.etag:
+            return Response(status_code=304, headers=headers)
+        return Response(found.body, headers=headers, media_type=found.media_type)
+
+    app.add_api_route(PAGE, page, include_in_schema=False)
+    app.add_api_route(PAGE + "/{name}", file, include_in_schema=False)
+    app.add_api_route(PAGE + "/", file, include_in_schema=False)
+
+
+def _add_data(app: FastAPI, view: LiveView) -> None:
+    async def stream(request: Request) -> Response:
+        headers = {**HEADERS, "cache-control": "no-store", "x-accel-buffering": "no"}
+        return StreamingResponse(view.events(), headers=headers, media_type="text/event-stream")
+
+    async def state(request: Request) -> Response:
+        return _json(await view.snapshot())
+
+    async def one_request(request: Request) -> Response:
+        found = view.request(request.path_params["request_id"])
+        if found is None:
+            raise not_found("This request is not over yet, or was too long ago.", code="request_not_found")
+        return _json(found)
+
+    app.add_api_route(DATA + "/stream", stream, include_in_schema=False)
+    app.add_api_route(DATA + "/state", state, include_in_schema=False)
+    app.add_api_route(DATA + "/requests/{request_id}", one_request, include_in_schema=False)
+
+
+def _json(value: object) -> Response:
+    return Response(
+        orjson.dumps(value), headers={**HEADERS, "cache-control": "no-store"}, media_type="application/json"
+    )

@@ -1,0 +1,95 @@
+"""The gateway's parts, wrapped so that a ledger hears of what passes through them; without one they are as ever."""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import Any
+
+from services.common.errors import SluiceError
+from services.gateway.clients.preprocess import PreprocessClient
+from services.gateway.clients.router import RouterClient
+from services.gateway.core.request import Finish, Route, Tokenized
+from services.gateway.live_view.request_history import Ledger, PromptTimes, prompt_times
+from services.gateway.live_view.routing_explanations import Explanations
+from services.gateway.streams.manager import Switchboard
+from services.gateway.streams.stream import LiveStream
+
+
+class WatchedPreprocess(PreprocessClient):
+    """Says how long prompts take, and whether they fail."""
+
+    ledger: Ledger | None = None
+
+    async def tokenize(self, *args: Any, **more: Any) -> Tokenized:
+        """As the client's own."""
+        if self.ledger is None:
+            return await super().tokenize(*args, **more)
+        times = PromptTimes(perf_counter())
+        prompt_times.set(times)
+        try:
+            return await super().tokenize(*args, **more)
+        except SluiceError as error:
+            _note(self.ledger, "preprocess", error)
+            raise
+        finally:
+            self.ledger.totals.tokenized += 1
+            times.answered = perf_counter()
+
+
+class WatchedRouter(RouterClient):
+    """Counts decisions, and has one of them explained now and then."""
+
+    ledger: Ledger | None = None
+    explanations: Explanations | None = None
+
+    async def route(self, request_id: str, *args: Any, **more: Any) -> Route:
+        """As the client's own."""
+        if self.ledger is None or self.explanations is None:
+            return await super().route(request_id, *args, **more)
+        self.ledger.totals.decisions += 1
+        try:
+            route = await super().route(request_id, *args, **more, explain=self.explanations.wanted())
+        except SluiceError as error:
+            _note(self.ledger, "router", error)
+            raise
+        if route.scores:
+            self.explanations.keep(request_id, route)
+        return route
+
+
+class WatchedSwitchboard(Switchboard):
+    """Tells when streams begin and how they end."""
+
+    ledger: Ledger | None = None
+
+    def connect(self, *args: Any, **more: Any) -> LiveStream:
+        """As the switchboard's own."""
+        stream = super().connect(*args, **more)
+        if self.ledger is not None and stream.worker is not None:
+            self.ledger.began(stream, stream.worker.worker_id)
+        return stream
+
+    def cancel(self, stream: LiveStream) -> None:
+        """As the switchboard's own."""
+        if self.ledger is not None:
+            self.ledger.over(stream, "cancelled")
+        super().cancel(stream)
+
+    def give_up(self, stream: LiveStream, error: SluiceError) -> None:
+        """As the switchboard's own."""
+        if self.ledger is not None:
+            self.ledger.over(stream, error.code or error.kind.name.lower())
+        super().give_up(stream, error)
+
+    def on_finished(self, stream: LiveStream, finish: Finish) -> None:
+        """As the switchboard's own."""
+        live = stream.slot in self._streams
+        super().on_finished(stream, finish)
+        if self.ledger is not None and live:
+            self.ledger.over(stream, "finished")
+
+
+def _note(ledger: Ledger, service: str, error: SluiceError) -> None:
+    """Counts what is the service's fault, not the caller's."""
+    if error.http_status >= 500:
+        ledger.troubled[service] += 1

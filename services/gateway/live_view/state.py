@@ -1,0 +1,124 @@
+"""What the page shows, as JSON: the whole of it once, then what changed."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from services.gateway.live_view.rates import RateMeter, Rates
+from services.gateway.live_view.request_history import Finished, Ledger
+from services.gateway.live_view.routing_explanations import Explanation, Explanations
+from services.gateway.live_view.worker_table import Board, Row
+
+SHOWN_REQUESTS = 40
+DEGRADED_OVER_S = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """The replicas of one service.
+
+    Attributes:
+        serving: their addresses.
+        away: addresses that should serve and do not.
+        troubled: calls that failed in the last second.
+    """
+
+    serving: Sequence[str]
+    away: Sequence[str] = ()
+    troubled: int = 0
+
+
+class State:
+    """Collects a second of news and writes it down."""
+
+    def __init__(
+        self, ledger: Ledger, meter: RateMeter, board: Board, explanations: Explanations, version: str
+    ) -> None:
+        self._ledger = ledger
+        self._meter = meter
+        self._board = board
+        self._explanations = explanations
+        self._version = version
+        self._number = 0
+        self._nodes: dict[str, Node] = {}
+        self._rows: dict[str, Row] = {}
+        self._explained: Explanation | None = None
+        self._degraded: deque[Counter[str]] = deque(maxlen=DEGRADED_OVER_S)
+        self._said_degraded: dict[str, int] = {}
+        self._models: list[str] = []
+
+    def whole(self) -> dict[str, Any]:
+        """Everything there is to show."""
+        return {
+            "n": self._number,
+            "unix_ms": int(time.time() * 1000),
+            "version": self._version,
+            "models": self._models,
+            "nodes": self._nodes,
+            "rates": self._meter.history[-1] if self._meter.history else Rates(),
+            "history": _columns(self._meter.history),
+            "workers": list(self._rows.values()),
+            "hidden_workers": len(self._board.rows) - len(self._rows),
+            "requests": list(self._ledger.recent)[-SHOWN_REQUESTS:],
+            "degraded": self._said_degraded,
+            "why": self._explained,
+        }
+
+    def whole_event(self) -> bytes:
+        """The same as an event of the stream."""
+        return b"event: whole\ndata: " + orjson.dumps(self.whole()) + b"\n\n"
+
+    def next_event(self, nodes: Mapping[str, Node], models: list[str], live: int, elapsed_s: float) -> bytes:
+        """What changed since the last call."""
+        self._number += 1
+        delta: dict[str, Any] = {"n": self._number, "unix_ms": int(time.time() * 1000)}
+        self._ledger.meter()
+        delta["rates"] = self._meter.sample(self._ledger.totals, live, elapsed_s)
+        delta |= self._changed_nodes(nodes, models) | self._changed_rows() | self._changed_degraded()
+        fresh: list[Finished] = self._ledger.take_fresh()
+        if fresh:
+            delta["requests"] = fresh
+        if self._explanations.last is not self._explained:
+            delta["why"] = self._explained = self._explanations.last
+        return b"data: " + orjson.dumps(delta) + b"\n\n"
+
+    def _changed_nodes(self, nodes: Mapping[str, Node], models: list[str]) -> dict[str, Any]:
+        changed: dict[str, Any] = {}
+        if nodes != self._nodes:
+            changed["nodes"] = self._nodes = dict(nodes)
+        if models != self._models:
+            changed["models"] = self._models = models
+        return changed
+
+    def _changed_rows(self) -> dict[str, Any]:
+        before, self._rows = self._rows, self._board.shown()
+        rows = [row for worker_id, row in self._rows.items() if before.get(worker_id) != row]
+        gone = [worker_id for worker_id in before if worker_id not in self._rows]
+        changed: dict[str, Any] = {"workers": rows} if rows else {}
+        if gone:
+            changed["left"] = gone
+        hidden = len(self._board.rows) - len(self._rows)
+        return changed | {"hidden_workers": hidden} if hidden else changed
+
+    def _changed_degraded(self) -> dict[str, Any]:
+        self._degraded.append(self._ledger.take_degraded())
+        total: Counter[str] = Counter()
+        for counted in self._degraded:
+            total.update(counted)
+        if total == self._said_degraded:
+            return {}
+        self._said_degraded = dict(total)
+        return {"degraded": self._said_degraded}
+
+
+def _columns(history: Sequence[Rates] | deque[Rates]) -> dict[str, list[float]]:
+    """What the page draws as a line over time."""
+    return {
+        name: [getattr(rates, name) for rates in history] for name in ("requests", "output_tokens", "live", "failed")
+    }

@@ -1,0 +1,127 @@
+"""The live view of one gateway: looks once a second and tells everybody who watches."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from time import monotonic
+from typing import Any
+
+from services.common.errors import SluiceError
+from services.gateway.live_view.feed import Feed
+from services.gateway.live_view.observers import WatchedPreprocess, WatchedRouter, WatchedSwitchboard
+from services.gateway.live_view.rates import RateMeter
+from services.gateway.live_view.request_history import Finished, Ledger
+from services.gateway.live_view.routing_explanations import Explanations
+from services.gateway.live_view.state import Node, State
+from services.gateway.live_view.worker_table import Board, LinkState
+from services.gateway.workers.connections import Fleet
+from services.gateway.workers.overview import WorkerState, worker_states
+from services.gateway.workers.registry import Catalogue
+from sluice import __version__
+
+log = logging.getLogger(__name__)
+
+EVERY_S = 1.0
+ASK_S = 0.8
+
+
+class LiveView:
+    """Makes the gateway's parts tell what passes through them. While nobody looks the router is asked nothing.
+
+    Args:
+        most_viewers: pages open at once; more are refused.
+    """
+
+    def __init__(
+        self,
+        preprocess: WatchedPreprocess,
+        router: WatchedRouter,
+        switchboard: WatchedSwitchboard,
+        catalogue: Catalogue,
+        fleet: Fleet,
+        most_viewers: int,
+    ) -> None:
+        self._preprocess = preprocess
+        self._router = router
+        self._switchboard = switchboard
+        self._catalogue = catalogue
+        self._fleet = fleet
+        self._ledger = preprocess.ledger = router.ledger = switchboard.ledger = Ledger()
+        self._board = Board(self._ledger)
+        self._feed = Feed(most_viewers, lambda: self._state.whole_event())
+        explanations = router.explanations = Explanations(lambda: self._feed.viewers > 0)
+        self._state = State(self._ledger, RateMeter(), self._board, explanations, __version__)
+        self._looked_at = monotonic()
+        self._told: Sequence[WorkerState] = ()
+        self._looked = asyncio.Event()
+        self._waiting = 0
+
+    async def run(self) -> None:
+        """Looks until cancelled."""
+        while True:
+            await asyncio.sleep(EVERY_S)
+            if self._feed.viewers or self._waiting:
+                await self._ask()
+            self._look()
+
+    def events(self) -> AsyncIterator[bytes]:
+        """One viewer's stream; SluiceError when there are too many."""
+        return self._feed.join()
+
+    async def snapshot(self) -> dict[str, Any]:
+        """Everything there is to show, after the next look: asking often costs no more looks."""
+        self._waiting += 1
+        try:
+            await self._looked.wait()
+        finally:
+            self._waiting -= 1
+        return self._state.whole()
+
+    def request(self, request_id: str) -> Finished | None:
+        """One of the last requests, by the id of its answer."""
+        return next((one for one in reversed(self._ledger.recent) if one.id == request_id), None)
+
+    def close(self) -> None:
+        """Ends every stream."""
+        self._feed.close()
+        self._looked.set()
+
+    async def _ask(self) -> None:
+        try:
+            self._told = await worker_states(self._router.replicas, ASK_S)
+        except SluiceError as error:
+            log.debug("the router does not say how workers are: %s", error.message)
+
+    def _look(self) -> None:
+        now = monotonic()
+        elapsed_s, self._looked_at = max(now - self._looked_at, 0.05), now
+        links = self._links()
+        self._board.update(links, [state for state in self._told if state.id in links or state.draining], elapsed_s)
+        troubled = self._ledger.take_troubled()
+        nodes = {
+            name: Node(sorted(replica.address for replica in replicas.serving), replicas.away, troubled[name])
+            for name, replicas in (
+                ("preprocess", self._preprocess.replicas),
+                ("router", self._router.replicas),
+                ("postprocess", self._fleet.postprocess),
+            )
+        }
+        models = list(self._catalogue.models)
+        self._feed.publish(self._state.next_event(nodes, models, self._switchboard.live, elapsed_s))
+        looked, self._looked = self._looked, asyncio.Event()
+        looked.set()
+
+    def _links(self) -> dict[str, LinkState]:
+        links = {}
+        for worker_id, entry in self._catalogue.workers.items():
+            link = self._fleet.find(worker_id)
+            links[worker_id] = LinkState(
+                address=entry.address,
+                model=entry.model,
+                connected=link is not None and link.connected,
+                sound=link is None or link.breaker.closed,
+                live=0 if link is None else link.live,
+            )
+        return links

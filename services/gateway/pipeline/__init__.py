@@ -1,0 +1,1 @@
+"""The stages between a request and its stream: which run, in which order, and how plugins join them."""

@@ -1,0 +1,87 @@
+"""Puts the stages together that a PipelineConfig describes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from services.gateway.clients.preprocess import PreprocessClient
+from services.gateway.core.request import GenerationRequest, Tokenized
+from services.gateway.pipeline.config import PipelineConfig
+from services.gateway.pipeline.engine_preprocessing import EngineTokenizing
+from services.gateway.pipeline.plugins import Hooks
+from services.gateway.pipeline.postprocess_plugin import OwnTextLink
+from services.gateway.pipeline.stages import Components, PlaceStage, TokenizeStage
+from services.gateway.placement.direct import DirectPlacement
+from services.gateway.placement.selector import Placement
+from services.gateway.streams.disaggregation import DisaggOrchestrator, DisaggRules
+from services.gateway.streams.migration import Migrator
+from services.gateway.workers.registry import WorkerEntry
+
+
+class Stages(NamedTuple):
+    """Who does what.
+
+    Attributes:
+        placement: finds workers for what runs.
+        router_asking: says who would be chosen.
+        migrator: moves generations whose worker is lost.
+        pairs: conducts generations that two workers share.
+        text: the link to a stage of the operator's that makes the text; None: it is made elsewhere.
+        own: the operator's stages.
+    """
+
+    tokenizing: TokenizeStage
+    placement: PlaceStage
+    router_asking: Placement
+    migrator: Migrator
+    pairs: DisaggOrchestrator
+    text: OwnTextLink | None
+    own: tuple[object, ...]
+
+
+class FrontendTokenizing:
+    """Asks the preprocess services."""
+
+    def __init__(self, preprocess: PreprocessClient) -> None:
+        self._preprocess = preprocess
+
+    async def tokenize(self, request: GenerationRequest, worker: WorkerEntry) -> Tokenized:
+        """See TokenizeStage."""
+        return await self._preprocess.tokenize(
+            request.model, request.prompt, worker.block_size, request.lora, request.cache_salt
+        )
+
+
+def assembled(config: PipelineConfig, components: Components) -> Stages:
+    """Returns the stages of a configuration.
+
+    Raises:
+        ValueError: a stage of the operator's cannot take the place it is to have.
+    """
+    hooks = Hooks(config, components)
+    rules = DisaggRules(config.disaggregation, config.disagg_min_tokens)
+    asking = Placement(
+        components.router, components.catalogue, components.fleet, components.tasks, components.route_timeout_s, rules
+    )
+    if hooks.route is not None:
+        asking.own_route = hooks.route.route
+    placement: PlaceStage = asking
+    if hooks.place is not None:
+        placement = hooks.place
+    elif config.routing == "direct":
+        placement = DirectPlacement(components.catalogue, components.fleet, rules.mode != "off")
+    tokenizing: TokenizeStage = FrontendTokenizing(components.preprocess)
+    if config.preprocessing == "engine":
+        tokenizing = EngineTokenizing()
+    board, parts = components.switchboard, components
+    policy = replace(parts.migration, enabled=config.migration)
+    return Stages(
+        hooks.tokenize or tokenizing,
+        placement,
+        asking,
+        Migrator(policy, placement, parts.catalogue, parts.fleet, board, parts.metrics, parts.tasks),
+        DisaggOrchestrator(rules, parts.catalogue, parts.fleet, board, parts.metrics, config.migration),
+        None if hooks.postprocess is None else OwnTextLink(hooks.postprocess, board),
+        hooks.all,
+    )

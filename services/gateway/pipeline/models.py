@@ -1,0 +1,204 @@
+"""One pipeline for each configuration, and the stages that learn when a model appears and when it has left.
+
+Most gateways have one pipeline for all models; a model with a configuration of its own has its own. A stage or a
+handler may have `async on_model(worker)` and `async on_model_removed(name)`: the first is awaited before any request of
+the model reaches the stage, the second is called when no worker has served the model for the grace period.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from time import monotonic
+from typing import Any, cast
+
+from services.common.errors import SluiceError, unavailable
+from services.common.tasks import TaskOwner
+from services.gateway.clients.postprocess_link import PostLink
+from services.gateway.clients.preprocess import PreprocessClient
+from services.gateway.clients.worker_link import WorkerLink
+from services.gateway.core.request import GenerationRequest
+from services.gateway.pipeline.config import PipelineConfig
+from services.gateway.pipeline.pipeline import Pipeline, build_pipeline, named
+from services.gateway.pipeline.stages import Components
+from services.gateway.streams.stream import LiveStream
+from services.gateway.workers.registry import Catalogue
+
+log = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 1.0
+SET_UP_AGAIN_S = 5.0
+GRACE_S = 300.0
+
+
+class Pipelines:
+    """The pipelines of a gateway, by model.
+
+    Args:
+        config: what is done where, for all models and for single ones.
+        components: the parts of this process.
+        grace_s: how long the stages keep what they have for a model without workers, seconds.
+        on_removed: called with the name of a model after that time.
+        set_up_s: longest wait of a request for `on_model`, seconds.
+
+    Raises:
+        SluiceError: FAILED_PRECONDITION with a sentence about what to change.
+    """
+
+    def __init__(
+        self,
+        config: PipelineConfig,
+        components: Components,
+        grace_s: float = GRACE_S,
+        on_removed: Sequence[Callable[[str], None]] = (),
+        set_up_s: float = 15.0,
+    ) -> None:
+        self.config = config
+        self.catalogue: Catalogue = components.catalogue
+        self.preprocess: PreprocessClient = components.preprocess
+        self._every = build_pipeline(config, components)
+        self._of_model = {name: build_pipeline(own, components) for name, own in config.models.items()}
+        self._models = {
+            pipeline: ModelLifecycle(_listeners(pipeline), self.catalogue, components.tasks, set_up_s)
+            for pipeline in self.all
+        }
+        for pipeline, models in self._models.items():
+            pipeline.model_ready = models.ready
+        self._grace_s = grace_s
+        self._on_removed = on_removed
+        self._left_at: dict[str, float] = {}
+        self._connect(components)
+
+    @property
+    def all(self) -> list[Pipeline]:
+        """Every pipeline once."""
+        return [self._every, *self._of_model.values()]
+
+    def of(self, model: str) -> Pipeline:
+        """The pipeline of a model, or of a LoRA adapter's model."""
+        if not self._of_model:
+            return self._every
+        found = self._of_model.get(model)
+        if found is None and (workers := self.catalogue.of_model(model)):
+            found = self._of_model.get(workers[0].model)
+        return found or self._every
+
+    def named(self, request: GenerationRequest) -> GenerationRequest:
+        """See `pipeline.named`."""
+        return named(request, self.catalogue)
+
+    def _connect(self, components: Components) -> None:
+        """Installs what becomes of a stream, by its model, where streams are kept."""
+        board = components.switchboard
+
+        def migrate(stream: LiveStream, worker: WorkerLink, error: SluiceError) -> bool:
+            return self.of(stream.model).stages.migrator.take_over(stream, worker, error)
+
+        def rescue(stream: LiveStream, worker: WorkerLink, error: SluiceError) -> SluiceError | None:
+            return self.of(stream.model).stages.pairs.rescue(stream, worker, error)
+
+        def hand_over(stream: LiveStream, handoff: bytes) -> None:
+            self.of(stream.model).stages.pairs.hand_over(stream, handoff)
+
+        board.migrate, board.rescue, board.hand_over = migrate, rescue, hand_over
+        components.fleet.makes_text = any(config.replicas_make_text for config in self.config.all)
+        if any(pipeline.stages.text is not None for pipeline in self.all):
+            board.texts.custom = lambda model: cast("PostLink | None", self.of(model).stages.text)
+
+    async def run(self) -> None:
+        """Sets stages up for models that appear and removes models that have left, until cancelled."""
+        while True:
+            self.look()
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    def look(self) -> None:
+        """Compares the models that are served with those the stages have."""
+        now, served = monotonic(), self.catalogue.models
+        for name in served:
+            self._left_at[name] = now + self._grace_s
+            self._models[self.of(name)].begin(name)
+        for name in [name for name, due in self._left_at.items() if due <= now]:
+            del self._left_at[name]
+            log.info("a model has left", extra={"model": name})
+            self._models[self.of(name)].remove(name)
+            for removed in self._on_removed:
+                removed(name)
+
+
+class ModelLifecycle:
+    """Calls the listeners of one pipeline for each model, once when it appears and once when it has left.
+
+    Args:
+        listeners: stages and handlers with `on_model`, `on_model_removed`, or both.
+        set_up_s: longest wait of a request, seconds.
+    """
+
+    def __init__(self, listeners: Sequence[Any], catalogue: Catalogue, tasks: TaskOwner, set_up_s: float) -> None:
+        self._listeners = listeners
+        self._catalogue = catalogue
+        self._tasks = tasks
+        self._set_up_s = set_up_s
+        self._set_up: dict[str, asyncio.Task[bool]] = {}
+        self._again_at: dict[str, float] = {}
+
+    async def ready(self, model: str) -> None:
+        """Returns when every listener has been set up for a model that is served.
+
+        Raises:
+            SluiceError: UNAVAILABLE while a listener is not, or could not be, set up.
+        """
+        if not self._listeners:
+            return
+        self.begin(model)
+        setting_up = self._set_up.get(model)
+        if setting_up is not None:
+            done, _ = await asyncio.wait((setting_up,), timeout=self._set_up_s)
+            if done and setting_up.result():
+                return
+        raise unavailable(
+            f"A stage of this gateway is not set up for model {model!r}; the gateway's log has the details.",
+            code="stage_unavailable",
+        )
+
+    def begin(self, model: str) -> None:
+        """Starts to set a model up, unless it is set up, under way, or has failed a moment ago."""
+        if not self._listeners or model not in self._catalogue.models:
+            return
+        before = self._set_up.get(model)
+        failed = before is not None and before.done() and not before.result()
+        if before is None or (failed and monotonic() >= self._again_at.get(model, 0.0)):
+            worker = self._catalogue.models[model]
+            self._set_up[model] = self._tasks.spawn(self._call_each("on_model", model, worker), f"on-model-{model}")
+
+    def remove(self, model: str) -> None:
+        """The model has left."""
+        self._again_at.pop(model, None)
+        before = self._set_up.pop(model, None)
+        if before is not None:
+            self._tasks.spawn(self._after(before, model), f"on-model-removed-{model}")
+
+    async def _after(self, before: asyncio.Task[bool], model: str) -> None:
+        await asyncio.wait((before,))
+        await self._call_each("on_model_removed", model, model)
+
+    async def _call_each(self, method: str, model: str, argument: object) -> bool:
+        """Whether none of the listeners raised; what one raises is logged and keeps the others from nothing."""
+        fine = True
+        for listener in self._listeners:
+            call: Callable[[object], Awaitable[None]] | None = getattr(listener, method, None)
+            if call is None:
+                continue
+            try:
+                await call(argument)
+            except Exception:
+                fine = False
+                log.exception("%s.%s failed", type(listener).__name__, method, extra={"model": model})
+        if not fine:
+            self._again_at[model] = monotonic() + SET_UP_AGAIN_S
+        return fine
+
+
+def _listeners(pipeline: Pipeline) -> list[Any]:
+    candidates: Iterable[object] = (pipeline, *pipeline.stages.own)
+    return [one for one in candidates if hasattr(one, "on_model") or hasattr(one, "on_model_removed")]

@@ -1,0 +1,1 @@
+"""Running generations: forwarding of tokens and text, migration, disaggregation, and the watchdog."""

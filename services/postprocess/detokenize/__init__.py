@@ -1,0 +1,1 @@
+"""Vocabularies and detokenizers: token ids to text."""

@@ -1,0 +1,1 @@
+"""The child process that runs parsers which are not Sluice's own, and its client."""

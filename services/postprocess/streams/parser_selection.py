@@ -1,0 +1,146 @@
+"""Which parsers a stream needs, from its options and its model."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from typing import Any
+
+from services.common.errors import SluiceError, invalid, quoted
+from services.postprocess.detokenize.detokenizer import TAIL_AT_MOST
+from services.postprocess.detokenize.vocabulary import Vocabulary
+from services.postprocess.parsers.base import ParserContext
+from services.postprocess.parsers.calls import NOT_CHOSEN
+from services.postprocess.parsers.engines import engine_of
+from services.postprocess.parsers.registry import AUTO, NONE, ParserNames, Registry
+from services.postprocess.streams.stream import Limits, StreamOptions
+
+NO_PARSER = "tool_parser_unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a stream is parsed.
+
+    Attributes:
+        names: empty ones for a stream that is plain text.
+        context: for the parser.
+        degraded: why a parser that was asked for is not there; empty for none.
+    """
+
+    names: ParserNames
+    context: ParserContext
+    degraded: str = ""
+
+
+_PLAIN = Plan(ParserNames(), ParserContext())
+
+
+def plan_of(options: StreamOptions, vocabulary: Vocabulary, registry: Registry, limits: Limits, identity: str) -> Plan:
+    """What the options come to.
+
+    Args:
+        identity: of the stream; ids of its tool calls are made of it.
+
+    Raises:
+        SluiceError: INVALID_ARGUMENT for an unknown parser, and for tools or a tool_choice that are none.
+    """
+    if not options.tool_parser and not options.reasoning_parser and not options.tools_json:
+        return _PLAIN
+    names = ParserNames(options.tool_parser, options.reasoning_parser)
+    registry.check(names)
+    tools = _tools(options.tools_json, limits)
+    choice = _choice(options.tool_choice_json)
+    names = _resolve(names, bool(tools), vocabulary)
+    if choice == NONE or options.guided:
+        names = replace(names, tool="")
+    only = choice if choice not in ("", AUTO, NONE, "required") else ""
+    calls = choice != NONE and not options.guided
+    context = ParserContext(
+        tools=tools,
+        required=calls and choice == "required",
+        only=only.removeprefix(_NAMED),
+        single=options.single_tool_call,
+        guided=options.guided,
+        prompt_tail=_tail(options, vocabulary) if names.reasoning or names.tool else "",
+        identity=identity,
+        prompt_ids=options.prompt_tail,
+        template_kwargs=_kwargs(options.template_kwargs_json),
+        source=vocabulary.source,
+    )
+    wanted = calls and bool(options.tool_parser) and bool(tools) and options.tool_parser != NONE
+    degraded = NO_PARSER if wanted and not names.tool else ""
+    return Plan(names, context, NOT_CHOSEN if degraded and (only or context.required) else degraded)
+
+
+def _resolve(names: ParserNames, tools: bool, vocabulary: Vocabulary) -> ParserNames:
+    tool = "" if names.tool == NONE else names.tool
+    reasoning = "" if names.reasoning == NONE else names.reasoning
+    if tool == AUTO:
+        tool = vocabulary.parsers.tool if tools else ""
+    if reasoning == AUTO:
+        reasoning = vocabulary.parsers.reasoning
+        if tool and engine_of(tool) != engine_of(reasoning):
+            reasoning = ""
+    return ParserNames(tool, reasoning)
+
+
+def _tools(tools_json: bytes, limits: Limits) -> tuple[dict[str, Any], ...]:
+    if not tools_json:
+        return ()
+    if len(tools_json) > limits.max_tools_bytes:
+        raise invalid(f"The tools have {len(tools_json)} bytes; the limit is {limits.max_tools_bytes}.", param="tools")
+    tools = _load(tools_json, "tools")
+    if not isinstance(tools, list):
+        raise invalid("tools must be an array.", param="tools")
+    for place, tool in enumerate(tools):
+        if wrong := _wrong_in(tool):
+            raise invalid(wrong, param=f"tools[{place}]")
+    return tuple(tools)
+
+
+def _wrong_in(tool: Any) -> str:
+    """Why this is no tool of the OpenAI form; empty when it is one."""
+    function = tool.get("function") if isinstance(tool, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+        return "A tool must have a function with a name."
+    if tool.get("type", "function") != "function":
+        return f"A tool's type must be function, not {quoted(tool['type'])}."
+    if not isinstance(function.get("parameters") or {}, dict):
+        return f"The parameters of {function['name']} must be a JSON schema, which is an object."
+    return ""
+
+
+_NAMED = "function:"
+
+
+def _choice(choice_json: bytes) -> str:
+    """`none`, `auto`, `required`, empty, or `function:` and the name of the one function."""
+    choice = _load(choice_json, "tool_choice") if choice_json else ""
+    if choice is None or choice in ("", AUTO, NONE, "required"):
+        return choice or ""
+    function = choice.get("function") if isinstance(choice, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise invalid("tool_choice must be none, auto, required or one function.", param="tool_choice")
+    return _NAMED + str(function["name"])
+
+
+def _kwargs(text: bytes) -> dict[str, Any]:
+    kwargs = _load(text, "chat_template_kwargs") if text else {}
+    if not isinstance(kwargs, dict):
+        raise invalid("chat_template_kwargs must be an object.", param="chat_template_kwargs")
+    return kwargs
+
+
+def _load(text: bytes, field: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise invalid(f"{field} is no JSON.", param=field) from error
+
+
+def _tail(options: StreamOptions, vocabulary: Vocabulary) -> str:
+    try:
+        return vocabulary.text_of(options.prompt_tail[-TAIL_AT_MOST:])
+    except SluiceError:
+        return ""  # the stream itself says what is wrong with it

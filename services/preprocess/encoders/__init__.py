@@ -1,0 +1,1 @@
+"""Encoders from text to token ids, with the cache of segments."""

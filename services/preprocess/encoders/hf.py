@@ -1,0 +1,114 @@
+"""From text to ids for a tokenizer.json, by the fastest way that is proven to give the same ids."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import orjson
+from tokenizers import Tokenizer
+
+from services.common.packing import pack_u32
+from services.preprocess.encoders.backend import Backend, fastest
+from services.preprocess.encoders.fastokens_backend import FastokensBackend
+from services.preprocess.encoders.options import CACHE_OFF, Speed
+from services.preprocess.encoders.samples import SAMPLES
+from services.preprocess.encoders.segment_cache import CacheStats, SegmentCache
+from services.preprocess.encoders.split_points import Cut, cut_before, find_cut
+
+log = logging.getLogger(__name__)
+
+_MAX_ADDED_SAMPLES = 64
+
+
+class TokenizersBackend(Backend):
+    """The reference for everything that is a tokenizer.json."""
+
+    name = "tokenizers"
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def encode(self, texts: Sequence[str]) -> list[bytes]:
+        """See Backend."""
+        # Of all its ways to encode, the one that lets other threads run meanwhile.
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [pack_u32(encoding.ids) for encoding in encodings]
+
+
+class HfEncoder:
+    """Encodes whole texts.
+
+    Args:
+        file: the tokenizer.json.
+        tokenizer: what `tokenizers` made of it, with neither truncation nor padding.
+        probe: a rendered conversation, from which the token to cut at is chosen.
+        speed: what may be used to be fast.
+    """
+
+    def __init__(self, file: Path, tokenizer: Tokenizer, probe: str, speed: Speed) -> None:
+        self._tokenizer = tokenizer
+        content = orjson.loads(file.read_bytes())
+        added = [entry["content"] for entry in content.get("added_tokens") or []]
+        backend: Backend = TokenizersBackend(tokenizer)
+        if speed.fast_backend:
+            spelled = [f"x {token}y\n{token} " for token in _spread(added, _MAX_ADDED_SAMPLES)]
+            backend = fastest(backend, lambda: FastokensBackend.of_file(file), spelled)
+        self.backend = backend.name
+        self._cut = find_cut(content, _most_used(added, probe)) if speed.cache_bytes else Cut(refusal=CACHE_OFF)
+        self._cache: SegmentCache | None = None
+        if self._cut.token:
+            backend = self._cache = SegmentCache(backend, speed.cache_bytes)
+        elif speed.cache_bytes:
+            log.info("prompts are not remembered", extra={"reason": self._cut.refusal})
+        self._backend = backend
+        self._frame = _frame_of(tokenizer)
+
+    @property
+    def cache_refusal(self) -> str:
+        """Why segments are not remembered; empty when they are."""
+        return self._cut.refusal
+
+    @property
+    def cache_stats(self) -> CacheStats | None:
+        """Of the cache; None without one."""
+        return self._cache.stats if self._cache is not None else None
+
+    def encode(self, text: str, add_special_tokens: bool) -> bytes:
+        """Packed u32 ids; ValueError or TypeError for what is no Unicode."""
+        if not add_special_tokens:
+            return self._plain(text)
+        if self._frame is None:
+            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=True)
+            return pack_u32(encoding.ids)
+        before, after = self._frame
+        return before + self._plain(text) + after
+
+    def _plain(self, text: str) -> bytes:
+        parts = cut_before(text, self._cut.token) if self._cut.token else [text]
+        return b"".join(self._backend.encode(parts))
+
+
+def _spread(items: Sequence[str], count: int) -> Sequence[str]:
+    return items[:: max(1, len(items) // count)]
+
+
+def _most_used(tokens: Sequence[str], probe: str) -> list[str]:
+    """The tokens that the probe holds, most frequent first, then by their place."""
+    counts = Counter({token: probe.count(token) for token in tokens if token in probe})
+    return sorted(counts, key=lambda token: (-counts[token], probe.index(token)))
+
+
+def _frame_of(tokenizer: Tokenizer) -> tuple[bytes, bytes] | None:
+    """Packed ids that are put before and after any text by default; None when that differs from text to text."""
+    added = tokenizer.num_special_tokens_to_add(is_pair=False)
+    samples = SAMPLES[:40]
+    bare = [e.ids for e in tokenizer.encode_batch_fast(list(samples), add_special_tokens=False)]
+    full = [e.ids for e in tokenizer.encode_batch_fast(list(samples), add_special_tokens=True)]
+    for size in range(added + 1):
+        before, after = full[0][:size], full[0][size:]
+        if all([*before, *ids, *after] == framed for ids, framed in zip(bare, full, strict=True)):
+            return pack_u32(before), pack_u32(after)
+    return None

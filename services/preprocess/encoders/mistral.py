@@ -1,0 +1,121 @@
+"""From text to ids for Mistral's vocabularies; control tokens are not its business."""
+
+from __future__ import annotations
+
+import logging
+import re
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import numpy
+from mistral_common.tokens.tokenizers.base import Tokenizer
+from mistral_common.tokens.tokenizers.tekken import Tekkenizer
+
+from services.common.packing import pack_u32, unpack_u32
+from services.preprocess.encoders.backend import Backend, fastest
+from services.preprocess.encoders.fastokens_backend import FastokensBackend
+from services.preprocess.encoders.options import Speed
+from services.preprocess.encoders.segment_cache import CacheStats, SegmentCache
+
+log = logging.getLogger(__name__)
+
+_RISKY_CHARS = 16 << 10
+# Tried at the first character of a run only: from every character of a shorter run it would take quadratic time.
+_LONG_RUN = re.compile(rf"(?<!\s)\s{{{_RISKY_CHARS}}}")
+
+
+class TiktokenBackend(Backend):
+    """The library that mistral-common itself uses for Tekken."""
+
+    name = "tiktoken"
+
+    def __init__(self, tekken: Tekkenizer) -> None:
+        self._encoding = tekken._model
+        self._offset = tekken.num_special_tokens
+
+    def encode(self, texts: Sequence[str]) -> list[bytes]:
+        """See Backend; ValueError also for a run of white space that the library cannot split."""
+        return [_shifted(array("I", self._ids(text)).tobytes(), self._offset) for text in texts]
+
+    def _ids(self, text: str) -> list[int]:
+        # The fast way panics, with a trace on standard error, where the other one raises.
+        risky = len(text) > _RISKY_CHARS and _LONG_RUN.search(text) is not None
+        return self._encoding.encode(text, disallowed_special=()) if risky else self._encoding.encode_ordinary(text)
+
+
+class LibraryBackend(Backend):
+    """Whatever mistral-common uses, by its own interface."""
+
+    name = "sentencepiece"
+
+    def __init__(self, text: Tokenizer) -> None:
+        self._encode = text.encode
+
+    def encode(self, texts: Sequence[str]) -> list[bytes]:
+        """See Backend."""
+        return [pack_u32(self._encode(text, bos=False, eos=False)) for text in texts]
+
+
+class FastTekken(Backend):
+    """Tekken's vocabulary in a faster library, which counts ids from 0."""
+
+    def __init__(self, tekken: Tekkenizer) -> None:
+        inner = tekken._model
+        self._inner = FastokensBackend.of_ranks(inner._mergeable_ranks, inner._pat_str)
+        self._offset = tekken.num_special_tokens
+        self.name = self._inner.name
+
+    def encode(self, texts: Sequence[str]) -> list[bytes]:
+        """See Backend."""
+        return [_shifted(packed, self._offset) for packed in self._inner.encode(texts)]
+
+
+def _shifted(packed: bytes, offset: int) -> bytes:
+    return (numpy.frombuffer(packed, "<u4") + numpy.uint32(offset)).tobytes()
+
+
+class MistralEncoder:
+    """Encodes pieces of text, each by itself.
+
+    Mistral's conversations are pieces between control tokens that no text can spell, so remembering pieces is exact.
+
+    Args:
+        text: mistral-common's text tokenizer.
+        speed: what may be used to be fast.
+    """
+
+    def __init__(self, text: Tokenizer, speed: Speed) -> None:
+        backend: Backend
+        if isinstance(text, Tekkenizer):
+            tekken = text
+            backend = TiktokenBackend(tekken)
+            if speed.fast_backend:
+                backend = fastest(backend, lambda: FastTekken(tekken))
+        else:
+            backend = LibraryBackend(text)
+        self.backend = backend.name
+        self._bos, self._eos = text.bos_id, text.eos_id
+        self._cache: SegmentCache | None = None
+        if speed.cache_bytes:
+            backend = self._cache = SegmentCache(backend, speed.cache_bytes)
+        self._backend = backend
+
+    @property
+    def cache_stats(self) -> CacheStats | None:
+        """Of the cache; None without one."""
+        return self._cache.stats if self._cache is not None else None
+
+    def pack(self, texts: Sequence[str]) -> list[bytes]:
+        """Packed u32 ids of each text; ValueError for what cannot be encoded."""
+        return self._backend.encode(texts)
+
+    def encode(self, s: str, bos: bool, eos: bool) -> list[int]:
+        """A stand-in for the method of this name in mistral-common, which encodes every piece by it."""
+        (packed,) = self._backend.encode([s])
+        ids = unpack_u32(packed).tolist()
+        return [*([self._bos] if bos else ()), *ids, *([self._eos] if eos else ())]
+
+    def stand_in(self, text: Any) -> None:
+        """Makes mistral-common's own way of building conversations use this encoder."""
+        text.encode = self.encode

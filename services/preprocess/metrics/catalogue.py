@@ -1,0 +1,5 @@
+"""The catalogue of what preprocess measures; its instruments are declared where they are made."""
+
+from services.common.observability.declarations import Catalogue
+
+METRICS = Catalogue("preprocess")

@@ -1,0 +1,1 @@
+"""Chat templates, rendered in limited child processes where they come from clients."""

@@ -1,0 +1,1 @@
+"""Tokenizers of models: their loading, registry and generation defaults."""

@@ -1,0 +1,286 @@
+"""Tokenizers in Hugging Face's format: tokenizer.json plus a Jinja chat template."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from services.common.errors import SluiceError, invalid
+from services.common.models import fingerprint, read_json
+from services.common.packing import unpack_u32
+from services.preprocess.encoders.hf import HfEncoder
+from services.preprocess.encoders.options import Speed
+from services.preprocess.encoders.segment_cache import CacheStats
+from services.preprocess.limits import Limits
+from services.preprocess.templates.runner import InThisProcess, TemplateRunner
+from services.preprocess.tokenizers.generation_defaults import eos_ids, generation_defaults
+from services.preprocess.tokenizers.protocol import (
+    ChatRequest,
+    Message,
+    PendingPrompt,
+    TokenizerFacts,
+    TokenizerProtocol,
+)
+
+_OPEN_END = "\ue000sluice-open-end\ue001 "
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_CONTEXT_NAMES = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "seq_length",
+    "model_max_length",
+    "max_sequence_length",
+    "max_seq_length",
+    "seq_len",
+)
+_PROBE: tuple[Message, ...] = (
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "b"},
+    {"role": "user", "content": "c"},
+)
+_UNSET_LENGTH = 10**9  # transformers writes a huge number for "not known"
+MOST_SPECIAL_CHARS = 1_024
+MOST_TEMPLATES = 64
+
+
+class HfTokenizer(TokenizerProtocol):
+    """A tokenizer.json with the files beside it.
+
+    Args:
+        path: a model's folder, or its tokenizer.json.
+        limits: of templates; those of clients run in processes that can be killed.
+        speed: what may be used to be fast.
+        chat_template: to use instead of the one that came with the model; empty for that one.
+        own: runs the model's own templates; None runs them in this process.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        limits: Limits,
+        speed: Speed | None = None,
+        chat_template: str = "",
+        own: TemplateRunner | None = None,
+    ) -> None:
+        self._own = own or InThisProcess(limits.template_s, limits.max_prompt_chars)
+        self._clients = limits.foreign_templates.clients
+        self.renders_apart = self._own.apart
+        file = path if path.is_file() else path / "tokenizer.json"
+        self._tokenizer = Tokenizer.from_file(str(file))
+        # Files may carry the settings of a training run; a prompt is neither cut nor filled up.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        config = read_json(path, "tokenizer_config.json")
+        model = read_json(path, "config.json")
+        generation = read_json(path, "generation_config.json")
+        self._special = _special_tokens({**read_json(path, "special_tokens_map.json"), **config})
+        self._templates = _own_templates(path, config)
+        if chat_template:
+            self._templates = {"default": chat_template}
+        if len(self._templates) > MOST_TEMPLATES:
+            raise invalid(f"The model has more than {MOST_TEMPLATES} chat templates.", param="model")
+        for source in self._templates.values():
+            self._own.compile(source)
+        self._encoder = HfEncoder(file, self._tokenizer, self._probe(), speed or Speed())
+        self.facts = TokenizerFacts(
+            processor="hf",
+            fingerprint=fingerprint(path),
+            vocab_size=max(_vocab_size(self._tokenizer), _number(model, ("vocab_size",))),
+            eos_ids=self._eos_ids(generation, model),
+            context_length=_context_length(model, config),
+            has_chat_template=bool(self._templates),
+            template_fingerprint=_digest(self._templates),
+            backend=self._encoder.backend,
+            defaults=generation_defaults(generation),
+            cache_refusal=self._encoder.cache_refusal,
+        )
+
+    def _eos_ids(self, generation: dict[str, Any], model: dict[str, Any]) -> tuple[int, ...]:
+        own = self._tokenizer.token_to_id(self._special.get("eos_token", ""))
+        return eos_ids(own, generation.get("eos_token_id", model.get("eos_token_id")))
+
+    def _probe(self) -> str:
+        """A short conversation as the model's template writes it; the template itself where it takes none."""
+        try:
+            return self.render(ChatRequest([dict(message) for message in _PROBE]))
+        except SluiceError:
+            return "".join(self._templates.values())
+
+    @property
+    def cache_stats(self) -> CacheStats | None:
+        """See TokenizerProtocol."""
+        return self._encoder.cache_stats
+
+    def pack_chat(self, chat: ChatRequest) -> bytes:
+        """See TokenizerProtocol; the template writes its own BOS, so none is added."""
+        return self.pack_text(self.render(chat), add_special_tokens=False)
+
+    def pack_text(self, text: str, add_special_tokens: bool | None = None) -> bytes:
+        """See TokenizerProtocol."""
+        try:
+            return self._encoder.encode(text, add_special_tokens is not False)
+        except (TypeError, ValueError) as error:
+            raise invalid("The prompt's text cannot be tokenized; it is no valid Unicode.") from error
+
+    def encode_chat(self, chat: ChatRequest) -> list[int]:
+        """See TokenizerProtocol."""
+        return unpack_u32(self.pack_chat(chat)).tolist()
+
+    def encode_text(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
+        """See TokenizerProtocol."""
+        return unpack_u32(self.pack_text(text, add_special_tokens)).tolist()
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """See TokenizerProtocol."""
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def render(self, chat: ChatRequest) -> str:
+        """See TokenizerProtocol."""
+        runner, source = self._template(chat)
+        return _finished(chat, runner.render(source, self._variables(chat)))
+
+    def begin_chat(self, chat: ChatRequest) -> PendingPrompt | None:
+        """See TokenizerProtocol."""
+        runner, source = self._template(chat)
+        if not runner.apart:
+            return None
+        return PendingPrompt(runner.prepare(source, self._variables(chat)), lambda text: _finished(chat, text))
+
+    def close(self) -> None:
+        """Ends the process of the model's templates, where they have one."""
+        self._own.close()
+
+    def _variables(self, chat: ChatRequest) -> dict[str, Any]:
+        continued = chat.continue_final_message
+        opening = chat.add_generation_prompt
+        messages = chat.messages
+        if continued:
+            messages = [*messages[:-1], _left_open(messages[-1])]
+        return {
+            **self._special,
+            **chat.template_kwargs,
+            "messages": messages,
+            "tools": chat.prompt_tools,
+            "documents": chat.documents,
+            "add_generation_prompt": (not continued) if opening is None else opening,
+        }
+
+    def _template(self, chat: ChatRequest) -> tuple[TemplateRunner, str]:
+        """The template for this chat and where it runs."""
+        own = self._own_template(chat)
+        return (self._own, own) if own else (self._clients, chat.chat_template)
+
+    def _own_template(self, chat: ChatRequest) -> str:
+        """The model's template for this chat; empty when the client brings its own."""
+        own = self._templates
+        if chat.chat_template:
+            return own.get(chat.chat_template, "")
+        source = own.get("tool_use") if chat.prompt_tools else None
+        source = source or own.get("default")
+        if source:
+            return source
+        if own:
+            raise invalid(
+                f"The model has several chat templates and no default; set chat_template to one of {', '.join(own)}.",
+                param="chat_template",
+            )
+        raise no_chat_template()
+
+
+def no_chat_template() -> SluiceError:
+    """A chat for a model that has no template."""
+    return invalid(
+        "The model has no chat template; send a plain prompt, or a chat_template with the request.",
+        param="messages",
+        code="no_chat_template",
+    )
+
+
+def _left_open(message: Message) -> Message:
+    """The message with a mark at its end, behind which the rendered text is cut."""
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return {**message, "content": content + _OPEN_END}
+    *before, last = content
+    kind = last["type"]
+    return {**message, "content": [*before, {**last, kind: last[kind] + _OPEN_END}]}
+
+
+def _finished(chat: ChatRequest, text: str) -> str:
+    return _cut_open_end(text) if chat.continue_final_message else text
+
+
+def _cut_open_end(text: str) -> str:
+    at = text.rfind(_OPEN_END.rstrip())
+    if at < 0:
+        raise invalid(
+            "continue_final_message is set, but the chat template leaves the final message out.",
+            param="continue_final_message",
+        )
+    kept = text[:at]
+    # A template that trims content would have trimmed the message's own trailing space as well.
+    return kept if text.startswith(_OPEN_END, at) else kept.rstrip()
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    found = {}
+    for name in _SPECIAL_NAMES:
+        value = config.get(name)
+        text = value.get("content") if isinstance(value, dict) else value
+        if isinstance(text, str) and len(text) <= MOST_SPECIAL_CHARS:  # templates get them with every chat
+            found[name] = text
+    return found
+
+
+def _own_templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Template by name; a single one is "default". Files beat the configuration."""
+    declared = config.get("chat_template")
+    found: dict[str, str] = {}
+    if isinstance(declared, str) and declared:
+        found["default"] = declared
+    elif isinstance(declared, list):
+        found = {
+            item["name"]: item["template"]
+            for item in declared
+            if isinstance(item, dict) and isinstance(item.get("name"), str) and isinstance(item.get("template"), str)
+        }
+    folder = path.parent if path.is_file() else path
+    for named in sorted(folder.glob("additional_chat_templates/*.jinja")):
+        found[named.stem] = named.read_text("utf-8")
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        found["default"] = file.read_text("utf-8")
+    return found
+
+
+def _digest(own: dict[str, str]) -> str:
+    if not own:
+        return ""
+    content = own["default"] if list(own) == ["default"] else json.dumps(own, sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def _vocab_size(tokenizer: Tokenizer) -> int:
+    return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+
+def _number(config: dict[str, Any], names: Sequence[str]) -> int:
+    inner = config.get("text_config")
+    for source in (config, inner if isinstance(inner, dict) else {}):
+        for name in names:
+            value = source.get(name)
+            if isinstance(value, int | float) and 0 < value < _UNSET_LENGTH:
+                return int(value)
+    return 0
+
+
+def _context_length(model: dict[str, Any], config: dict[str, Any]) -> int:
+    lengths = (_number(model, _CONTEXT_NAMES), _number(config, ("model_max_length",)))
+    return min((length for length in lengths if length), default=0)

@@ -1,0 +1,217 @@
+"""Mistral's tokenizers: mistral-common decides what a conversation looks like; there is no Jinja template.
+
+As permissive as an engine that serves these models: a conversation that ends with an assistant's message continues it,
+tool call ids of any form are brought to the form the model knows, and reasoning from earlier turns is left out for
+models that know none. What mistral-common refuses after that, the client hears in mistral-common's words.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from mistral_common.exceptions import InvalidToolException, InvalidToolSchemaException, MistralCommonException
+from mistral_common.protocol.instruct.request import ChatCompletionRequest
+from mistral_common.tokens.tokenizers.base import SpecialTokenPolicy, TokenizerVersion
+from mistral_common.tokens.tokenizers.mistral import MistralTokenizer as Tokenizer
+from pydantic import ValidationError
+
+from services.common.errors import invalid, quoted
+from services.common.models import fingerprint, read_json
+from services.common.packing import pack_u32, unpack_u32
+from services.preprocess.encoders.mistral import MistralEncoder
+from services.preprocess.encoders.mistral_plain import PlainEncoder
+from services.preprocess.encoders.options import CACHE_OFF, Speed
+from services.preprocess.encoders.segment_cache import CacheStats
+from services.preprocess.tokenizers.generation_defaults import generation_defaults
+from services.preprocess.tokenizers.protocol import ChatRequest, Message, TokenizerFacts, TokenizerProtocol
+
+_TOOL_CALL_ID_CHARS = 9
+_UNSET_LENGTH = 10**9
+_PATTERNS = ("tekken.json", "tokenizer.model.v*", "tokenizer.model")
+
+logging.getLogger("mistral_common").setLevel(logging.WARNING)
+warnings.filterwarnings("ignore", category=Warning, module=r"mistral_common\..*")
+
+
+class MistralTokenizer(TokenizerProtocol):
+    """A tekken.json or SentencePiece model of Mistral's.
+
+    Args:
+        path: the file, or a model's folder that holds one.
+        speed: what may be used to be fast.
+    """
+
+    def __init__(self, path: Path, speed: Speed | None = None) -> None:
+        self._tokenizer: Tokenizer[Any, Any, Any, Any, Any] = Tokenizer.from_file(_tokenizer_file(path))
+        self._text = self._tokenizer.instruct_tokenizer.tokenizer
+        self._knows_reasoning = self._text.version >= TokenizerVersion.v13
+        self._short_ids = self._text.version < TokenizerVersion.v13
+        self._encoder = MistralEncoder(self._text, speed or Speed())
+        self._plain = PlainEncoder.for_tokenizer(self._tokenizer, self._encoder.pack)
+        # After the short way was compared with mistral-common's own, which must not be this encoder then.
+        self._encoder.stand_in(self._text)
+        config = read_json(path, "params.json") | read_json(path, "config.json")
+        length = config.get("max_position_embeddings") or config.get("max_seq_len") or 0
+        self.facts = TokenizerFacts(
+            processor="mistral",
+            fingerprint=fingerprint(path),
+            vocab_size=self._text.n_words,
+            eos_ids=(self._text.eos_id,),
+            context_length=length if isinstance(length, int) and 0 < length < _UNSET_LENGTH else 0,
+            has_chat_template=True,
+            backend=self._encoder.backend,
+            cache_refusal="" if self._encoder.cache_stats is not None else CACHE_OFF,
+            defaults=generation_defaults(read_json(path, "generation_config.json")),
+        )
+
+    @property
+    def cache_stats(self) -> CacheStats | None:
+        """See TokenizerProtocol."""
+        return self._encoder.cache_stats
+
+    def pack_chat(self, chat: ChatRequest) -> bytes:
+        """See TokenizerProtocol."""
+        if self._plain is not None:
+            try:
+                ids = self._plain.pack(chat)
+            except ValueError as error:
+                _refuse_text(error, "messages")
+            if ids is not None:
+                return ids
+        return pack_u32(self._encode(chat))
+
+    def encode_chat(self, chat: ChatRequest) -> list[int]:
+        """See TokenizerProtocol."""
+        return unpack_u32(self.pack_chat(chat)).tolist()
+
+    def render(self, chat: ChatRequest) -> str:
+        """See TokenizerProtocol; the ids decide, so this spells them out."""
+        return self.decode(self._encode(chat))
+
+    def pack_text(self, text: str, add_special_tokens: bool | None = None) -> bytes:
+        """See TokenizerProtocol; what is added is the BOS. Text never becomes a control token."""
+        try:
+            (ids,) = self._encoder.pack([text])
+        except (TypeError, ValueError) as error:
+            _refuse_text(error, "prompt")
+        return ids if add_special_tokens is False else pack_u32([self._text.bos_id]) + ids
+
+    def encode_text(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
+        """See TokenizerProtocol."""
+        return unpack_u32(self.pack_text(text, add_special_tokens)).tolist()
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """See TokenizerProtocol."""
+        policy = SpecialTokenPolicy.IGNORE if skip_special_tokens else SpecialTokenPolicy.KEEP
+        return self._tokenizer.decode(list(token_ids), special_token_policy=policy)
+
+    def _encode(self, chat: ChatRequest) -> list[int]:
+        """Ids by mistral-common's own way."""
+        extra = _honoured(chat)
+        messages = [self._adapted(message, index) for index, message in enumerate(chat.messages)]
+        continued = messages[-1]["role"] == "assistant"
+        if chat.continue_final_message and not continued:
+            raise invalid("Only an assistant's message can be continued.", param="continue_final_message")
+        try:
+            request = ChatCompletionRequest.from_openai(
+                messages=messages, tools=chat.prompt_tools, continue_final_message=continued, **extra
+            )
+            ids: list[int] = self._tokenizer.encode_chat_completion(request).tokens
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+            where = ".".join(str(part) for part in first["loc"])
+            param = f"chat_template_kwargs.{where}" if where in extra else "messages"
+            raise invalid(f"The model does not accept this chat: {where}: {first['msg']}.", param=param) from error
+        except (InvalidToolException, InvalidToolSchemaException) as error:
+            raise invalid(
+                f"The model does not accept these tools: {_sentence(error.message)}", param="tools"
+            ) from error
+        except MistralCommonException as error:
+            raise invalid(
+                f"The model does not accept this chat: {_sentence(error.message)}", param="messages"
+            ) from error
+        except ValueError as error:
+            if "Regex error" in str(error):
+                _refuse_text(error, "messages")
+            raise invalid(f"The model does not accept this chat: {_sentence(str(error))}", param="messages") from error
+        except RecursionError as error:
+            raise invalid(
+                "The chat is nested too deeply for the model's tokenizer.", param="tools" if chat.tools else "messages"
+            ) from error
+        except (AssertionError, NotImplementedError, KeyError, TypeError) as error:
+            raise invalid("The model's tokenizer does not support this kind of chat.", param="messages") from error
+        return ids
+
+    def _adapted(self, message: Message, index: int) -> Message:
+        adapted = dict(message)
+        if message["role"] == "tool" and not isinstance(message.get("tool_call_id"), str):
+            raise invalid(
+                f"messages[{index}].tool_call_id is missing; it names the call this is the result of.",
+                param=f"messages[{index}].tool_call_id",
+            )
+        if not self._knows_reasoning:
+            adapted.pop("reasoning_content", None)
+            adapted.pop("reasoning", None)
+        if isinstance(content := message.get("content"), list):
+            adapted["content"] = [{"type": "text", "text": part[part["type"]]} for part in content]
+        if self._short_ids:
+            if call_id := message.get("tool_call_id"):
+                adapted["tool_call_id"] = _short_id(call_id)
+            if calls := message.get("tool_calls"):
+                adapted["tool_calls"] = [
+                    {**call, "id": _short_id(call["id"])} if call.get("id") else call for call in calls
+                ]
+        return adapted
+
+
+def _honoured(chat: ChatRequest) -> dict[str, Any]:
+    """Extra arguments for mistral-common; refuses what it has no place for."""
+    if chat.chat_template:
+        raise invalid("This model's tokenizer takes no chat template; leave it out.", param="chat_template")
+    if chat.documents:
+        raise invalid("This model's tokenizer takes no documents; leave them out.", param="documents")
+    for name in chat.template_kwargs:
+        if name != "reasoning_effort":
+            raise invalid(
+                f"This model's tokenizer does not know {quoted(name)}; leave it out.",
+                param=f"chat_template_kwargs.{name}",
+            )
+    return chat.template_kwargs
+
+
+def _short_id(call_id: str) -> str:
+    """The 9 letters and digits that stand for a tool call's id; equal ids stay equal.
+
+    Engines keep the last 9 characters; where those are too few or no letters and digits, a digest takes their place.
+    """
+    tail = call_id[-_TOOL_CALL_ID_CHARS:]
+    if len(tail) == _TOOL_CALL_ID_CHARS and tail.isascii() and tail.isalnum():
+        return tail
+    return hashlib.sha256(call_id.encode()).hexdigest()[:_TOOL_CALL_ID_CHARS]
+
+
+def _sentence(text: str) -> str:
+    first = text.strip().split("\n", 1)[0][:300]
+    return first if first.endswith(".") else f"{first}."
+
+
+def _refuse_text(error: Exception, param: str) -> NoReturn:
+    if isinstance(error, UnicodeError | TypeError):
+        raise invalid("The prompt's text cannot be tokenized; it is no valid Unicode.", param=param) from error
+    raise invalid(
+        "The prompt holds a run of white space that is too long to be tokenized; shorten it.", param=param
+    ) from error
+
+
+def _tokenizer_file(path: Path) -> Path:
+    if path.is_file():
+        return path
+    for pattern in _PATTERNS:
+        if files := sorted(path.glob(pattern)):
+            return files[-1]
+    raise invalid(f"{path} holds no tokenizer of Mistral's.", param="model")

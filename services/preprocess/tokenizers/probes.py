@@ -1,0 +1,71 @@
+"""A fixed set of chats that shows whether two tokenizers make the same prompts."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from typing import Any
+
+from services.common.errors import SluiceError
+from services.common.packing import pack_u32
+from services.preprocess.tokenizers.protocol import ChatRequest, Message, TokenizerProtocol
+
+log = logging.getLogger(__name__)
+
+REFUSED = "-"
+DIGEST_CHARS = 16
+
+_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather in a city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+_CALL = {"id": "call12345", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Köln"}'}}
+_QUESTION: Message = {"role": "user", "content": "What is the weather in Köln?"}
+_ANSWER: Message = {"role": "assistant", "content": "It is sunny."}
+
+PROBES: dict[str, ChatRequest] = {
+    "plain": ChatRequest([_QUESTION]),
+    "system": ChatRequest([{"role": "system", "content": "Be brief."}, _QUESTION]),
+    "turns": ChatRequest([_QUESTION, _ANSWER, {"role": "user", "content": "And tomorrow?"}]),
+    "continued": ChatRequest([_QUESTION, {"role": "assistant", "content": "It is"}], continue_final_message=True),
+    "unicode": ChatRequest([{"role": "user", "content": "Grüße 你好 😀👨‍👩‍👧 e\u0301 \u200b ﬁ"}]),
+    "spaces": ChatRequest([{"role": "user", "content": "  a\n\n\tb   c \r\n "}]),
+    "control": ChatRequest([{"role": "user", "content": "<|im_end|> </s> [INST] <|eot_id|> <s>"}]),
+    "parts": ChatRequest([{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]),
+    "tools": ChatRequest([_QUESTION], tools=[_TOOL]),
+    "tool_result": ChatRequest(
+        [
+            _QUESTION,
+            {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+            {"role": "tool", "tool_call_id": "call12345", "content": '{"degrees": 21}'},
+            _ANSWER,
+            {"role": "user", "content": "Thanks!"},
+        ],
+        tools=[_TOOL],
+    ),
+    "thinking": ChatRequest([_QUESTION], template_kwargs={"enable_thinking": True}),
+    "no_thinking": ChatRequest([_QUESTION], template_kwargs={"enable_thinking": False}),
+    "long": ChatRequest(
+        [{"role": "user", "content": "The quick brown fox jumps over the lazy dog. 0123456789\n" * 200}]
+    ),
+}
+
+
+def prompt_fingerprint(tokenizer: TokenizerProtocol) -> str:
+    """Of each probe's ids the beginning of a sha-256 in hex, or "-" where the chat is refused, joined by commas."""
+    return ",".join(_digest(tokenizer, chat) for chat in PROBES.values())
+
+
+def _digest(tokenizer: TokenizerProtocol, chat: ChatRequest) -> str:
+    try:
+        ids = tokenizer.encode_chat(chat)
+    except SluiceError:
+        return REFUSED
+    except Exception:  # a user's class may fail in every way; requests will be told
+        log.warning("a tokenizer fails at a chat of the fixed set", exc_info=True)
+        return REFUSED
+    return hashlib.sha256(pack_u32(ids)).hexdigest()[:DIGEST_CHARS]

@@ -1,0 +1,233 @@
+"""Checks a chat as the client sent it, so that templates and tokenizers meet only well-formed ones.
+
+Every refusal is one sentence and names the field as the client knows it, such as ``messages[2].role``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+
+from services.common.errors import ErrorKind, SluiceError, invalid, quoted
+from services.preprocess.tokenizers.protocol import ChatRequest, Message, Tool
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_TEXTS = ("name", "tool_call_id", "refusal", "reasoning", "reasoning_content")
+_OWN_FIELDS = ("messages", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message")
+
+
+def parse_chat(
+    messages_json: bytes,
+    tools_json: bytes = b"",
+    template_kwargs_json: bytes = b"",
+    documents_json: bytes = b"",
+    tool_choice_json: bytes = b"",
+    *,
+    chat_template: str = "",
+    add_generation_prompt: bool | None = None,
+    continue_final_message: bool = False,
+) -> ChatRequest:
+    """Reads and checks a chat whose parts are JSON; empty bytes are an unset part.
+
+    Raises:
+        SluiceError: INVALID_ARGUMENT naming the field; invalid UTF-8, lone surrogates and NaN are no JSON.
+    """
+    return checked_chat(
+        _load(messages_json, "messages"),
+        _load(tools_json, "tools"),
+        _load(template_kwargs_json, "chat_template_kwargs"),
+        _load(documents_json, "documents"),
+        _load(tool_choice_json, "tool_choice"),
+        chat_template=chat_template,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+    )
+
+
+def checked_chat(
+    messages: Any,
+    tools: Any = None,
+    template_kwargs: Any = None,
+    documents: Any = None,
+    tool_choice: Any = None,
+    *,
+    chat_template: str = "",
+    add_generation_prompt: bool | None = None,
+    continue_final_message: bool = False,
+) -> ChatRequest:
+    """The same for parts that are read already; None is an unset part."""
+    if add_generation_prompt and continue_final_message:
+        raise invalid(
+            "add_generation_prompt and continue_final_message exclude each other; set one of them.",
+            param="continue_final_message",
+        )
+    checked_tools = _check_tools(tools)
+    return ChatRequest(
+        messages=check_messages(messages),
+        tools=checked_tools,
+        template_kwargs=_check_kwargs(template_kwargs),
+        chat_template=chat_template,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+        documents=_check_documents(documents),
+        tool_choice=_check_tool_choice(tool_choice, checked_tools),
+    )
+
+
+def _load(data: bytes, param: str) -> Any:
+    if not data:
+        return None
+    try:
+        return orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise invalid(f"{param} is no valid JSON: {error.msg} at position {error.pos}.", param=param) from None
+
+
+def check_messages(messages: Any) -> list[Message]:
+    """The messages, unchanged; SluiceError(INVALID_ARGUMENT) names the first fault."""
+    if not isinstance(messages, list):
+        raise invalid("messages must be an array of messages.", param="messages")
+    if not messages:
+        raise invalid("messages must hold at least one message.", param="messages")
+    for index, message in enumerate(messages):
+        _check_message(message, f"messages[{index}]")
+    return messages
+
+
+def _check_message(message: Any, where: str) -> None:
+    if not isinstance(message, dict):
+        raise invalid(f"{where} must be an object with a role and content.", param=where)
+    role = message.get("role")
+    if role not in ROLES:
+        shown = "is missing" if role is None else f"{quoted(role)} is unknown"
+        raise invalid(f"{where}.role {shown}; choose from {', '.join(ROLES)}.", param=f"{where}.role")
+    for name in _TEXTS:
+        if not isinstance(message.get(name), str | None):
+            raise invalid(f"{where}.{name} must be a string.", param=f"{where}.{name}")
+    calls = message.get("tool_calls")
+    if calls is not None:
+        if role != "assistant":
+            raise invalid(f"{where}.tool_calls belongs to assistant messages only.", param=f"{where}.tool_calls")
+        _check_calls(calls, f"{where}.tool_calls")
+    content = message.get("content")
+    if content is None:
+        if role != "assistant" or not calls:
+            raise invalid(f"{where}.content is missing.", param=f"{where}.content")
+    elif not isinstance(content, str):
+        _check_parts(content, f"{where}.content")
+
+
+def _check_parts(parts: Any, where: str) -> None:
+    if not isinstance(parts, list):
+        raise invalid(f"{where} must be a string or an array of content parts.", param=where)
+    for index, part in enumerate(parts):
+        here = f"{where}[{index}]"
+        if not isinstance(part, dict):
+            raise invalid(f"{here} must be an object with a type.", param=here)
+        kind = part.get("type")
+        if not isinstance(kind, str):
+            raise invalid(f"{here}.type {'is missing' if kind is None else 'must be a string'}.", param=f"{here}.type")
+        if kind not in ("text", "refusal"):
+            raise invalid(f"{here}.type {quoted(kind)} is not supported; send text.", param=f"{here}.type")
+        if not isinstance(part.get(kind), str):
+            raise invalid(f"{here}.{kind} must be a string.", param=f"{here}.{kind}")
+
+
+def _check_calls(calls: Any, where: str) -> None:
+    if not isinstance(calls, list):
+        raise invalid(f"{where} must be an array of tool calls.", param=where)
+    for index, call in enumerate(calls):
+        here = f"{where}[{index}]"
+        _function_name(call, here)
+        arguments = call["function"].get("arguments")
+        if not isinstance(arguments, str | dict | None):
+            raise invalid(f"{here}.function.arguments must be a string of JSON.", param=f"{here}.function.arguments")
+        if not isinstance(call.get("id"), str | None):
+            raise invalid(f"{here}.id must be a string.", param=f"{here}.id")
+
+
+def _function_name(item: Any, where: str) -> str:
+    if not isinstance(item, dict):
+        raise invalid(f"{where} must be an object of type function with a function.", param=where)
+    if item.get("type", "function") != "function":
+        raise invalid(f"{where}.type {quoted(item['type'])} is unknown; only function is.", param=f"{where}.type")
+    function = item.get("function")
+    if not isinstance(function, dict):
+        raise invalid(f"{where}.function must be an object with a name.", param=f"{where}.function")
+    name = function.get("name")
+    if not isinstance(name, str) or not name:
+        raise invalid(f"{where}.function.name must be a non-empty string.", param=f"{where}.function.name")
+    return name
+
+
+def _check_tools(tools: Any) -> list[Tool] | None:
+    if tools is None:
+        return None
+    if not isinstance(tools, list):
+        raise invalid("tools must be an array of tools.", param="tools")
+    for index, tool in enumerate(tools):
+        where = f"tools[{index}]"
+        _function_name(tool, where)
+        if not isinstance(tool["function"].get("parameters"), dict | None):
+            raise invalid(
+                f"{where}.function.parameters must be an object, a JSON schema.", param=f"{where}.function.parameters"
+            )
+    return tools or None
+
+
+def _check_tool_choice(choice: Any, tools: list[Tool] | None) -> str | dict[str, Any] | None:
+    if choice is None or choice in ("none", "auto"):
+        return choice  # type: ignore[no-any-return]
+    if choice != "required" and not isinstance(choice, dict):
+        raise invalid("tool_choice must be none, auto, required or one function.", param="tool_choice")
+    if not tools:
+        raise invalid("tool_choice asks for a tool call, but tools is empty.", param="tool_choice")
+    if isinstance(choice, dict):
+        name = _function_name(choice, "tool_choice")
+        if name not in {tool["function"]["name"] for tool in tools}:
+            raise invalid(f"tool_choice names {quoted(name)}, which is not among tools.", param="tool_choice")
+    return choice  # type: ignore[no-any-return]
+
+
+def _check_kwargs(kwargs: Any) -> dict[str, Any]:
+    if kwargs is None:
+        return {}
+    if not isinstance(kwargs, dict):
+        raise invalid("chat_template_kwargs must be an object.", param="chat_template_kwargs")
+    for name in _OWN_FIELDS:
+        if name in kwargs:
+            raise invalid(
+                f"chat_template_kwargs must not hold {name}; it is a field of the request.",
+                param=f"chat_template_kwargs.{name}",
+            )
+    return kwargs
+
+
+def _check_documents(documents: Any) -> list[dict[str, Any]] | None:
+    if documents is None:
+        return None
+    if not isinstance(documents, list) or not all(isinstance(document, dict) for document in documents):
+        raise invalid("documents must be an array of objects.", param="documents")
+    return documents or None
+
+
+def as_json(value: Any) -> bytes:
+    """What is read already, for another process; SluiceError(INVALID_ARGUMENT) for a chat that cannot be sent there.
+
+    What is read may be nested more deeply than what is written.
+    """
+    try:
+        return orjson.dumps(value)
+    except orjson.JSONEncodeError as error:
+        raise invalid("The chat is nested too deeply, or its text is no valid Unicode.", param="messages") from error
+
+
+def too_large(size: int, limit: int, param: str) -> SluiceError:
+    """The prompt is over the size limit; sizes in bytes."""
+    return SluiceError(
+        ErrorKind.TOO_LARGE,
+        f"The prompt has {size:,} bytes; at most {limit:,} are allowed.",
+        param=param,
+        code="prompt_too_large",
+    )

@@ -1,0 +1,211 @@
+"""SGLang in this process: its start, its processes, its death and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import logging
+import multiprocessing
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+from services.common import models
+from services.common.errors import ErrorKind, SluiceError, invalid
+from services.common.tasks import TaskOwner
+from services.worker.engines import crash_reason as last_words
+from services.worker.engines.contract.engine import EngineConfig, Load
+from services.worker.engines.sglang import card
+from services.worker.engines.sglang.children import ChildWatch
+from services.worker.engines.sglang.events import EventFeeds
+from services.worker.engines.sglang.import_stubs import install
+from services.worker.engines.sglang.options import command_line
+from services.worker.serving.download import download
+from services.worker.settings import WorkerSettings
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+OnPhase = Callable[[str, float | None], None]
+OnFailure = Callable[[str, BaseException], None]
+
+
+class Hosted:
+    """Owns what `start` makes: schedulers, sockets, files.
+
+    Attributes:
+        sglang: the module `manager`, once started.
+        engine: SGLang's.
+        events: where it tells of its cache.
+    """
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self._settings = settings
+        self._path = Path()
+        self._rendezvous = ""
+        # One thread, kept for as long as the engine: its schedulers end with the thread that made them.
+        self._thread = ThreadPoolExecutor(1, "sglang-start")
+        self._others: frozenset[int | None] = frozenset()
+        self._watch: ChildWatch | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.sglang: ModuleType = ModuleType("not started")
+        self.engine: Any = None
+        self.events: EventFeeds = EventFeeds(0)
+
+    @property
+    def manager(self) -> Any:
+        """SGLang's tokenizer manager: requests in, tokens out."""
+        return self.engine.tokenizer_manager
+
+    @property
+    def bootstrap_host(self) -> str:
+        """Where decode workers find this prefill worker's bootstrap server."""
+        return self._settings.advertise.rpartition(":")[0].strip("[]") or str(self.manager.config_value("host"))
+
+    @property
+    def bootstrap_port(self) -> int:
+        """Port of the same."""
+        return int(self.manager.config_value("disaggregation_bootstrap_port"))
+
+    async def start(self, on_phase: OnPhase, tasks: TaskOwner, on_failure: OnFailure) -> None:
+        """Returns when the schedulers are ready.
+
+        Args:
+            on_failure: called when a scheduler has died, within moments.
+
+        Raises:
+            SluiceError: in one sentence why SGLang does not start.
+        """
+        self._loop = asyncio.get_running_loop()
+        on_phase("importing sglang", None)
+        self.sglang = await self._in_thread(_import)
+        await download(self._settings.spec.source, on_phase)
+        on_phase("reading the model's configuration", None)
+        arguments = await self._in_thread(self._arguments)
+        self.events = await self._in_thread(EventFeeds, max(int(arguments.dp_size or 1), 1))
+        if not arguments.disable_radix_cache:
+            arguments.kv_events_config = self.events.config
+        self._catch_quit(on_failure)
+        self._others = frozenset(child.pid for child in multiprocessing.active_children())
+        os.environ[self.sglang.RENDEZVOUS] = self._rendezvous = tempfile.mkdtemp(prefix="sluice-sglang-")
+        on_phase("loading the model", None)
+        try:
+            self.engine = await self._in_thread(self.sglang.launch, arguments)
+        except SluiceError:
+            raise
+        except Exception as error:
+            log.debug("SGLang does not start", exc_info=True)
+            reason = self._last_words() or _sentence(error)
+            raise SluiceError(ErrorKind.FAILED_PRECONDITION, f"SGLang does not start: {reason}") from error
+        self.manager.owner = tasks
+        self.manager.auto_create_handle_loop()
+        if self.manager._subprocess_watchdog is not None:  # ends the whole process; ours tells the worker
+            await self._in_thread(self.manager._subprocess_watchdog.stop)
+        self._watch = ChildWatch(self.engine.get_all_child_pids(), lambda pid: self._died(pid, on_failure))
+
+    def config(self) -> EngineConfig:
+        """The card of the started engine."""
+        return card.engine_config(self._settings, self._path, self.engine, self.sglang.VERSION)
+
+    def load(self) -> Sequence[Load]:
+        """Load by rank, from the memory that schedulers write it to."""
+        page = int(self.manager.config_value("page_size"))
+        ranks = int(self.manager.config_value("dp_size"))
+        cached = self.events.cached_blocks()
+        by_rank = {one.dp_rank: one for one in self.manager.load_snapshot_reader.read_all()}
+        loads = [_load(by_rank.get(rank), page, cached[rank] if rank < len(cached) else 0) for rank in range(ranks)]
+        if ranks > 1:
+            return loads
+        # What the scheduler wrote is some steps old; who is alive is known here.
+        alive = len(self.manager.rid_to_state)
+        waiting = min(loads[0].waiting_requests, alive)
+        return [replace(loads[0], running_requests=alive - waiting, waiting_requests=waiting)]
+
+    async def close(self) -> None:
+        """Ends the schedulers; may be called twice, and while SGLang is still starting."""
+        if self._watch is not None:
+            self._watch.close()
+        for child in self._children() if self._loop is not None else []:
+            self.sglang.kill(child.pid)
+        if self.engine is not None:
+            await asyncio.to_thread(self.sglang.shut_down, self.engine)
+            self.engine = None
+        if self._loop is not None:
+            with contextlib.suppress(ValueError, RuntimeError):
+                self._loop.remove_signal_handler(signal.SIGQUIT)
+            self._loop = None
+        self.events.close()
+        if self._rendezvous:
+            shutil.rmtree(self._rendezvous, ignore_errors=True)
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _arguments(self) -> Any:
+        settings = self._settings
+        source = settings.spec.source
+        folder = Path(source)
+        if missing := last_words.missing_from(source):
+            raise invalid(missing, param="model")
+        self._path = models.resolve(source)
+        model_path = str(folder) if folder.is_dir() else source
+        argv = command_line(settings, model_path, self.sglang.known_flags(), self.sglang.has_gpu())
+        return self.sglang.parse(argv)
+
+    def _children(self) -> list[Any]:
+        return [child for child in multiprocessing.active_children() if child.pid not in self._others]
+
+    def _catch_quit(self, on_failure: OnFailure) -> None:
+        """A scheduler that fails sends SIGQUIT, which would end this process without a word."""
+        assert self._loop is not None
+        with contextlib.suppress(ValueError, RuntimeError):  # not the main thread: then nobody may have handlers
+            self._loop.add_signal_handler(signal.SIGQUIT, lambda: self._died(0, on_failure))
+
+    def _died(self, pid: int, on_failure: OnFailure) -> None:
+        if self.engine is None:
+            return  # while SGLang starts, its start fails
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.close()
+            log.error("a process of SGLang has ended", extra={"pid": pid})
+            on_failure("sglang", SluiceError(ErrorKind.ENGINE_SHUTDOWN, "A process of SGLang has ended."))
+
+    def _last_words(self) -> str:
+        return last_words.read(Path(self._rendezvous, str(self.sglang.LAST_WORDS)))
+
+    async def _in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
+
+
+def _import() -> ModuleType:
+    install()
+    try:
+        return importlib.import_module("services.worker.engines.sglang.manager")
+    except ImportError as error:
+        raise SluiceError(
+            ErrorKind.FAILED_PRECONDITION,
+            f"SGLang cannot be imported ({error}); run the worker in an environment that has sglang 0.5.23.",
+        ) from error
+
+
+def _load(snapshot: Any, page: int, cached_blocks: int) -> Load:
+    if snapshot is None:
+        return Load(cached_blocks=cached_blocks)
+    return Load(
+        running_requests=snapshot.num_running_reqs,
+        waiting_requests=snapshot.num_waiting_reqs,
+        used_blocks=-(-snapshot.num_used_tokens // page),
+        cached_blocks=cached_blocks,
+        prefill_tokens=snapshot.num_waiting_uncached_tokens,
+        step_ms=1e3 * snapshot.num_running_reqs / snapshot.gen_throughput if snapshot.gen_throughput > 0 else 0.0,
+    )
+
+
+def _sentence(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:500]

@@ -1,0 +1,64 @@
+"""An OpenAI chat body, as far as it decides the prompt; how tokens are chosen comes in the request beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import orjson
+
+from services.common.errors import invalid
+from services.preprocess.tokenizers.protocol import ChatRequest
+from services.preprocess.validation import checked_chat
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class ChatBody:
+    """A chat, and whether the model may call more than one tool at once."""
+
+    chat: ChatRequest
+    parallel_tool_calls: bool = True
+
+
+def read_body(document: bytes) -> ChatBody:
+    """Reads and checks a body; fields that do not decide the prompt are not looked at.
+
+    Raises:
+        SluiceError: INVALID_ARGUMENT naming the field.
+    """
+    try:
+        body = orjson.loads(document)
+    except orjson.JSONDecodeError as error:
+        raise invalid(
+            f"messages_json is no valid JSON: {error.msg} at position {error.pos}.", param="messages_json"
+        ) from None
+    if not isinstance(body, dict):
+        raise invalid("messages_json must be an object with messages, as a chat request has it.", param="messages_json")
+    chat = checked_chat(
+        body.get("messages"),
+        body.get("tools"),
+        _template_kwargs(body),
+        body.get("documents"),
+        body.get("tool_choice"),
+        chat_template=_field(body, "chat_template", str, "a string") or "",
+        add_generation_prompt=_field(body, "add_generation_prompt", bool, "true or false"),
+        continue_final_message=bool(_field(body, "continue_final_message", bool, "true or false")),
+    )
+    return ChatBody(chat, _field(body, "parallel_tool_calls", bool, "true or false") is not False)
+
+
+def _template_kwargs(body: dict[str, Any]) -> Any:
+    """Templates know the reasoning effort as one of their variables."""
+    kwargs, effort = body.get("chat_template_kwargs"), _field(body, "reasoning_effort", str, "a string")
+    if effort is None or not isinstance(kwargs, dict | None):
+        return kwargs
+    return {"reasoning_effort": effort, **(kwargs or {})}
+
+
+def _field(body: dict[str, Any], name: str, kind: type[T], words: str) -> T | None:
+    value = body.get(name)
+    if value is None or isinstance(value, kind):
+        return value
+    raise invalid(f"{name} must be {words}.", param=name)

@@ -1,0 +1,87 @@
+"""A request whose prompt was made here, completed with what its caller could not know."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, replace
+from typing import Any
+
+import orjson
+
+from services.postprocess.streams.stream import StreamOptions
+from services.preprocess.tokenizers.generation_defaults import GenerationDefaults
+from services.preprocess.tokenizers.protocol import TokenizerFacts
+from services.worker.engines.contract.generation import GenerateRequest, Sampling, Stop
+from services.worker.local_processing.body import ChatBody
+
+PROMPT_TAIL_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class MadePrompt:
+    """Ids, and the chat they were made of; None for text."""
+
+    token_ids: array[int]
+    body: ChatBody | None = None
+
+
+def completed(
+    request: GenerateRequest, made: MadePrompt, facts: TokenizerFacts, context_length: int
+) -> GenerateRequest:
+    """The same request with token ids; what it leaves unset is as the model's files say, as in `TokenizeResponse`.
+
+    Args:
+        context_length: most tokens of prompt and output; 0: unknown.
+    """
+    stop = _stop(request.stop, facts)
+    if stop.max_tokens is None and facts.defaults.max_tokens is not None:
+        room = context_length - len(made.token_ids) if context_length else facts.defaults.max_tokens
+        stop = replace(stop, max_tokens=max(min(room, facts.defaults.max_tokens), 1))
+    text_out = request.text_out
+    return replace(
+        request,
+        token_ids=made.token_ids,
+        text=None,
+        messages_json=None,
+        sampling=_sampling(request.sampling, facts.defaults),
+        stop=stop,
+        text_out=None if text_out is None else _options(text_out, made, stop),
+    )
+
+
+def _sampling(given: Sampling, defaults: GenerationDefaults) -> Sampling:
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    unset = {name: getattr(defaults, name) for name in names if getattr(given, name) is None}
+    return replace(given, **unset)
+
+
+def _stop(given: Stop, facts: TokenizerFacts) -> Stop:
+    also = frozenset() if given.ignore_eos else frozenset(facts.stop_ids)
+    return replace(
+        given, stop_token_ids=given.stop_token_ids | also, eos_token_ids=given.eos_token_ids or facts.eos_ids
+    )
+
+
+def _options(given: StreamOptions, made: MadePrompt, stop: Stop) -> StreamOptions:
+    ends: dict[str, Any] = {
+        "prompt_tail": given.prompt_tail or made.token_ids[-PROMPT_TAIL_TOKENS:],
+        "stop_token_ids": given.stop_token_ids or stop.stop_token_ids,
+        "eos_token_ids": given.eos_token_ids or frozenset(stop.eos_token_ids),
+        "min_tokens": given.min_tokens or stop.min_tokens,
+        "ignore_eos": given.ignore_eos or stop.ignore_eos,
+    }
+    return replace(given, **ends, **({} if made.body is None else _of_chat(given, made.body)))
+
+
+def _of_chat(given: StreamOptions, body: ChatBody) -> dict[str, Any]:
+    chat = body.chat
+    return {
+        "tools_json": given.tools_json or _dump(chat.tools),
+        "tool_choice_json": given.tool_choice_json or _dump(chat.tool_choice),
+        "template_kwargs_json": given.template_kwargs_json or _dump(chat.template_kwargs or None),
+        "single_tool_call": given.single_tool_call or not body.parallel_tool_calls,
+    }
+
+
+def _dump(value: Any) -> bytes:
+    return b"" if value is None else orjson.dumps(value)

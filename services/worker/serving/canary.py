@@ -1,0 +1,167 @@
+"""The canary: a tiny real generation when none has finished for a while, because what answers may still hang."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from array import array
+from collections.abc import Sequence
+
+from services.common.errors import ErrorKind, SluiceError
+from services.worker.engines.contract.capabilities import SAMPLING, Capability
+from services.worker.engines.contract.engine import EngineConfig, GenerateContext, Sink
+from services.worker.engines.contract.generation import (
+    Disaggregation,
+    FinishReason,
+    GenerateRequest,
+    PositionLogprobs,
+    Role,
+    Stop,
+    Usage,
+)
+from services.worker.serving.control import ASLEEP
+from services.worker.serving.worker import Worker
+
+log = logging.getLogger(__name__)
+
+UNHEALTHY = "unhealthy"
+FIRST = -(2**31)
+
+
+class Canary:
+    """Takes the worker out of discovery while generations fail, and back when one succeeds.
+
+    Args:
+        after_s: seconds without a finished generation before one is tried.
+        timeout_s: seconds it may take, and between two tries while they fail.
+        failures: in a row, after which the worker is unhealthy.
+    """
+
+    def __init__(self, worker: Worker, after_s: float, timeout_s: float, failures: int) -> None:
+        self._worker = worker
+        self._after_s = after_s
+        self._timeout_s = timeout_s
+        self._most = failures
+        self._failed = 0
+        self._number = 0
+
+    async def run(self) -> None:
+        """Runs until cancelled; returns at once for a worker whose part cannot be tried alone."""
+        if _tiny(self._worker.config, 0) is None:
+            log.info("a decode worker that cannot run prompts has no canary")
+            return
+        while True:
+            await asyncio.sleep(self._pause_s())
+            quiet_s = time.monotonic() - self._worker.last_finished_s
+            if self._worker.phases.name != ASLEEP and (self._failed or quiet_s >= self._after_s):
+                await self.try_once()
+
+    async def try_once(self) -> bool:
+        """One try; True when the engine generates."""
+        delivered = self._worker.delivered_tokens
+        problem = await self._generate()
+        # An engine that gives others tokens meanwhile is busy, not dead. That theirs end proves nothing: they may fail
+        # as well, or be given up by callers who have waited long enough.
+        if problem and self._worker.delivered_tokens > delivered:
+            problem = ""
+        self._worker.metrics.record_canary(ok=not problem)
+        if problem:
+            self._failed += 1
+            log.warning("canary: %s", problem, extra={"failures": self._failed})
+            if self._failed >= self._most:
+                self._declare_unhealthy(problem)
+        else:
+            self._failed = 0
+            self._worker.last_finished_s = time.monotonic()
+            self._worker.gate.resume(UNHEALTHY)
+        return not problem
+
+    def _pause_s(self) -> float:
+        if self._failed:
+            return self._timeout_s
+        return max(self._after_s - (time.monotonic() - self._worker.last_finished_s), self._after_s / 10)
+
+    def _declare_unhealthy(self, problem: str) -> None:
+        error = SluiceError(
+            ErrorKind.ENGINE_SHUTDOWN,
+            "The engine of this worker does not generate; another worker can serve the request.",
+            code="engine_unhealthy",
+        )
+        if self._failed == self._most:
+            log.error("the worker is unhealthy and leaves discovery: %s", problem)
+            self._worker.gate.suspend(UNHEALTHY, error)
+        self._worker.fail_all(error)
+
+    async def _generate(self) -> str:
+        """What is wrong; empty: nothing."""
+        self._number += 1
+        request = _tiny(self._worker.config, self._number)
+        assert request is not None
+        context, probe = GenerateContext(request.request_id), _Probe()
+        engine = self._worker.engine
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                if _only_embeds(self._worker.config):
+                    await engine.embed([request.token_ids], 0)
+                    return ""
+                engine.submit(request, context, probe)
+                await probe.done.wait()
+        except TimeoutError:
+            return f"a tiny generation took more than {self._timeout_s:g} seconds"
+        except SluiceError as error:
+            return error.message
+        except Exception as error:
+            log.exception("the engine failed to take the canary's request")
+            return f"the engine failed to take a request ({type(error).__name__})"
+        finally:
+            engine.abort(context)
+        return probe.problem
+
+
+class _Probe(Sink):
+    def __init__(self) -> None:
+        self.done = asyncio.Event()
+        self.problem = ""
+        self._tokens = 0
+
+    def begin(self, cached_tokens: int, prompt_logprobs: Sequence[PositionLogprobs] = ()) -> None:
+        pass
+
+    def push(self, token_ids: Sequence[int], logprobs: Sequence[PositionLogprobs] = ()) -> None:
+        self._tokens += len(token_ids)
+
+    def finish(
+        self,
+        reason: FinishReason,
+        usage: Usage,
+        *,
+        stop_token_id: int | None = None,
+        error: SluiceError | None = None,
+        handoff: bytes = b"",
+    ) -> None:
+        if error is not None:
+            self.problem = error.message
+        elif reason in (FinishReason.ERROR, FinishReason.CANCELLED) or not self._tokens:
+            self.problem = f"a tiny generation ended as {reason.name.lower()} with {self._tokens} tokens"
+        self.done.set()
+
+
+def _only_embeds(config: EngineConfig) -> bool:
+    """Whether the engine computes vectors and has no way to choose a token."""
+    return Capability.EMBEDDINGS in config.capabilities and not SAMPLING & config.capabilities
+
+
+def _tiny(config: EngineConfig, number: int) -> GenerateRequest | None:
+    """One token in, one out, before everything that waits; None when the worker's role allows none."""
+    if config.role is Role.DECODE and Capability.LOCAL_PREFILL not in config.capabilities:
+        return None
+    prefill = Disaggregation(Role.PREFILL) if config.role is Role.PREFILL else None
+    return GenerateRequest(
+        request_id=f"sluice-canary-{number}",
+        model=config.model,
+        token_ids=array("I", [min(11, config.vocab_size - 1) if config.vocab_size else 11]),
+        stop=Stop(max_tokens=1),
+        priority=FIRST if Capability.PRIORITY in config.capabilities else 0,
+        disaggregation=prefill,
+    )

@@ -1,0 +1,57 @@
+"""Embedding token sequences: checks, a deadline, and the engine's answer held to its contract."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from array import array
+from collections.abc import Sequence
+
+from services.common.errors import ErrorKind, SluiceError, internal
+from services.worker.engines.contract.engine import Embedded
+from services.worker.serving.validation import validate_embedding
+from services.worker.serving.worker import Worker
+
+log = logging.getLogger(__name__)
+
+EMBED_S = 120.0
+
+
+async def embed(worker: Worker, model: str, inputs: Sequence[array[int]], dimensions: int, lora: str) -> Embedded:
+    """One vector an input, in their order.
+
+    Raises:
+        SluiceError: FAILED_PRECONDITION when the engine computes none, INVALID_ARGUMENT for wrong inputs,
+            RESPONSE_TIMEOUT when it does not answer.
+    """
+    started_s = time.monotonic()
+    try:
+        embedded = await _embed(worker, model, inputs, dimensions, lora)
+    except SluiceError as error:
+        worker.metrics.record_refusal(error.kind.name.lower())
+        raise
+    worker.metrics.record_embedding(len(inputs), embedded.prompt_tokens, time.monotonic() - started_s)
+    return embedded
+
+
+async def _embed(worker: Worker, model: str, inputs: Sequence[array[int]], dimensions: int, lora: str) -> Embedded:
+    worker.gate.check()
+    config = worker.config
+    validate_embedding(model, lora, inputs, dimensions, config)
+    adapter = lora or (model if model in config.adapters else "")
+    try:
+        with worker.gate.busy():
+            async with asyncio.timeout(EMBED_S):
+                embedded = await worker.engine.embed(inputs, dimensions, adapter)
+    except TimeoutError as error:
+        raise SluiceError(ErrorKind.RESPONSE_TIMEOUT, "The engine did not embed the inputs in time.") from error
+    except SluiceError:
+        raise
+    except Exception as error:
+        log.exception("embedding failed")
+        raise internal("The engine failed on these inputs.") from error
+    if len(embedded.vectors) != len(inputs) or any(not vector or len(vector) % 4 for vector in embedded.vectors):
+        worker.metrics.record_broken_contract("gives one vector an input")
+        raise internal("The engine broke its contract: it did not give one vector an input.")
+    return embedded

@@ -1,0 +1,142 @@
+"""Hosts one worker in this process: start-up and shutdown in their order."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+
+from services.common.budgets import Budget
+from services.common.observability import scrape_server as scraping
+from services.common.rpc.replicas import ReplicaSet
+from services.common.rpc.server import GrpcServer
+from services.common.runner import Stop
+from services.common.security.tls import channel_credentials
+from services.common.tasks import TaskOwner
+from services.worker.engines import find_engine
+from services.worker.registration.address import advertised_address, default_worker_id
+from services.worker.registration.registration import Registration
+from services.worker.serving.canary import Canary
+from services.worker.serving.control import Controls
+from services.worker.serving.engine_metrics import EngineMetrics
+from services.worker.serving.service import WorkerService
+from services.worker.serving.session import wait_flushed
+from services.worker.serving.worker import Worker
+from services.worker.settings import WorkerSettings
+from sluice.v1 import router_pb2_grpc, worker_pb2, worker_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+FLUSH_S = 2.0
+STOP_SERVER_S = 0.2
+
+
+class WorkerHost:
+    """Everything one worker process runs.
+
+    The server listens from the first moment, so that probes see a worker that is starting; it takes requests when the
+    engine is ready, and registers after that.
+    """
+
+    def __init__(self, settings: WorkerSettings, stop: Stop) -> None:
+        self._settings = settings
+        self._tasks = TaskOwner(stop.fail)
+        self.server = GrpcServer(settings, worker_pb2.DESCRIPTOR)
+        self.engine = find_engine(settings.engine).from_args(settings)
+        self.worker = Worker(
+            self.engine,
+            settings.worker_id,
+            stop.fail,
+            max_live=settings.max_live,
+            strict=settings.strict_streams,
+            processing=settings.processing_options,
+            grammar=Budget("grammar_characters", settings.max_grammar_kb << 10, "--max-grammar-kb"),
+        )
+        scraping.health = self.health
+        self.worker.gate.on_serving = self._serving_changed
+        self.worker.on_card = self._card_changed
+        self.service = WorkerService(self.worker, Controls(self.worker, self._resync))
+        self.registration: Registration | None = None
+        self._engine_metrics = EngineMetrics(self.engine.metrics_text)
+        self._routers: ReplicaSet[router_pb2_grpc.RouterAsyncStub] | None = None
+        worker_pb2_grpc.add_WorkerServicer_to_server(self.service, self.server.server)
+
+    async def start(self) -> None:
+        """Returns when requests are welcome; SluiceError when the engine or the server cannot start."""
+        settings = self._settings
+        await self.server.start()
+        self.worker.worker_id = settings.worker_id or default_worker_id(self.server.port)
+        template = settings.chat_template
+        await self.worker.start(
+            chat_template="" if template is None else await asyncio.to_thread(template.read_text, "utf-8"),
+            tool_parser=settings.tool_parser,
+            reasoning_parser=settings.reasoning_parser,
+        )
+        self._engine_metrics.register()
+        # A vocabulary lives as long as the process: keep the collector from walking it again and again.
+        gc.collect()
+        gc.freeze()
+        await self.server.set_serving(True)
+        if settings.routers:
+            await self._register()
+        if settings.canary_s:
+            canary = Canary(self.worker, settings.canary_s, settings.canary_timeout_s, settings.canary_failures)
+            self._tasks.spawn(canary.run(), "canary")
+
+    def health(self) -> dict[str, object]:
+        """What `/health` beside the metrics says: whether it serves and, while it does not, what keeps it."""
+        worker, phases = self.worker, self.worker.phases
+        status = "draining" if worker.draining else "ok" if not phases.name else "waiting"
+        said: dict[str, object] = {"status": status, "worker_id": worker.worker_id, "phase": phases.name}
+        trouble = "" if self.registration is None else self.registration.trouble
+        said |= {"phase_share": phases.share, "phase_seconds": round(phases.seconds, 1)}
+        return said | {"registration": trouble}
+
+    async def _register(self) -> None:
+        settings = self._settings
+        address = settings.advertise or await asyncio.to_thread(
+            advertised_address, settings.listen, self.server.port, settings.routers
+        )
+        self._routers = ReplicaSet(
+            "router", settings.routers, router_pb2_grpc.RouterStub, channel_credentials(settings)
+        )
+        self.registration = Registration(self.worker, address, self._routers)
+        await self._routers.start()
+        self._tasks.spawn(self.registration.run(), "registration")
+
+    def _serving_changed(self, why: str) -> None:
+        """The worker stops serving for a while, or serves again."""
+        if self.worker.draining:
+            return
+        self._tasks.spawn(self.server.set_serving(not why), "health")
+        if self.registration is not None:
+            if why:
+                self.registration.pause(why)
+            else:
+                self.registration.resume()
+
+    def _card_changed(self) -> None:
+        if self.registration is not None:
+            self._tasks.spawn(self.registration.refresh(), "refresh-card")
+
+    def _resync(self) -> bool:
+        return self.registration is not None and self.registration.resync()
+
+    async def shut_down(self) -> None:
+        """Leaves discovery, waits the grace period, drains, cleans up, stops the server; every part has a deadline."""
+        self.worker.draining = True
+        await self.server.set_serving(False)
+        if self.registration is not None:
+            await self.registration.leave("shutdown")
+        if self.worker.live_requests or self.service.sessions:
+            # Requests that were routed here before the news spread still arrive.
+            await asyncio.sleep(self._settings.grace_s)
+        await self.worker.drain(self._settings.drain_s)
+        await wait_flushed(tuple(self.service.sessions), FLUSH_S)
+        await self.service.end_sessions()
+        await self.worker.cleanup()
+        await self._tasks.close()
+        if self._routers is not None:
+            await self._routers.close()
+        await self.server.stop(STOP_SERVER_S)
+        self._engine_metrics.close()

@@ -1,0 +1,223 @@
+"""The Worker service on gRPC: translates messages, nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+import grpc
+
+from services.common.errors import SluiceError, internal, invalid, overloaded
+from services.common.observability import telemetry
+from services.common.packing import unpack_u32
+from services.common.rpc.errors import abort, answer
+from services.common.rpc.session import BatchWriter, serve_session
+from services.worker.serving.control import Controls
+from services.worker.serving.embedding import embed
+from services.worker.serving.response_sink import StreamDelivery
+from services.worker.serving.session import WorkerSession
+from services.worker.serving.tokenizer_files import TokenizerFiles
+from services.worker.serving.wire import (
+    read_request,
+    read_trace,
+    write_card,
+    write_delta,
+    write_loads,
+    write_page,
+    write_role,
+)
+from services.worker.serving.worker import Worker
+from sluice.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+END_SESSION_S = 5.0
+
+Q = TypeVar("Q")
+A = TypeVar("A")
+Context = grpc.aio.ServicerContext[Any, Any]
+Action = worker_pb2.ControlRequest
+
+
+class WorkerService(worker_pb2_grpc.WorkerServicer):
+    """Answers from one worker.
+
+    Attributes:
+        sessions: those open now.
+    """
+
+    def __init__(self, worker: Worker, controls: Controls) -> None:
+        self._worker = worker
+        self._controls = controls
+        self.sessions: set[WorkerSession] = set()
+        self._handlers: set[asyncio.Task[Any]] = set()
+        self._over = False
+
+    async def end_sessions(self) -> None:
+        """Ends every session in order, as the callers see it; what was said is to be flushed before."""
+        self._over = True
+        handlers = set(self._handlers)
+        for handler in handlers:
+            handler.cancel()
+        if handlers:
+            await asyncio.wait(handlers, timeout=END_SESSION_S)
+
+    async def Session(  # type: ignore[override]  # the stubs know only iterator handlers, not read and write
+        self, request_iterator: object, context: Context
+    ) -> None:
+        """See worker.proto."""
+        handler = asyncio.current_task()
+        assert handler is not None
+        writer: BatchWriter[worker_pb2.TokenBatch] = BatchWriter(lambda: _next_batch(session), context.write)
+        session = WorkerSession(self._worker, lambda: writer.wake(), lambda: overflown(handler))
+        unread: list[SluiceError] = []
+
+        def overflown(task: asyncio.Task[Any]) -> None:
+            unread.append(overloaded("The session was ended because its caller does not read."))
+            task.cancel()
+
+        self.sessions.add(session)
+        self._handlers.add(handler)
+        try:
+            await serve_session(context, writer, lambda message: _apply(session, message))
+        except asyncio.CancelledError:
+            if not unread and not self._over:
+                raise
+        except Exception:
+            if context.cancelled() or context.done():
+                raise asyncio.CancelledError from None  # the caller is gone; there is nobody to tell
+            log.exception("a session failed")
+            unread.append(internal("The session failed; the service's log has the details."))
+        finally:
+            self.sessions.discard(session)
+            self._handlers.discard(handler)
+            session.close()
+        if unread:
+            log.warning("session ended: %s", unread[0].message)
+            async with asyncio.timeout(END_SESSION_S):
+                await abort(context, unread[0])
+
+    async def Generate(
+        self, request: worker_pb2.GenerateRequest, context: Context
+    ) -> AsyncIterator[worker_pb2.GenerateDelta]:
+        """See worker.proto."""
+        carrier = telemetry.carrier_of_metadata(context.invocation_metadata()) or telemetry.carrier(request.trace)
+        delivery = StreamDelivery()
+        with telemetry.stage("worker.generate", parent=carrier, model=request.model):
+            try:
+                trace = {**read_trace(request.trace), **telemetry.headers()} if telemetry.tracing() else None
+                self._worker.submit(read_request(request), delivery, trace)
+            except SluiceError as error:
+                await abort(context, error)
+            try:
+                async with aclosing(delivery.deltas()) as deltas:
+                    async for delta in deltas:
+                        yield write_delta(delta)
+            finally:
+                self._worker.cancel(delivery)
+
+    async def Embed(self, request: worker_pb2.EmbedRequest, context: Context) -> worker_pb2.EmbedResponse:
+        """See worker.proto."""
+        return await self._serve("embed", self._embed, request, context, telemetry.carrier(request.trace))
+
+    async def Abort(self, request: worker_pb2.AbortRequest, context: Context) -> worker_pb2.AbortResponse:
+        """See worker.proto."""
+        return await self._serve("abort", self._abort, request, context)
+
+    async def GetInfo(self, request: worker_pb2.GetInfoRequest, context: Context) -> worker_pb2.GetInfoResponse:
+        """See worker.proto."""
+        return await self._serve("get_info", self._get_info, request, context)
+
+    async def Control(self, request: worker_pb2.ControlRequest, context: Context) -> worker_pb2.ControlResponse:
+        """See worker.proto."""
+        return await self._serve("control", self._control, request, context)
+
+    async def GetTokenizer(
+        self, request: worker_pb2.GetTokenizerRequest, context: Context
+    ) -> AsyncIterator[worker_pb2.TokenizerChunk]:
+        """See worker.proto."""
+        with telemetry.stage(
+            "worker.get_tokenizer", parent=telemetry.carrier_of_metadata(context.invocation_metadata())
+        ):
+            try:
+                fingerprint = self._worker.config.fingerprint
+                async for piece in TokenizerFiles(self._worker.config.source).pieces():
+                    yield worker_pb2.TokenizerChunk(
+                        file_name=piece.file_name,
+                        file_size=piece.file_size,
+                        data=piece.data,
+                        fingerprint=fingerprint,
+                    )
+                    fingerprint = ""
+            except SluiceError as error:
+                await abort(context, error)
+
+    async def _serve(
+        self,
+        verb: str,
+        handler: Callable[[Q], Awaitable[A]],
+        request: Q,
+        context: Context,
+        caller: dict[str, str] | None = None,
+    ) -> A:
+        parent = telemetry.carrier_of_metadata(context.invocation_metadata()) or caller
+        with telemetry.stage(f"worker.{verb}", parent=parent):
+            return await answer(context, handler, request)
+
+    async def _embed(self, request: worker_pb2.EmbedRequest) -> worker_pb2.EmbedResponse:
+        inputs = [unpack_u32(prompt.token_ids, f"inputs[{index}]") for index, prompt in enumerate(request.inputs)]
+        embedded = await embed(self._worker, request.model, inputs, request.dimensions, request.lora)
+        return worker_pb2.EmbedResponse(
+            embeddings=[worker_pb2.Embedding(values=vector) for vector in embedded.vectors],
+            usage=common_pb2.Usage(prompt_tokens=embedded.prompt_tokens),
+        )
+
+    async def _abort(self, request: worker_pb2.AbortRequest) -> worker_pb2.AbortResponse:
+        return worker_pb2.AbortResponse(found=self._worker.abort(request.request_id))
+
+    async def _get_info(self, request: worker_pb2.GetInfoRequest) -> worker_pb2.GetInfoResponse:
+        worker, phases = self._worker, self._worker.phases
+        info = worker_pb2.GetInfoResponse(
+            worker_id=worker.worker_id,
+            epoch=worker.epoch,
+            draining=worker.draining,
+            phase=phases.name or phases.aside,
+            phase_share=phases.share,
+        )
+        if worker.started:
+            config = worker.config
+            info.card.CopyFrom(write_card(config, worker.loaded_unix_s))
+            info.role = write_role(config.role)
+            info.load.CopyFrom(write_loads(worker.load())[0])
+            info.engine, info.engine_version = config.engine, config.engine_version
+        return info
+
+    async def _control(self, request: worker_pb2.ControlRequest) -> worker_pb2.ControlResponse:
+        if request.action == Action.ACTION_UNSPECIFIED or request.action not in Action.Action.values():
+            raise invalid("The action is not one this version knows.", param="action")
+        name = Action.Action.Name(request.action).removeprefix("ACTION_").lower()
+        return worker_pb2.ControlResponse(results=await self._controls.run(name, dict(request.arguments)))
+
+
+def _next_batch(session: WorkerSession) -> worker_pb2.TokenBatch | None:
+    page = session.take()
+    return None if page is None else write_page(page)
+
+
+def _apply(session: WorkerSession, message: worker_pb2.WorkerSessionRequest) -> None:
+    for start in message.starts:
+        try:
+            trace = read_trace(start.request.trace) if telemetry.tracing() else None
+            session.start(start.slot, read_request(start.request), trace)
+        except SluiceError as error:
+            session.refuse(start.slot, error)
+    if message.cancels:
+        session.cancel(_slots(message.cancels))
+
+
+def _slots(packed: bytes) -> list[int]:
+    """Whole slots of a packed field; a broken tail names no slot and is ignored like an unknown one."""
+    return unpack_u32(packed[: len(packed) // 4 * 4], "cancels").tolist()

@@ -1,0 +1,146 @@
+"""One caller's session: many requests by slot, one outbox."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from services.common.errors import SluiceError, invalid
+from services.worker.engines.contract.generation import Delta, FinishReason, GenerateRequest, PositionLogprobs, Usage
+from services.worker.local_processing.text_delta import TextDelta
+from services.worker.serving.outbox import Outbox, Page
+from services.worker.serving.response_sink import BEGUN, Delivery
+from services.worker.serving.worker import Worker
+
+log = logging.getLogger(__name__)
+
+
+class SlotDelivery(Delivery):
+    """A delivery into a row of the session's outbox."""
+
+    def __init__(self, slot: int, outbox: Outbox, on_close: Callable[[int], None]) -> None:
+        super().__init__()
+        self.slot = slot
+        self.silent = False
+        self._outbox = outbox
+        self._on_close = on_close
+
+    def deliver_first(self, cached_tokens: int, prompt_logprobs: Sequence[PositionLogprobs]) -> None:
+        self._say(
+            Delta(
+                cached_tokens=cached_tokens,
+                prompt_logprobs=prompt_logprobs,
+                prompt_token_ids=self.made_prompt,
+            )
+        )
+
+    def push(self, token_ids: Sequence[int], logprobs: Sequence[PositionLogprobs] = ()) -> None:
+        count = len(token_ids)
+        plain = count == 1 and not logprobs and not self._traced
+        # This is every token's path: the usual push is checked here, every other kind in `admits`.
+        if not (plain and self._state == BEGUN and 0 <= token_ids[0] < self._vocab_size) and not self.admits(
+            token_ids, logprobs
+        ):
+            return
+        self.delivered += count
+        page = self._outbox.page
+        page.slots.append(self.slot)
+        page.counts.append(count)
+        if count == 1:
+            page.token_ids.append(token_ids[0])
+        else:
+            page.token_ids.extend(token_ids)
+        if logprobs:
+            page.extras.append((self.slot, Delta(logprobs=logprobs)))
+        self._outbox.ready()
+
+    def deliver_text(self, text: TextDelta) -> None:
+        if self.silent:
+            return
+        texts = self._outbox.page.texts
+        if (waiting := texts.get(self.slot)) is None:
+            texts[self.slot] = text
+        else:
+            waiting.add(text)
+        self._outbox.ready()
+
+    def deliver_terminal(self, delta: Delta) -> None:
+        self._on_close(self.slot)
+        self._say(delta)
+
+    def _say(self, delta: Delta) -> None:
+        if not self.silent:
+            self._outbox.page.extras.append((self.slot, delta))
+            self._outbox.ready()
+
+
+class WorkerSession:
+    """The requests of one session, by slot.
+
+    Args:
+        wake: called when `take` has something.
+        on_overflow: called when the caller does not read; end the session then.
+    """
+
+    def __init__(self, worker: Worker, wake: Callable[[], None], on_overflow: Callable[[], None]) -> None:
+        self._worker = worker
+        self._outbox = Outbox(wake, on_overflow)
+        self._open: dict[int, SlotDelivery] = {}
+
+    async def flush(self) -> None:
+        """Returns when everything said so far was sent; the caller sets the deadline."""
+        await self._outbox.flush()
+
+    def take(self) -> Page | None:
+        """The next message to send."""
+        return self._outbox.take()
+
+    def start(self, slot: int, request: GenerateRequest, trace: Mapping[str, str] | None = None) -> None:
+        """Starts a request in a slot; whatever is wrong with it ends that slot only."""
+        if slot in self._open:
+            self._end_ambiguous(slot)
+            return
+        delivery = SlotDelivery(slot, self._outbox, self._close_slot)
+        self._open[slot] = delivery
+        try:
+            self._worker.submit(request, delivery, trace)
+        except SluiceError as error:
+            self._open.pop(slot, None)
+            self.refuse(slot, error)
+
+    def refuse(self, slot: int, error: SluiceError) -> None:
+        """Ends a slot whose request never started."""
+        self._outbox.page.extras.append((slot, Delta(finish_reason=FinishReason.ERROR, usage=Usage(), error=error)))
+        self._outbox.ready()
+
+    def cancel(self, slots: Iterable[int]) -> None:
+        """Cancels requests; unknown and ended slots are ignored."""
+        for slot in slots:
+            if delivery := self._open.get(slot):
+                self._worker.cancel(delivery)
+
+    def close(self) -> None:
+        """The caller is gone: all its requests are aborted."""
+        for delivery in tuple(self._open.values()):
+            delivery.silent = True
+            self._worker.cancel(delivery)
+        self._open.clear()
+
+    def _end_ambiguous(self, slot: int) -> None:
+        """Two requests cannot share a slot: the caller could not tell them apart, so both end with one error."""
+        error = invalid(f"Slot {slot} is in use; wait for its terminal delta before using it again.", param="slot")
+        self._worker.fail(self._open[slot], error)
+
+    def _close_slot(self, slot: int) -> None:
+        self._open.pop(slot, None)
+
+
+async def wait_flushed(sessions: Iterable[WorkerSession], timeout_s: float) -> None:
+    """Waits until the sessions have sent what they had, at most `timeout_s` seconds."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            for session in sessions:
+                await session.flush()
+    except TimeoutError:
+        log.warning("a caller did not read its last tokens in time")

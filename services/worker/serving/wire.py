@@ -1,0 +1,258 @@
+"""Messages ↔ the worker's plain data; the only module besides `service` that knows the worker's protobuf types."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, cast
+
+from google.protobuf.message import Message
+
+from services.common.errors import SluiceError, invalid
+from services.common.hashing import HASH_SCHEME
+from services.common.observability import telemetry
+from services.common.packing import pack_u32, unpack_u32
+from services.common.rpc.errors import to_detail
+from services.postprocess.parsers.events import merge
+from services.postprocess.streams.stream import StreamOptions
+from services.postprocess.wire import parts, to_event, to_finish, to_options, to_tokens
+from services.worker.engines.contract.engine import EngineConfig, Load
+from services.worker.engines.contract.generation import (
+    Delta,
+    Disaggregation,
+    GenerateRequest,
+    Guided,
+    PositionLogprobs,
+    PromptEmbeds,
+    Role,
+    Sampling,
+    Stop,
+    TokenLogprob,
+)
+from services.worker.local_processing.text_delta import TextDelta
+from services.worker.serving.outbox import Page
+from services.worker.serving.tracing import LINK
+from sluice.v1 import common_pb2, postprocess_pb2, worker_pb2
+
+
+def read_request(message: worker_pb2.GenerateRequest) -> GenerateRequest:
+    """SluiceError(INVALID_ARGUMENT) when a packed field is broken."""
+    prompt = message.WhichOneof("prompt")
+    return GenerateRequest(
+        request_id=message.request_id,
+        model=message.model,
+        token_ids=unpack_u32(message.tokens.token_ids, "prompt.token_ids"),
+        text=message.text if prompt == "text" else None,
+        messages_json=message.messages_json if prompt == "messages_json" else None,
+        embeds=_read_embeds(message.embeds) if prompt == "embeds" else None,
+        sampling=_read_sampling(message.sampling) if message.HasField("sampling") else Sampling(),
+        stop=_read_stop(message.stop) if message.HasField("stop") else Stop(),
+        logprobs=_optional(message.output, "logprobs"),
+        prompt_logprobs=_optional(message.output, "prompt_logprobs"),
+        guided=_read_guided(message.guided) if message.HasField("guided") else None,
+        lora=message.lora,
+        cache_salt=message.cache_salt,
+        priority=message.priority,
+        data_parallel_rank=_optional(message, "data_parallel_rank"),
+        disaggregation=_read_disaggregation(message.disaggregation) if message.HasField("disaggregation") else None,
+        resumed_tokens=message.resumed_tokens,
+        text_out=_read_text_options(message.postprocess) if message.HasField("postprocess") else None,
+    )
+
+
+def read_trace(message: common_pb2.TraceContext) -> dict[str, str]:
+    """Carrier of the caller's span, and under `LINK` the traceparent of an earlier part."""
+    return {**telemetry.carrier(message), **({LINK: message.link} if message.link else {})}
+
+
+def _optional(message: Message, name: str) -> int | None:
+    return cast(int, getattr(message, name)) if message.HasField(name) else None
+
+
+def _optional_float(message: Message, name: str) -> float | None:
+    return cast(float, getattr(message, name)) if message.HasField(name) else None
+
+
+def _read_sampling(message: common_pb2.SamplingOptions) -> Sampling:
+    return Sampling(
+        temperature=_optional_float(message, "temperature"),
+        top_p=_optional_float(message, "top_p"),
+        top_k=_optional(message, "top_k"),
+        min_p=_optional_float(message, "min_p"),
+        frequency_penalty=_optional_float(message, "frequency_penalty"),
+        presence_penalty=_optional_float(message, "presence_penalty"),
+        repetition_penalty=_optional_float(message, "repetition_penalty"),
+        seed=_optional(message, "seed"),
+        logit_bias=dict(message.logit_bias),
+        allowed_token_ids=tuple(unpack_u32(message.allowed_token_ids, "sampling.allowed_token_ids")),
+        bad_words=tuple(tuple(unpack_u32(word, "sampling.bad_words")) for word in message.bad_words),
+        thinking_token_budget=_optional(message, "thinking_token_budget"),
+        engine_options=_read_engine_options(message.engine_options_json) if message.engine_options_json else {},
+    )
+
+
+def _read_text_options(message: postprocess_pb2.StreamOptions) -> StreamOptions:
+    try:
+        return to_options(message)
+    except SluiceError as error:
+        error.param = f"postprocess.{error.param}"
+        raise
+
+
+def _read_engine_options(document: bytes) -> dict[str, Any]:
+    try:
+        options = json.loads(document)
+    except (ValueError, RecursionError) as error:
+        raise invalid("engine_options_json is not JSON.", param="engine_options") from error
+    if not isinstance(options, dict):
+        raise invalid("engine_options_json must be a JSON object.", param="engine_options")
+    return options
+
+
+def _read_embeds(message: worker_pb2.EmbedsPrompt) -> PromptEmbeds:
+    if not message.width or not message.values or len(message.values) % (4 * message.width):
+        raise invalid("The prompt embeddings are not whole rows of `width` float32 values.", param="prompt_embeds")
+    return PromptEmbeds(message.values, message.width)
+
+
+def _read_stop(message: common_pb2.StopOptions) -> Stop:
+    return Stop(
+        max_tokens=_optional(message, "max_tokens"),
+        min_tokens=message.min_tokens,
+        stop_token_ids=frozenset(unpack_u32(message.stop_token_ids, "stop.stop_token_ids")),
+        eos_token_ids=tuple(unpack_u32(message.eos_token_ids, "stop.eos_token_ids")),
+        ignore_eos=message.ignore_eos,
+    )
+
+
+def _read_guided(message: common_pb2.GuidedDecoding) -> Guided | None:
+    kind = message.WhichOneof("grammar")
+    if kind is None:
+        return None
+    if kind == "choice":
+        return Guided("choice", tuple(message.choice.choices))
+    if kind == "json_object":
+        return Guided("json_object") if message.json_object else None
+    return Guided(kind, getattr(message, kind))
+
+
+def _read_disaggregation(message: worker_pb2.DisaggregationParams) -> Disaggregation:
+    try:
+        role = Role(message.role or Role.AGGREGATED)
+    except ValueError as error:
+        raise invalid(f"Role {message.role} is unknown.", param="disaggregation") from error
+    return Disaggregation(role, message.handoff, message.bootstrap_host, message.bootstrap_port, message.bootstrap_room)
+
+
+def write_page(page: Page) -> worker_pb2.TokenBatch:
+    """One session message."""
+    return worker_pb2.TokenBatch(
+        slots=pack_u32(page.slots),
+        counts=pack_u32(page.counts),
+        token_ids=pack_u32(page.token_ids),
+        extras=_write_extras(page) if page.texts else [write_extra(delta, slot) for slot, delta in page.extras],
+    )
+
+
+def _write_extras(page: Page) -> list[worker_pb2.TokenExtra]:
+    """What the tokens became comes before the terminal deltas."""
+    texts = [worker_pb2.TokenExtra(slot=slot, events=_write_text(text)) for slot, text in page.texts.items()]
+    first = [write_extra(delta, slot) for slot, delta in page.extras if delta.finish_reason is None]
+    last = [write_extra(delta, slot) for slot, delta in page.extras if delta.finish_reason is not None]
+    return [*first, *texts, *last]
+
+
+def write_delta(delta: Delta) -> worker_pb2.GenerateDelta:
+    """One message of the server-streaming twin."""
+    return worker_pb2.GenerateDelta(token_ids=pack_u32(delta.token_ids), extra=write_extra(delta))
+
+
+def write_extra(delta: Delta, slot: int = 0) -> worker_pb2.TokenExtra:
+    """Everything of a delta besides its token ids."""
+    extra = worker_pb2.TokenExtra(
+        slot=slot,
+        finish_reason=common_pb2.FinishReason.ValueType(delta.finish_reason or 0),
+        stop_token_id=delta.stop_token_id,
+        cached_tokens=delta.cached_tokens,
+        handoff=delta.handoff,
+        prompt_token_ids=pack_u32(delta.prompt_token_ids),
+        logprobs=[_write_logprobs(position) for position in delta.logprobs],
+        prompt_logprobs=[_write_logprobs(position) for position in delta.prompt_logprobs],
+    )
+    if delta.text is not None:
+        extra.events.extend(_write_text(delta.text))
+    if delta.error is not None:
+        extra.error.CopyFrom(to_detail(delta.error))
+    if delta.usage is not None:
+        extra.usage.prompt_tokens = delta.usage.prompt_tokens
+        extra.usage.completion_tokens = delta.usage.completion_tokens
+        extra.usage.cached_tokens = delta.usage.cached_tokens
+        extra.usage.SetInParent()
+    return extra
+
+
+def _write_text(text: TextDelta) -> list[postprocess_pb2.StreamEvent]:
+    """In the order of a TextBatch: what tokens stand for, what they became, how it ended; slots are 0."""
+    return [
+        *([postprocess_pb2.StreamEvent(tokens=to_tokens(text.tokens))] if text.tokens else []),
+        *[to_event(0, *part) for part in parts(merge(text.events))],
+        *([to_finish(0, text.finish)] if text.finish is not None else []),
+    ]
+
+
+def _write_logprobs(position: PositionLogprobs) -> common_pb2.PositionLogprobs:
+    return common_pb2.PositionLogprobs(
+        chosen=_write_logprob(position.chosen), top=[_write_logprob(token) for token in position.top]
+    )
+
+
+def _write_logprob(token: TokenLogprob) -> common_pb2.TokenLogprob:
+    return common_pb2.TokenLogprob(token_id=token.token_id, logprob=token.logprob, rank=token.rank)
+
+
+def write_card(config: EngineConfig, created_unix_s: int) -> common_pb2.ModelCard:
+    """The card of what this worker serves."""
+    return common_pb2.ModelCard(
+        model=config.model,
+        tokenizer=common_pb2.TokenizerSpec(
+            processor=config.processor,
+            source=config.source,
+            fingerprint=config.fingerprint,
+            prompt_fingerprint=config.prompt_fingerprint,
+        ),
+        context_length=config.context_length,
+        vocab_size=config.vocab_size,
+        block_size=config.block_size,
+        hash_scheme=HASH_SCHEME,
+        total_blocks=config.total_blocks,
+        max_sequences=config.max_sequences,
+        max_batched_tokens=config.max_batched_tokens,
+        data_parallel_size=config.data_parallel_size,
+        capabilities=sorted(config.capabilities),
+        eos_token_ids=pack_u32(config.eos_token_ids),
+        adapters=config.adapters,
+        created_unix_s=created_unix_s,
+        chat_template=config.chat_template,
+        tool_parser=config.tool_parser,
+        reasoning_parser=config.reasoning_parser,
+    )
+
+
+def write_role(role: Role) -> common_pb2.WorkerRole.ValueType:
+    """The wire number of a role."""
+    return common_pb2.WorkerRole.ValueType(int(role))
+
+
+def write_loads(loads: Sequence[Load]) -> list[common_pb2.WorkerLoad]:
+    """Loads by data-parallel rank."""
+    return [
+        common_pb2.WorkerLoad(
+            running_requests=load.running_requests,
+            waiting_requests=load.waiting_requests,
+            used_blocks=load.used_blocks,
+            cached_blocks=load.cached_blocks,
+            prefill_tokens=load.prefill_tokens,
+            step_ms=load.step_ms,
+        )
+        for load in loads
+    ]

@@ -1,0 +1,1 @@
+"""`sluice doctor`: checks of a configuration, and their findings."""

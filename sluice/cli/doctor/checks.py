@@ -1,0 +1,144 @@
+"""Everything that the doctor looks at, in the order in which a request meets it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from services.common.packing import pack_u32
+from services.gateway.workers.overview import WorkerState
+from sluice.cli.doctor import certificates as certificates
+from sluice.cli.doctor import redis as redis_checks
+from sluice.cli.doctor import servers as server_checks
+from sluice.cli.doctor.finding import Finding, State, clock, fail, ok, skipped, warn
+from sluice.cli.doctor.servers import Server, version
+from sluice.cli.live.client import NotReached, Running
+from sluice.v1 import router_pb2
+
+__all__ = ["Finding", "State", "examine"]
+
+START = "Start it, and check the address that the gateway has for it."
+
+
+async def examine(running: Running, redis_url: str) -> Sequence[Finding]:
+    """Every finding; an empty `redis_url` leaves Redis out."""
+    findings = await _gateway(running)
+    state: dict[str, Any] | None = None
+    if findings[0].state is not State.FAIL:
+        try:
+            state = await running.state()
+        except NotReached as error:
+            advice = "Start the gateway with --ui, and give an --api-key with the scope operate if it wants one."
+            findings.append(warn("live view", str(error), advice))
+    servers: list[Server] = []
+    if state is not None:
+        found, servers = _services(state)
+        findings += found
+    found, workers = await _workers(running)
+    findings += found
+    servers += [Server(worker.id, worker.address, worker.draining) for worker in workers]
+    findings += await server_checks.examine(running, servers)
+    findings += await _routing(running, workers)
+    if findings[0].state is not State.FAIL:
+        findings += await _parity(running)
+    findings += await redis_checks.examine(redis_url)
+    findings += await asyncio.to_thread(certificates.examine, running.place)
+    return findings
+
+
+async def _gateway(running: Running) -> list[Finding]:
+    where = running.place.gateway
+    try:
+        await running.get("/health")
+        ready = await running.get("/ready", "ready", "workers")
+    except NotReached as error:
+        return [fail("gateway", str(error), "Start the suite with `sluice up`, or say where it is with --gateway.")]
+    found = [ok("gateway", f"answers at {where}")]
+    missing = [name for name, count in ready.get("services", {}).items() if not count]
+    if missing:
+        found.append(fail("gateway ready", f"nobody serves {', '.join(missing)}", START))
+    elif not ready["ready"]:
+        found.append(fail("gateway ready", "it does not know the workers yet", "Wait, or look at the router's log."))
+    elif "models" not in ready:  # it has API keys, and this one is missing or wrong
+        found.append(warn("gateway ready", f"{ready['workers']} workers connected", "Give --api-key to see the rest."))
+    else:
+        found.append(ok("gateway ready", f"{ready['workers']} workers connected, models {', '.join(ready['models'])}"))
+    return found
+
+
+def _services(state: dict[str, Any]) -> tuple[list[Finding], list[Server]]:
+    """What the gateway says of the services it calls, and where they are."""
+    found = [
+        version("gateway version", state["version"]),
+        clock("gateway clock", (state["unix_ms"] - state["answered_unix_ms"]) / 1000),
+    ]
+    servers = []
+    for name, node in state["nodes"].items():
+        if not node["serving"]:
+            found.append(fail(name, "no replica serves", START))
+        found += [
+            warn(f"{name} {address}", "the gateway knows it, nobody serves there", START) for address in node["away"]
+        ]
+        servers += [Server(name, address) for address in node["serving"]]
+    for reason, times in state["degraded"].items():
+        found.append(warn("degraded", f"{reason}, {times} times in the last minute", "See docs/resilience.md."))
+    return found, servers
+
+
+async def _workers(running: Running) -> tuple[list[Finding], Sequence[WorkerState]]:
+    try:
+        workers = await running.workers()
+    except NotReached as error:
+        return [fail("router", str(error), "Start a router, or say where it is with --router.")], ()
+    if not workers:
+        return [fail("workers", "none has registered", "Start one with `sluice worker --routers HOST:PORT`.")], ()
+    findings = []
+    engines: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for worker in workers:
+        engines[worker.model, worker.engine].add(worker.version)
+    for (model, engine), versions in engines.items():
+        if len(versions) > 1:
+            found = f"{engine} in versions {', '.join(sorted(versions))} for {model}"
+            findings.append(warn("engines", found, "Equal prompts may get different answers: use one version."))
+    return findings, workers
+
+
+async def _routing(running: Running, workers: Sequence[WorkerState]) -> list[Finding]:
+    """Asks for one decision of each model, which books nothing."""
+    found = []
+    for model in sorted({worker.model for worker in workers}):
+        check = f"routing {model}"
+        try:
+            verdict = await running.route(model, router_pb2.PromptRef(token_ids=pack_u32([1, 2, 3])))
+        except NotReached as error:
+            found.append(fail(check, str(error), "Look at the router's log."))
+            continue
+        if verdict.degraded == "store_unavailable":
+            advice = "The router cannot reach Redis: check --redis-url, the password and the network."
+            found.append(fail(check, f"degraded: {verdict.degraded}", advice))
+        elif verdict.degraded:
+            found.append(warn(check, f"degraded: {verdict.degraded}", "See docs/router.md."))
+        else:
+            found.append(ok(check, f"{len(verdict.scores)} candidates, index {verdict.index_age_ms} ms old"))
+    return found
+
+
+async def _parity(running: Running) -> list[Finding]:
+    """Whether preprocess makes the prompts that the workers' engines would."""
+    try:
+        models = (await running.get("/v1/models", "data"))["data"]
+    except NotReached as error:
+        return [skipped("parity", str(error))]
+    return [_parity_of(model["id"], model["tokenizer"]["parity"]) for model in models]
+
+
+def _parity_of(model: str, parity: str) -> Finding:
+    check = f"parity {model}"
+    if parity == "differs":
+        advice = "Give preprocess and the workers the same files; `sluice diff-tokenizers` shows where they differ."
+        return fail(check, "preprocess makes other prompts than the workers' engine", advice)
+    if parity == "unknown":
+        return warn(check, "nobody says", "Preprocess may still load the model, or the engine does not tell.")
+    return ok(check, parity.replace("_", " "))

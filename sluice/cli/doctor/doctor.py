@@ -1,0 +1,52 @@
+"""`sluice doctor`: looks at a running suite from outside, and says what to do about what it finds."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from sluice.cli.doctor.checks import Finding, State, examine
+from sluice.cli.live.client import reached
+from sluice.cli.live.endpoint import Place
+
+WELL, ILL = 0, 1
+STYLES = {State.OK: "green", State.WARN: "yellow", State.FAIL: "bold red", State.SKIPPED: "dim"}
+
+
+def run(place: Place, redis_url: str, as_json: bool, console: Console) -> int:
+    """Examines and prints; the exit code: 0 when nothing has failed, 1 when something has."""
+    findings = asyncio.run(_examine(place, redis_url))
+    failed = any(finding.state is State.FAIL for finding in findings)
+    if as_json:
+        print(json.dumps({"ok": not failed, "checks": [asdict(finding) for finding in findings]}))
+    else:
+        console.print(_table(findings))
+        console.print(_summary(findings), style=STYLES[State.FAIL if failed else State.OK])
+    return ILL if failed else WELL
+
+
+async def _examine(place: Place, redis_url: str) -> Sequence[Finding]:
+    async with reached(place) as running:
+        return await examine(running, redis_url)
+
+
+def _table(findings: Sequence[Finding]) -> Table:
+    table = Table("", "check", "found", "what to do", box=None, pad_edge=False, header_style="dim")
+    for finding in findings:
+        state = f"[{STYLES[finding.state]}]{finding.state.value}[/]"
+        table.add_row(state, escape(finding.check), escape(finding.found), escape(finding.advice))
+    return table
+
+
+def _summary(findings: Sequence[Finding]) -> str:
+    counts = {state: sum(finding.state is state for finding in findings) for state in State}
+    return (
+        f"{counts[State.OK]} well, {counts[State.WARN]} to look at, {counts[State.FAIL]} wrong, "
+        f"{counts[State.SKIPPED]} not looked at"
+    )

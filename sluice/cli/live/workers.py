@@ -1,0 +1,66 @@
+"""`sluice workers`: who serves what, and how they are doing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from services.gateway.workers.overview import WorkerState
+from sluice.cli.live.client import reached
+from sluice.cli.live.endpoint import Place
+
+WELL, UNWELL = 0, 1
+NARROW = 110
+STYLES = {"serving": "green", "draining": "yellow"}
+
+
+def run(place: Place, as_json: bool, console: Console) -> int:
+    """Asks and prints; the exit code: 0 when every worker serves, 1 when one does not or there is none."""
+    found = asyncio.run(_ask(place))
+    if as_json:
+        print(json.dumps([{**asdict(worker), "health": health} for worker, health in found]))
+    elif not found:
+        console.print("No worker has registered with the router; start one with `sluice worker`.")
+    else:
+        console.print(_table(found, console.width))
+    return WELL if found and all(health in STYLES for _, health in found) else UNWELL
+
+
+async def _ask(place: Place) -> Sequence[tuple[WorkerState, str]]:
+    async with reached(place) as running:
+        workers = await running.workers()
+        seen = await asyncio.gather(*(running.look(worker.address) for worker in workers))
+    pairs = zip(workers, seen, strict=True)
+    return [(worker, "draining" if worker.draining else said.health.lower()) for worker, said in pairs]
+
+
+def _table(found: Sequence[tuple[WorkerState, str]], width: int) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    about = ("model", "role", "engine", "address") if width >= NARROW else ()
+    for title in ("worker", "health", *about):
+        table.add_column(title, no_wrap=True)
+    for title in ("running", "waiting", "booked", "in use", "cached"):
+        table.add_column(title, justify="right")
+    for worker, health in found:
+        total = worker.total_blocks or 1
+        table.add_row(
+            escape(worker.id),
+            f"[{STYLES.get(health, 'bold red')}]{health}[/]",
+            *([escape(text) for text in _about(worker)] if about else ()),
+            str(worker.running),
+            str(worker.waiting),
+            str(worker.booked),
+            f"{worker.used_blocks / total:.0%}",
+            f"{min(worker.cached_blocks / total, 1):.0%}",
+        )
+    return table
+
+
+def _about(worker: WorkerState) -> tuple[str, ...]:
+    return worker.model, worker.role, f"{worker.engine} {worker.version}".strip(), worker.address

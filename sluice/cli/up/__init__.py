@@ -1,0 +1,1 @@
+"""`sluice up`: the plan of processes, their supervision and readiness."""

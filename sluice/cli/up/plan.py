@@ -1,0 +1,281 @@
+"""What `sluice up` starts: from its flags to a list of processes with their command lines."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from services.common import models
+from services.common.errors import SluiceError
+from services.common.net.addresses import join
+from services.common.redis import target
+from services.worker.engines import engine_names
+from sluice.cli.up import tls as tls_flags
+from sluice.cli.up.pipeline import PipelineFlags, router_arguments, worker_arguments
+from sluice.cli.up.processing import ProcessingFlags
+
+LOOPBACK = "127.0.0.1"
+DRAIN_S = 2.5
+
+_ROUTERS_AT = (1, 4, 5, 6, 7, 8, 9)
+_WORKERS_AT = 10
+_PREFILL = "prefill-"
+_MORE_PREPROCESS_AT = 1000
+_MORE_POSTPROCESS_AT = 2000
+_MOST = {"workers": 990, "routers": len(_ROUTERS_AT), "preprocess": 1000, "postprocess": 1000, "gateways": 64}
+_SHARED_BY_GATEWAYS = ("SLUICE_GATEWAY_LIMITS_REDIS_URL", "SLUICE_GATEWAY_RESPONSES_REDIS_URL")
+
+
+class BadFlag(Exception):
+    """A flag cannot be what it is; the text is one sentence that names it."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """The flags of `sluice up`, as `main` documents them. `log_level` None leaves each service its own."""
+
+    host: str = LOOPBACK
+    port: int = 8000
+    base_grpc_port: int = 50051
+    workers: int = 2
+    prefill_workers: int = 0
+    engine: str = "mock"
+    model: str = models.DEFAULT_SOURCE
+    model_name: str = ""
+    processor: str = ""
+    redis: str = field(default="", repr=False)
+    gateways: int = 1
+    routers: int = 1
+    preprocess: int = 1
+    postprocess: int = 1
+    speedup: float | None = None
+    processing: ProcessingFlags = field(default_factory=ProcessingFlags)
+    log_level: str | None = None
+    tls: Path | None = None
+    pipeline: PipelineFlags = field(default_factory=PipelineFlags)
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process of the suite.
+
+    `port` is where it listens on `host`; `health` is how it says that it is ready; `env` is added to the environment
+    and holds what must not be seen in a list of processes. `workers` is how many of them the gateway must have found to
+    be ready. `shares_port`: others of its kind listen there, too. `tls` is the folder of its certificates; None for
+    plain text.
+    """
+
+    name: str
+    module: str
+    arguments: tuple[str, ...]
+    host: str
+    port: int
+    health: Literal["grpc", "http"] = "grpc"
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)
+    workers: int = 0
+    tls: Path | None = None
+    shares_port: bool = False
+
+    @property
+    def address(self) -> str:
+        """host:port, brackets around an IPv6 address."""
+        return join(self.host, self.port)
+
+    @property
+    def kind(self) -> str:
+        """The service it runs, such as ``router``."""
+        return self.module.rpartition(".")[2]
+
+
+def check(options: Options) -> models.ModelSpec:
+    """Refuses what can never work and reads the model flags.
+
+    Raises:
+        BadFlag: the first thing wrong.
+    """
+    for name, most in _MOST.items():
+        if not 1 <= getattr(options, name) <= most:
+            raise BadFlag(f"--{name} must be between 1 and {most}.")
+    if not 0 <= options.prefill_workers <= _MOST["workers"] - options.workers:
+        raise BadFlag(f"--prefill-workers must be between 0 and {_MOST['workers'] - options.workers}.")
+    try:
+        options.pipeline.check_classes()
+    except ValueError as error:
+        raise BadFlag(str(error)) from error
+    if options.routers > 1 and not options.redis:
+        raise BadFlag("--routers above 1 needs --redis, where they share their state.")
+    if options.redis:
+        try:
+            target.parse(options.redis, setting="--redis")
+        except SluiceError as error:
+            raise BadFlag(error.message) from error
+    if not options.host:
+        raise BadFlag("--host must not be empty; 0.0.0.0 or :: is every address of this machine.")
+    if not 0 <= options.port <= 65535:
+        raise BadFlag("--port must be between 0 and 65535.")
+    highest = max(_offsets(options).values())
+    if options.base_grpc_port < 0 or options.base_grpc_port + highest > 65535:
+        raise BadFlag(f"--base-grpc-port must be between 0 and {65535 - highest} for this number of processes.")
+    if options.base_grpc_port and options.port - options.base_grpc_port in _offsets(options).values():
+        raise BadFlag(f"--port {options.port} is one of the ports that --base-grpc-port gives to the services.")
+    if ":" not in options.engine and options.engine not in engine_names():
+        raise BadFlag(f"--engine must be one of {', '.join(engine_names())}, or package.module:Class.")
+    if options.speedup is not None and not (math.isfinite(options.speedup) and options.speedup > 0):
+        raise BadFlag("--speedup must be a number above 0.")
+    if problem := options.processing.problem():
+        raise BadFlag(problem)
+    if options.tls is not None and (problem := tls_flags.problem(options.tls)):
+        raise BadFlag(problem)
+    return _model(options)
+
+
+def plan(options: Options, free_port: Callable[[], int]) -> list[Process]:
+    """The processes in the order in which they start.
+
+    Args:
+        options: the flags; port 0 and base port 0 stand for free ports.
+        free_port: gives a free port, another one at each call.
+
+    Raises:
+        BadFlag: as `check`.
+    """
+    model = check(options)
+    pipeline = options.pipeline.config()
+    base = options.base_grpc_port
+    ports = {name: base + offset if base else free_port() for name, offset in _offsets(options).items()}
+    secrets = {"SLUICE_ROUTER_REDIS_URL": options.redis} if options.redis else {}
+
+    def grpc_services(module: str, *arguments: str, env: Mapping[str, str] | None = None) -> list[Process]:
+        return [
+            Process(
+                name,
+                f"services.{module}",
+                ("--listen", join(LOOPBACK, ports[name]), *arguments, *_common(options)),
+                LOOPBACK,
+                ports[name],
+                env=env or {},
+            )
+            for name in _names(module, options)
+        ]
+
+    def addresses(module: str) -> str:
+        return ",".join(join(LOOPBACK, ports[name]) for name in _names(module, options))
+
+    speedup = () if options.speedup is None else ("--speedup", str(options.speedup))
+    workers = [
+        Process(
+            name,
+            "services.worker",
+            (
+                *("--listen", join(LOOPBACK, ports[name])),
+                *("--worker-id", name),
+                *("--model", str(model)),
+                *("--routers", addresses("router")),
+                *("--engine", options.engine),
+                *speedup,
+                *_role(name, options),
+                *worker_arguments(pipeline),
+                *_common(options),
+            ),
+            LOOPBACK,
+            ports[name],
+        )
+        for name in _names("worker", options)
+    ]
+    services = {module: addresses(module) for module in ("preprocess", "router", "postprocess")}
+    # The operator's model is loaded at once; those of workers that are started later are learned from the router.
+    known = ("--models", str(options.processing.served(model, options.engine)), "--routers", addresses("router"))
+    return [
+        *grpc_services("preprocess", *known, *options.processing.preprocess_arguments()),
+        *grpc_services("router", "--preprocess", addresses("preprocess"), *router_arguments(pipeline), env=secrets),
+        *grpc_services("postprocess", *known, *options.processing.postprocess_arguments()),
+        *workers,
+        *_gateways(options, options.port or free_port(), services),
+    ]
+
+
+def _gateways(options: Options, port: int, services: Mapping[str, str]) -> list[Process]:
+    """They share a port; with Redis also the limits of API keys and the responses that are kept."""
+    several = options.gateways > 1
+    shared = _SHARED_BY_GATEWAYS if several and options.redis else ()
+    env = {name: options.redis for name in shared if name not in os.environ}
+    return [
+        Process(
+            f"gateway-{index}" if several else "gateway",
+            "services.gateway",
+            (
+                *("--listen", join(options.host, port)),
+                *(word for name, addresses in services.items() for word in (f"--{name}", addresses)),
+                *(("--reuse-port",) if several else ()),
+                *options.pipeline.gateway_arguments(),
+                *_common(options),
+            ),
+            options.host,
+            port,
+            "http",
+            env=env,
+            workers=options.workers + options.prefill_workers,
+            shares_port=several,
+        )
+        for index in range(options.gateways)
+    ]
+
+
+def _common(options: Options) -> tuple[str, ...]:
+    level = ("--log-level", options.log_level) if options.log_level else ()
+    return ("--drain-s", str(DRAIN_S), *level)
+
+
+def _role(worker: str, options: Options) -> tuple[str, ...]:
+    """With prefill workers the others go on with what those begin."""
+    if not options.prefill_workers:
+        return ()
+    return ("--role", "prefill" if worker.startswith(_PREFILL) else "decode")
+
+
+def _names(module: str, options: Options) -> list[str]:
+    if module == "worker":
+        answering = [f"worker-{index}" for index in range(options.workers)]
+        return answering + [f"{_PREFILL}{index}" for index in range(options.prefill_workers)]
+    count: int = {"preprocess": options.preprocess, "router": options.routers, "postprocess": options.postprocess}[
+        module
+    ]
+    return [module] if count == 1 else [f"{module}-{index}" for index in range(count)]
+
+
+def _offsets(options: Options) -> dict[str, int]:
+    """Distance of each gRPC service's port from the base port."""
+    at = {
+        "preprocess": [0, *range(_MORE_PREPROCESS_AT, _MORE_PREPROCESS_AT + options.preprocess)],
+        "router": list(_ROUTERS_AT),
+        "postprocess": [2, *range(_MORE_POSTPROCESS_AT, _MORE_POSTPROCESS_AT + options.postprocess)],
+        "worker": list(range(_WORKERS_AT, _WORKERS_AT + options.workers + options.prefill_workers)),
+    }
+    return {
+        name: offset
+        for module, offsets in at.items()
+        for name, offset in zip(_names(module, options), offsets, strict=False)
+    }
+
+
+def _model(options: Options) -> models.ModelSpec:
+    source = os.path.expanduser(options.model)
+    text = f"{options.model_name or models.default_name(source)}={source}"
+    if options.processor:
+        text += f"@{options.processor}"
+    try:
+        model = models.ModelSpec.parse(text)
+        if (model.source, model.processor) != (source, options.processor):
+            raise BadFlag("--model and --model-name cannot hold '@' or '='.")
+        if source.startswith((models.BUNDLED, ".", "/", "~")) or Path(source).exists():
+            path = models.resolve(source)
+            models.detect_processor(path)
+    except ValueError as error:
+        raise BadFlag(f"--model or --processor: {error}.") from error
+    except SluiceError as error:
+        raise BadFlag(f"--model: {error.message}") from error
+    return model

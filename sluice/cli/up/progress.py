@@ -1,0 +1,114 @@
+"""What `sluice up` shows: log lines with a coloured prefix, and who is not ready yet.
+
+A thread of its own does the writing: a terminal that is paused or slow must stop neither the services nor Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from sluice.cli.up.plan import Process
+
+_COLOURS = {"gateway": "green", "preprocess": "cyan", "router": "yellow", "postprocess": "magenta", "worker": "blue"}
+_MOST_LINES = 10_000
+_REPEAT_S = 30.0
+_CLOSES_WITHIN_S = 1.0
+
+
+class View:
+    """The screen.
+
+    Args:
+        processes: what will run.
+        console: where to write; on a terminal a table of what is not ready stays below the lines.
+    """
+
+    def __init__(self, processes: Iterable[Process], console: Console) -> None:
+        self._console = console
+        self._processes = {process.name: process for process in processes}
+        self._width = max(map(len, self._processes), default=0)
+        self._began = time.monotonic()
+        self._waiting = dict.fromkeys(self._processes, "")
+        self._said: dict[str, tuple[str, float]] = {}
+        self._lines: queue.Queue[Text | None] = queue.Queue(_MOST_LINES)
+        self._dropped = 0
+        self._live = Live(console=console, get_renderable=self._table, transient=True, refresh_per_second=8)
+        self._writer = threading.Thread(target=self._write, name="screen", daemon=True)
+
+    def open(self) -> None:
+        """Starts to show."""
+        if self._console.is_terminal:
+            self._live.start()
+        self._writer.start()
+
+    def close(self) -> None:
+        """Shows what is still to be shown, unless the screen does not take it."""
+        with contextlib.suppress(queue.Full):
+            self._lines.put(None, timeout=_CLOSES_WITHIN_S)
+        self._writer.join(_CLOSES_WITHIN_S)
+
+    def log(self, name: str, line: str) -> None:
+        """A line that a process wrote."""
+        colour = _COLOURS.get(self._processes[name].kind, "white")
+        self._show(Text.assemble((f"{name:<{self._width}} | ", colour), line))
+
+    def say(self, text: str, style: str = "bold") -> None:
+        """A line of our own."""
+        self._show(Text.assemble((f"{'sluice':<{self._width}} | ", style), text))
+
+    def wait(self, name: str, reason: str) -> None:
+        """A process is not ready, and why."""
+        self._waiting[name] = reason
+        now = time.monotonic()
+        before, at = self._said.get(name, ("", self._began))
+        new, long = reason != before, now - at >= _REPEAT_S
+        if long or (new and reason and now - at >= 1.0):
+            self._said[name] = (reason, now)
+            if not self._console.is_terminal:
+                self.say(f"waiting for {name}: {reason}")
+
+    def ready(self, name: str) -> None:
+        """A process is ready."""
+        self._waiting.pop(name, None)
+        address = self._processes[name].address
+        self.say(f"{name} is ready at {address} after {time.monotonic() - self._began:.1f} s")
+        if not self._waiting:
+            self.settle()
+
+    def settle(self) -> None:
+        """Takes the table away: there is nothing to wait for any more."""
+        self._waiting.clear()
+        if self._live.is_started:
+            self._live.stop()
+
+    def _show(self, text: Text) -> None:
+        try:
+            self._lines.put_nowait(text)
+        except queue.Full:
+            self._dropped += 1
+
+    def _write(self) -> None:
+        try:
+            while (text := self._lines.get()) is not None:
+                self._console.print(text, soft_wrap=True)
+                if self._dropped and self._lines.empty():
+                    dropped, self._dropped = self._dropped, 0
+                    self._console.print(f"… {dropped} lines dropped", soft_wrap=True)
+        except OSError:
+            return  # nobody reads any more
+
+    def _table(self) -> Table:
+        table = Table.grid(padding=(0, 2))
+        for name, reason in self._waiting.copy().items():
+            table.add_row(Spinner("dots", style="cyan"), name, self._processes[name].address, Text(reason, "dim"))
+        return table
