@@ -38,7 +38,7 @@ from services.common.net.ports import free_port
 from services.common.packing import pack_u32
 from services.common.rpc.channels import open_channel
 from services.postprocess.detokenize.registry import load
-from services.postprocess.streams.factory import Opener
+from services.postprocess.streams.factory import StreamFactory
 from services.postprocess.streams.stream import Limits, Stream, StreamOptions
 from sluice.v1 import postprocess_pb2, postprocess_pb2_grpc
 
@@ -158,7 +158,7 @@ def tokens_of(parser: str, number: int) -> list[int]:
 def bytes_of_a_stream(parser: str, streams: int = 500, steps: int = 300) -> float:
     """What a stream holds after `steps` tokens whose events were taken, measured in this process."""
     vocabulary = load(ModelSpec(DEFAULT_NAME, DEFAULT_SOURCE))
-    opener, tokens = Opener(Limits()), tokens_of(parser, steps)[:steps]
+    opener, tokens = StreamFactory(Limits()), tokens_of(parser, steps)[:steps]
     options = StreamOptions(DEFAULT_NAME, tool_parser=parser, tools_json=TOOLS)
     plan = opener.plan(options, vocabulary, "warm")
     opener.begin(options, vocabulary, plan).feed(tokens_of(parser, 300))

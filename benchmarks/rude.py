@@ -15,7 +15,7 @@ _LAST_CHUNK = b"0\r\n\r\n"
 
 
 @dataclass
-class Heard:
+class ObservedStream:
     """What the patient clients saw; seconds."""
 
     pauses: array[float] = field(default_factory=lambda: array("d"))
@@ -34,7 +34,7 @@ class Heard:
         return 1000 * ordered[int(part * (len(ordered) - 1))] if ordered else 0.0
 
 
-async def patient(host: str, port: int, request: bytes, heard: Heard) -> None:
+async def patient(host: str, port: int, request: bytes, heard: ObservedStream) -> None:
     """Reads as fast as it can, to the end."""
     reader, writer = await asyncio.open_connection(host, port)
     writer.write(request)

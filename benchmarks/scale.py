@@ -22,7 +22,7 @@ import uvloop
 from leftovers import Places, address, grown, left
 from load import Load, build_requests
 from processes import cpu_seconds, own_suite, resident_bytes, suite_of
-from rude import Heard, leaver, patient, slow
+from rude import ObservedStream, leaver, patient, slow
 
 from services.common.net.ports import free_port
 
@@ -32,9 +32,9 @@ MOST_GROWTH_MIB = 32.0
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
-async def run(load: Load, rude: float, lasts_s: float) -> Heard:
+async def run(load: Load, rude: float, lasts_s: float) -> ObservedStream:
     """All streams at once; `rude` is the share that reads slowly, and the same share again leaves."""
-    heard, over = Heard(), asyncio.Event()
+    heard, over = ObservedStream(), asyncio.Event()
     patients, others = [], []
     for index, request in enumerate(build_requests(load, load.streams, f"rude-{rude}")):
         # Mixed, so that neither kind comes first.

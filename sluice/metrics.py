@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-from services.common.observability.declarations import Catalogue, Declared
+from services.common.observability.declarations import Declared, MetricDeclarations
 from services.common.observability.label_bounds import Label
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
@@ -50,7 +50,7 @@ again every five seconds. The worker's endpoint also has the engine's own metric
 """
 
 
-def catalogues() -> dict[str, Catalogue]:
+def catalogues() -> dict[str, MetricDeclarations]:
     """The catalogue of every service and of what all processes have, complete."""
     found = {}
     for service, modules in MODULES.items():

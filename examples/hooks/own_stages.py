@@ -15,12 +15,12 @@ from services.gateway.pipeline.stages import (
     Components,
     FinishReason,
     GenerationRequest,
-    Placed,
+    Placement,
+    PlacementRequest,
     Route,
     Said,
     Sink,
-    Tokenized,
-    Wanted,
+    TokenizedPrompt,
     WorkerEntry,
 )
 
@@ -31,7 +31,7 @@ class Tidy:
     def __init__(self, components: Components) -> None:
         self._preprocess = components.preprocess
 
-    async def tokenize(self, request: GenerationRequest, worker: WorkerEntry) -> Tokenized:
+    async def tokenize(self, request: GenerationRequest, worker: WorkerEntry) -> TokenizedPrompt:
         prompt = request.prompt
         if isinstance(prompt, TextPrompt):
             prompt = replace(prompt, text=prompt.text.strip())
@@ -46,7 +46,7 @@ class Sticky:
     def __init__(self, components: Components) -> None:
         pass
 
-    async def route(self, wanted: Wanted, workers: Sequence[WorkerEntry]) -> Route:
+    async def route(self, wanted: PlacementRequest, workers: Sequence[WorkerEntry]) -> Route:
         able = sorted(worker.worker_id for worker in workers if worker.runs_alone)
         if not able:
             raise unavailable("No worker runs requests alone.", code="no_workers")
@@ -61,11 +61,11 @@ class FirstConnected:
         self._catalogue = components.catalogue
         self._fleet = components.fleet
 
-    async def place(self, wanted: Wanted, excluded: Collection[str] = ()) -> Placed:
+    async def place(self, wanted: PlacementRequest, excluded: Collection[str] = ()) -> Placement:
         for entry in self._catalogue.of_model(wanted.request.model):
             link = self._fleet.find(entry.worker_id)
             if entry.worker_id not in excluded and link is not None and link.connected:
-                return Placed(Route(entry.worker_id), link)
+                return Placement(Route(entry.worker_id), link)
         raise unavailable("No worker has a connection.", code="no_workers")
 
 
@@ -77,7 +77,7 @@ class TokenNumbers:
     def __init__(self, components: Components) -> None:
         pass
 
-    def open(self, request: GenerationRequest, prompt: Tokenized) -> Numbers:
+    def open(self, request: GenerationRequest, prompt: TokenizedPrompt) -> Numbers:
         return Numbers(self.most, len(unpack_u32(prompt.token_ids)))
 
 

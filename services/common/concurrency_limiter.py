@@ -19,7 +19,7 @@ AT_ONCE = 256
 LONGEST_LINE_S = 60.0
 
 
-class Turnstile:
+class ConcurrencyLimiter:
     """In front of one service.
 
     Args:

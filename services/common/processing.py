@@ -12,8 +12,8 @@ from typing import Self
 
 from pydantic import Field, field_validator, model_validator
 
-from services.common.discovery.model_discovery import LearningSettings
-from services.common.discovery.tokenizer_delivery import Learned
+from services.common.discovery.model_discovery import ModelDiscoverySettings
+from services.common.discovery.tokenizer_delivery import DiscoveredModel
 from services.common.models import PROCESSORS, ModelSpec
 from services.common.settings import CommaList
 
@@ -31,7 +31,7 @@ NO_TRTLLM = (
 NOTHING_NATIVE = "the engine brings no code for prompts and answers: Sluice's own is used"
 
 
-class ProcessingSettings(LearningSettings):
+class ProcessingSettings(ModelDiscoverySettings):
     """Settings of the services before and after the engine."""
 
     models: CommaList = Field([], description="models that are served, NAME=SOURCE[@PROCESSOR] each")
@@ -86,7 +86,7 @@ class ProcessingSettings(LearningSettings):
         native = self.native_framework_processing
         return [spec for spec in self.configured if spec.processor or not native]
 
-    def learned_spec(self, learned: Learned) -> ModelSpec:
+    def learned_spec(self, learned: DiscoveredModel) -> ModelSpec:
         """How a learned model is served: with the configured files where there are some, else as delivered."""
         spec = next((spec for spec in self.configured if spec.name == learned.spec.name), learned.spec)
         if self.native_framework_processing:
@@ -100,7 +100,7 @@ class ProcessingSettings(LearningSettings):
         chosen = self.processing_engine
         return spec if spec.processor or not chosen else replace(spec, processor=chosen)
 
-    def warn_without_native_code(self, learned: Learned) -> None:
+    def warn_without_native_code(self, learned: DiscoveredModel) -> None:
         """Logs that native processing changes nothing for a model whose engine brings no such code."""
         if self.native_framework_processing and learned.engine not in NATIVE_CODE:
             log.warning(NOTHING_NATIVE, extra={"model": learned.spec.name, "engine": learned.engine})

@@ -17,7 +17,7 @@ from services.gateway.admission.builder import build_gate
 from services.gateway.apis.anthropic.dialect import AnthropicDialect
 from services.gateway.apis.anthropic.endpoints import MessagesEndpoints
 from services.gateway.apis.anthropic.routes import add_messages
-from services.gateway.apis.common.block_runner import Conductor
+from services.gateway.apis.common.block_runner import BlockAnswerRunner
 from services.gateway.apis.openai.embeddings import EmbeddingEndpoints
 from services.gateway.apis.openai.endpoints import OpenAIEndpoints
 from services.gateway.apis.openai.tokens import TokenEndpoints
@@ -29,28 +29,28 @@ from services.gateway.clients.embeddings import EmbedClient
 from services.gateway.clients.token_bytes import TokenPieces
 from services.gateway.http.body_memory import BodyMemory
 from services.gateway.http.body_pace import BodyPace
-from services.gateway.http.keepalive import Watch
+from services.gateway.http.keepalive import KeepaliveMonitor
 from services.gateway.http.middleware import audit as auditing
-from services.gateway.http.middleware.admission import Admission
-from services.gateway.http.middleware.deadlines import RequestDeadlines
-from services.gateway.http.middleware.hosts import HostCheck, host_policy
-from services.gateway.http.middleware.routing_hints import RequestDirections
+from services.gateway.http.middleware.admission import AdmissionMiddleware
+from services.gateway.http.middleware.deadlines import DeadlineMiddleware
+from services.gateway.http.middleware.hosts import HostMiddleware, host_policy
+from services.gateway.http.middleware.routing_hints import RoutingHintHeaders
 from services.gateway.http.middleware.scopes import without_effect
 from services.gateway.http.server import build_server
-from services.gateway.http.write_scheduler import Pacer
+from services.gateway.http.write_scheduler import WriteScheduler
 from services.gateway.live_view.endpoints import add_live_view
-from services.gateway.live_view.observers import WatchedPreprocess, WatchedRouter, WatchedSwitchboard
+from services.gateway.live_view.observers import ObservedPreprocess, ObservedRouter, ObservedStreamManager
 from services.gateway.live_view.view import LiveView
 from services.gateway.metrics import SILENT, GatewayMetrics
 from services.gateway.pipeline.models import Pipelines
 from services.gateway.pipeline.stages import Components
 from services.gateway.readiness import Readiness
 from services.gateway.settings import GatewaySettings
-from services.gateway.streams.manager import Switchboard, shutting_down
-from services.gateway.streams.watchdog import SilentWorkers
-from services.gateway.workers.connections import Fleet
-from services.gateway.workers.registry import Catalogue
-from services.gateway.workers.tokenizer_parity import Parity
+from services.gateway.streams.manager import StreamManager, shutting_down
+from services.gateway.streams.watchdog import WorkerWatchdog
+from services.gateway.workers.connections import ConnectionManager
+from services.gateway.workers.registry import WorkerRegistry
+from services.gateway.workers.tokenizer_parity import TokenizerParity
 
 log = logging.getLogger(__name__)
 
@@ -64,18 +64,18 @@ async def serve(settings: GatewaySettings, stop: Stop) -> None:
     credentials = channel_credentials(settings)
     tasks = TaskOwner(on_death=stop.fail)
 
-    preprocess = WatchedPreprocess(settings.preprocess, credentials, settings.tokenize_timeout_s)
-    router = WatchedRouter(
+    preprocess = ObservedPreprocess(settings.preprocess, credentials, settings.tokenize_timeout_s)
+    router = ObservedRouter(
         settings.router,
         credentials,
         settings.route_timeout_s,
         owner=f"gateway-{uuid.uuid4().hex}",
     )
-    switchboard = WatchedSwitchboard(
+    switchboard = ObservedStreamManager(
         settings.max_streams, router.prefill_complete, router.free, metrics, settings.postprocess_wait_s
     )
     metrics.watch(lambda: switchboard.live)
-    fleet = Fleet(
+    fleet = ConnectionManager(
         settings.postprocess,
         credentials,
         settings.connect_timeout_s,
@@ -84,7 +84,7 @@ async def serve(settings: GatewaySettings, stop: Stop) -> None:
         settings.worker_message_mb << 20,
         Budget("batch_tokens", settings.max_batch_tokens, "--max-batch-tokens"),
     )
-    catalogue = Catalogue(router.replicas, fleet.worker_up, fleet.worker_down, router.owner)
+    catalogue = WorkerRegistry(router.replicas, fleet.worker_up, fleet.worker_down, router.owner)
     components = Components(
         preprocess=preprocess,
         router=router,
@@ -102,11 +102,11 @@ async def serve(settings: GatewaySettings, stop: Stop) -> None:
         settings.pipeline, components, settings.model_grace_s, (pieces.forget,), settings.tokenize_timeout_s
     )
 
-    parity = Parity(preprocess.tokenizers, catalogue.of_model, lambda: list(catalogue.models))
-    pacer = Pacer(Watch(settings.comment_every_s, settings.write_timeout_s))
+    parity = TokenizerParity(preprocess.tokenizers, catalogue.of_model, lambda: list(catalogue.models))
+    pacer = WriteScheduler(KeepaliveMonitor(settings.comment_every_s, settings.write_timeout_s))
     bodies = BodyMemory(settings.body_memory_bytes, BodyPace(settings.large_body_share))
     openai = OpenAIEndpoints(pipelines, settings, pacer, parity, pieces, bodies)
-    conductor = Conductor(pipelines, settings, pacer, pieces)
+    conductor = BlockAnswerRunner(pipelines, settings, pacer, pieces)
     kept = build_store(settings, tasks)
     readiness = Readiness(preprocess, router, catalogue, fleet, settings.pipeline.services)
     app = create_app(
@@ -121,10 +121,10 @@ async def serve(settings: GatewaySettings, stop: Stop) -> None:
         ],
     )
     gate = build_gate(settings, settings.listen, tasks)
-    app.add_middleware(Admission, gate=gate, ignored=without_effect(settings.pipeline))
-    app.add_middleware(RequestDirections)
-    app.add_middleware(RequestDeadlines, longest_s=settings.request_timeout_s)
-    app.add_middleware(HostCheck, policy=host_policy(settings), on_refused=gate.count_refused)
+    app.add_middleware(AdmissionMiddleware, gate=gate, ignored=without_effect(settings.pipeline))
+    app.add_middleware(RoutingHintHeaders)
+    app.add_middleware(DeadlineMiddleware, longest_s=settings.request_timeout_s)
+    app.add_middleware(HostMiddleware, policy=host_policy(settings), on_refused=gate.count_refused)
     app.add_middleware(AnthropicDialect)  # outermost, because errors of all the others get its form
     close_audit = auditing.attach(app, settings, tasks)
     view = LiveView(preprocess, router, switchboard, catalogue, fleet, settings.ui_viewers) if settings.ui else None
@@ -140,7 +140,7 @@ async def serve(settings: GatewaySettings, stop: Stop) -> None:
     tasks.spawn(parity.run(), "parity")
     tasks.spawn(router.run_reports(), "reports")
     tasks.spawn(fleet.run_sweeps(), "sweeps")
-    silent = SilentWorkers(
+    silent = WorkerWatchdog(
         lambda: fleet.workers,
         switchboard.computing,
         settings.token_timeout_s,
@@ -171,7 +171,7 @@ async def serve(settings: GatewaySettings, stop: Stop) -> None:
         await replicas.close()
 
 
-async def _sweep_stalled(switchboard: Switchboard, stall_timeout_s: float) -> None:
+async def _sweep_stalled(switchboard: StreamManager, stall_timeout_s: float) -> None:
     while True:
         await asyncio.sleep(stall_timeout_s)
         switchboard.sweep_stalled()

@@ -35,7 +35,7 @@ from services.gateway.apis.openai.schemas import ChatCompletionRequest, Completi
 from services.gateway.apis.openai.token_schemas import DetokenizeRequest, TokenizeRequest
 from services.gateway.apis.openai.tokens import TokenEndpoints
 from services.gateway.http.errors import error_response, plain_error_response
-from services.gateway.http.fast_path import Answer, Straight, posts
+from services.gateway.http.fast_path import Answer, FastPathRouter, posts
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.readiness import Readiness
 from sluice import __version__
@@ -49,7 +49,7 @@ _WITH_NAMES = (
 )
 
 
-class CountAnswers:
+class ResponseCounter:
     """Counts answers by path and status; one metric per request."""
 
     def __init__(self, app: ASGIApp, metrics: GatewayMetrics, paths: frozenset[str]) -> None:
@@ -105,8 +105,8 @@ def create_app(
     _add_operations(app, readiness)
     errors = _add_errors(app)
     document(app, bodies)
-    app.add_middleware(Straight, endpoints=posts(app.routes), errors=errors)
-    app.add_middleware(CountAnswers, metrics=metrics, paths=frozenset(app.openapi()["paths"]))
+    app.add_middleware(FastPathRouter, endpoints=posts(app.routes), errors=errors)
+    app.add_middleware(ResponseCounter, metrics=metrics, paths=frozenset(app.openapi()["paths"]))
     return app
 
 

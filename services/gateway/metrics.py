@@ -6,14 +6,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from services.common.errors import SluiceError
-from services.common.observability.declarations import ERROR_KINDS, LONG_SECONDS, MODEL, Catalogue
+from services.common.observability.declarations import ERROR_KINDS, LONG_SECONDS, MODEL, MetricDeclarations
 from services.common.observability.instruments import Counter, Histogram, watch
 from services.common.observability.label_bounds import Label
 
 if TYPE_CHECKING:
-    from services.gateway.streams.stream import LiveStream
+    from services.gateway.streams.stream import GenerationStream
 
-METRICS = Catalogue("gateway")
+METRICS = MetricDeclarations("gateway")
 PATH = Label("path", "of the API, with {model} for a model's name; anything else is other", most=60)
 MIGRATIONS_END = (
     "moved", "nobody", "disabled", "not_retryable", "limit", "too_long", "embeddings", "guided",
@@ -99,7 +99,7 @@ class GatewayMetrics:
         """Shows how many generations are under way."""
         watch(LIVE, lambda: [(live_streams(), {})])
 
-    def finished(self, stream: LiveStream, now: float) -> None:
+    def finished(self, stream: GenerationStream, now: float) -> None:
         """A generation came to its end."""
         of_model = {"model": stream.model}
         self._finished.add(1, {"model": stream.model, "outcome": "finished"})

@@ -13,8 +13,8 @@ from services.gateway.admission.permit import Permit
 from services.gateway.clients.preprocess import PreprocessClient
 from services.gateway.clients.router import RouterClient
 from services.gateway.core.request import Role
-from services.gateway.workers.connections import Fleet
-from services.gateway.workers.registry import Catalogue
+from services.gateway.workers.connections import ConnectionManager
+from services.gateway.workers.registry import WorkerRegistry
 
 ALL = ("preprocess", "router", "postprocess")
 
@@ -35,8 +35,8 @@ class Readiness:
         self,
         preprocess: PreprocessClient,
         router: RouterClient,
-        catalogue: Catalogue,
-        fleet: Fleet,
+        catalogue: WorkerRegistry,
+        fleet: ConnectionManager,
         needed: Collection[str] = ALL,
     ) -> None:
         self._preprocess = preprocess

@@ -18,8 +18,8 @@ from services.gateway.http.settings import HttpSettings
 from services.gateway.pipeline.config import (
     ALIASES,
     Disaggregation,
+    FieldReader,
     PipelineConfig,
-    Place,
     PresetName,
     Routing,
     parse_stages,
@@ -120,10 +120,10 @@ class GatewaySettings(HttpSettings, BodySettings, AuditSettings, HttpsSettings, 
     pipeline_config: Path | None = Field(
         None, description="TOML, YAML or JSON file with the pipeline's knobs; flags change what it says"
     )
-    preprocessing: Place | None = Field(
+    preprocessing: FieldReader | None = Field(
         None, description="who makes token ids: preprocess services (frontend, default) or the worker's engine"
     )
-    postprocessing: Place | None = Field(
+    postprocessing: FieldReader | None = Field(
         None, description="who makes text: postprocess services (frontend, default) or the worker's engine"
     )
     routing: Routing | None = Field(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from services.common.observability.declarations import Catalogue
-from services.common.observability.instruments import Counter, Histogram, Level
+from services.common.observability.declarations import MetricDeclarations
+from services.common.observability.instruments import Counter, Gauge, Histogram
 from services.common.observability.label_bounds import Label
 from services.postprocess.streams.stream import Finish, FinishReason
 
-METRICS = Catalogue("postprocess")
+METRICS = MetricDeclarations("postprocess")
 
 TOKENS = METRICS.counter("tokens", "tokens taken")
 STREAMS = METRICS.gauge("streams", "streams alive")
@@ -34,7 +34,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self._tokens = Counter(TOKENS)
-        self._streams = Level(STREAMS)
+        self._streams = Gauge(STREAMS)
         self._batches = Histogram(BATCHES)
         self._finished = Counter(FINISHED)
         self._degraded = Counter(DEGRADED)

@@ -11,8 +11,8 @@ from typing import Any
 
 import grpc
 
-from services.common.discovery.model_discovery import Learning
-from services.common.discovery.tokenizer_delivery import Learned
+from services.common.discovery.model_discovery import ModelDiscovery
+from services.common.discovery.tokenizer_delivery import DiscoveredModel
 from services.common.errors import ErrorKind, SluiceError, internal, invalid
 from services.common.observability import telemetry
 from services.common.packing import pack_u32, unpack_u32
@@ -20,11 +20,11 @@ from services.common.rpc.errors import abort, answer
 from services.common.rpc.server import GrpcServer
 from services.common.rpc.session import BatchWriter, serve_session
 from services.common.runner import Stop
-from services.postprocess.detokenize.registry import VocabularyLibrary
+from services.postprocess.detokenize.registry import VocabularyRegistry
 from services.postprocess.metrics import Metrics
 from services.postprocess.parsers.registry import Registry
 from services.postprocess.settings import PostprocessSettings
-from services.postprocess.streams.factory import Opener, OwnParsers
+from services.postprocess.streams.factory import CustomParsers, StreamFactory
 from services.postprocess.streams.session import PostSession, SessionLimits
 from services.postprocess.streams.stream import Limits
 from services.postprocess.wire import to_options, to_reason, to_response, to_resume, to_text_batch
@@ -52,9 +52,9 @@ class PostprocessService(postprocess_pb2_grpc.PostprocessServicer):
 
     def __init__(
         self,
-        library: VocabularyLibrary,
+        library: VocabularyRegistry,
         limits: SessionLimits,
-        opener: Opener,
+        opener: StreamFactory,
         on_death: Callable[[str, BaseException], None] | None = None,
     ) -> None:
         self._library = library
@@ -204,7 +204,7 @@ def limits_of(settings: PostprocessSettings) -> SessionLimits:
 
 async def serve(settings: PostprocessSettings, stop: Stop) -> None:
     """Serves until `stop`: healthy once the models are loaded, drained within `drain_s` at the end."""
-    library = VocabularyLibrary(
+    library = VocabularyRegistry(
         settings.served,
         settings.load_timeout_s,
         parsers=settings.parsers,
@@ -212,14 +212,14 @@ async def serve(settings: PostprocessSettings, stop: Stop) -> None:
         check=Registry(settings.own_parsers, {**settings.engines, **settings.later_engines}).check,
     )
     limits = limits_of(settings)
-    own = OwnParsers(
+    own = CustomParsers(
         settings.own_parsers,
         settings.parser_time_s,
         settings.parser_memory_mb,
         settings.engines,
         settings.later_engines,
     )
-    opener = Opener(limits.stream, own, stop.fail)
+    opener = StreamFactory(limits.stream, own, stop.fail)
     service = PostprocessService(library, limits, opener, stop.fail)
     server = GrpcServer(settings, postprocess_pb2.DESCRIPTOR)
     postprocess_pb2_grpc.add_PostprocessServicer_to_server(service, server.server)
@@ -248,21 +248,23 @@ async def serve(settings: PostprocessSettings, stop: Stop) -> None:
         await opener.close()
 
 
-def _learning(settings: PostprocessSettings, library: VocabularyLibrary, opener: Opener, stop: Stop) -> Learning:
-    async def learned(model: Learned) -> None:
+def _learning(
+    settings: PostprocessSettings, library: VocabularyRegistry, opener: StreamFactory, stop: Stop
+) -> ModelDiscovery:
+    async def learned(model: DiscoveredModel) -> None:
         await library.add(settings.learned_spec(model))
         settings.warn_without_native_code(model)
         await opener.prepare_for(await library.get(model.spec.name))
 
-    async def gone(model: Learned) -> None:
+    async def gone(model: DiscoveredModel) -> None:
         if source := library.remove(model.spec.name):
             opener.release(source)
 
     configured = {spec.name for spec in settings.served}
-    return Learning("postprocess", settings, configured, library, learned, gone, stop)
+    return ModelDiscovery("postprocess", settings, configured, library, learned, gone, stop)
 
 
-async def _loaded(library: VocabularyLibrary, opener: Opener) -> None:
+async def _loaded(library: VocabularyRegistry, opener: StreamFactory) -> None:
     """All models, and the engines' parsers that `auto` means for them."""
     await asyncio.gather(*(opener.prepare_for(vocabulary) for vocabulary in await library.load_all()))
 

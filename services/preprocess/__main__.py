@@ -6,8 +6,8 @@ import asyncio
 import gc
 from threading import get_ident
 
-from services.common.discovery.model_discovery import Learning
-from services.common.discovery.tokenizer_delivery import Learned
+from services.common.discovery.model_discovery import ModelDiscovery
+from services.common.discovery.tokenizer_delivery import DiscoveredModel
 from services.common.rpc.server import GrpcServer
 from services.common.runner import Stop, run
 from services.preprocess.encoders.samples import SAMPLES
@@ -79,16 +79,16 @@ async def serve(settings: PreprocessSettings, stop: Stop) -> None:
         await foreign.aclose()
 
 
-def _learning(settings: PreprocessSettings, registry: ModelRegistry, stop: Stop) -> Learning:
-    async def learned(model: Learned) -> None:
+def _learning(settings: PreprocessSettings, registry: ModelRegistry, stop: Stop) -> ModelDiscovery:
+    async def learned(model: DiscoveredModel) -> None:
         await registry.add(settings.learned_spec(model))
         settings.warn_without_native_code(model)
 
-    async def gone(model: Learned) -> None:
+    async def gone(model: DiscoveredModel) -> None:
         registry.remove(model.spec.name)
 
     configured = {spec.name for spec in settings.served}
-    return Learning("preprocess", settings, configured, registry, learned, gone, stop)
+    return ModelDiscovery("preprocess", settings, configured, registry, learned, gone, stop)
 
 
 def _warm(registry: ModelRegistry) -> None:

@@ -12,7 +12,7 @@ from services.common.hashing import HASH_SCHEME, block_hashes
 from services.common.models import ModelSpec
 from services.common.observability import telemetry
 from services.common.packing import pack_u32, pack_u64, unpack_u32
-from services.common.rpc.call_server import CallSession, Metadata
+from services.common.rpc.call_server import Metadata, MultiplexedCallServer
 from services.common.rpc.errors import answer
 from services.preprocess.metrics.requests import Instruments
 from services.preprocess.metrics.tokenizers import watch_tokenizers
@@ -82,7 +82,9 @@ class PreprocessService(preprocess_pb2_grpc.PreprocessServicer):
         ) -> Awaitable[preprocess_pb2.TokenizeResponse]:
             return self._staged("tokenize", self._tokenize, request, metadata)
 
-        await CallSession(handle, preprocess_pb2.TokenizeAnswer, preprocess_pb2.TokenizeAnswers).serve(context)
+        await MultiplexedCallServer(handle, preprocess_pb2.TokenizeAnswer, preprocess_pb2.TokenizeAnswers).serve(
+            context
+        )
 
     async def Render(self, request: preprocess_pb2.RenderRequest, context: Context) -> preprocess_pb2.RenderResponse:
         """See preprocess.proto."""

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from services.common.models import DEFAULT_NAME, DEFAULT_SOURCE
 from services.common.processing import ProcessingSettings
 from services.common.settings import CommaList, GrpcServiceSettings, settings_config
-from services.preprocess.encoders.options import Speed
+from services.preprocess.encoders.options import EncoderOptions
 from services.preprocess.tokenizers.engine import EngineOptions
 
 
@@ -102,9 +102,9 @@ class PreprocessSettings(ProcessingSettings, GrpcServiceSettings):
         }
 
     @property
-    def speed(self) -> Speed:
+    def speed(self) -> EncoderOptions:
         """What tokenizers may do to be fast."""
-        return Speed(self.fast_tokenizers, self.cache_mb << 20)
+        return EncoderOptions(self.fast_tokenizers, self.cache_mb << 20)
 
     @property
     def max_prompt_bytes(self) -> int:

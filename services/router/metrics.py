@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from services.common.observability.declarations import MODEL, Catalogue, Declared
-from services.common.observability.instruments import Counter, Histogram, Level, watch
+from services.common.observability.declarations import MODEL, Declared, MetricDeclarations
+from services.common.observability.instruments import Counter, Gauge, Histogram, watch
 from services.common.observability.label_bounds import Label
 from services.router.scheduling.decisions import Decision
 from services.router.sync.model_state import ModelState
@@ -13,7 +13,7 @@ from services.router.sync.model_state import ModelState
 BUCKETS_S = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 5e-2, 0.25, 1)
 WAITED_BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 
-METRICS = Catalogue("router")
+METRICS = MetricDeclarations("router")
 QUERIES = METRICS.counter(
     "queries",
     "routing decisions",
@@ -94,7 +94,7 @@ class Metrics:
         self.refused = Counter(REFUSED)
         self.resyncs = Counter(RESYNCS)
         self.reloads = Counter(RELOADS)
-        self.workers = Level(ATTACHED)
+        self.workers = Gauge(ATTACHED)
 
     def watch_views(self, views: Callable[[], Iterable[ModelState]], waiting: Callable[[str], int]) -> None:
         """Shows each model's index, its age, what is predicted, what is booked and who waits."""

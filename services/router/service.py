@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 from services.common import logs
 from services.common.errors import ErrorKind, SluiceError, invalid, unavailable
 from services.common.observability import telemetry
-from services.common.rpc.call_server import CallSession, Metadata
+from services.common.rpc.call_server import Metadata, MultiplexedCallServer
 from services.common.rpc.errors import abort, answer
 from services.common.security import identity
 from services.common.security.identity import Caller
@@ -76,7 +76,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
     async def Session(  # type: ignore[override]  # reads and writes by context
         self, calls: AsyncIterator[router_pb2.RouteCalls], context: Context
     ) -> None:
-        await CallSession(self._route_of_many, router_pb2.RouteAnswer, router_pb2.RouteAnswers).serve(context)
+        await MultiplexedCallServer(self._route_of_many, router_pb2.RouteAnswer, router_pb2.RouteAnswers).serve(context)
 
     async def _route_of_many(
         self, request: router_pb2.RouteQueryRequest, metadata: Metadata

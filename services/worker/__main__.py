@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 
 from services.common.runner import Stop, run
-from services.worker.serving.server import WorkerHost
+from services.worker.serving.server import WorkerServer
 from services.worker.settings import WorkerSettings
 
 
 async def serve(settings: WorkerSettings, stop: Stop) -> None:
     """Serves until `stop` is set, then shuts down in order."""
-    host = WorkerHost(settings, stop)
+    host = WorkerServer(settings, stop)
     starting = asyncio.create_task(host.start())
     stopping = asyncio.create_task(stop.wait())
     try:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from services.common.observability.declarations import ERROR_KINDS, LONG_SECONDS, SECONDS, Catalogue
+from services.common.observability.declarations import ERROR_KINDS, LONG_SECONDS, SECONDS, MetricDeclarations
 from services.common.observability.instruments import Counter, Histogram, watch
 from services.common.observability.label_bounds import Label
 from services.worker.engines.contract.engine import Load
 from services.worker.engines.contract.generation import FinishReason, Usage
 
-METRICS = Catalogue("worker")
+METRICS = MetricDeclarations("worker")
 RANK = Label("rank", "data-parallel rank", most=256)
 EVENTS_OF_ENGINES = "the engine's KV events are followed (vllm, sglang, vllm-grpc)"
 ROUTED = "the worker registers with a router (`--routers`)"

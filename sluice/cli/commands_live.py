@@ -46,9 +46,9 @@ def top(
 ) -> None:
     """Show rates, workers and recent requests of a running suite, once a second; Ctrl-C ends it."""
     from sluice.cli.live import top as command
-    from sluice.cli.live.endpoint import Place
+    from sluice.cli.live.endpoint import Endpoint
 
-    place = Place(gateway, "", api_key, "", Trust(tls, tls_ca, tls_cert, tls_key))
+    place = Endpoint(gateway, "", api_key, "", Trust(tls, tls_ca, tls_cert, tls_key))
     _end(lambda: command.run(place, once, as_json, console()))
 
 
@@ -71,11 +71,11 @@ def route(
 ) -> None:
     """Show where a prompt would go and why: the router's score of each worker. Books nothing."""
     from sluice.cli.live import route as command
-    from sluice.cli.live.endpoint import Place
+    from sluice.cli.live.endpoint import Endpoint
 
     if not text:
         raise BadFlag("route needs a text that is not empty")
-    place = Place(gateway, router, api_key, router_token, Trust(tls, tls_ca, tls_cert, tls_key))
+    place = Endpoint(gateway, router, api_key, router_token, Trust(tls, tls_ca, tls_cert, tls_key))
     _end(lambda: command.run(place, text, model, raw, tenant, as_json, console()))
 
 
@@ -92,9 +92,9 @@ def workers(
 ) -> None:
     """List the workers and how they are doing; exit code 1 when one does not serve."""
     from sluice.cli.live import workers as command
-    from sluice.cli.live.endpoint import Place
+    from sluice.cli.live.endpoint import Endpoint
 
-    place = Place(gateway, router, api_key, router_token, Trust(tls, tls_ca, tls_cert, tls_key))
+    place = Endpoint(gateway, router, api_key, router_token, Trust(tls, tls_ca, tls_cert, tls_key))
     _end(lambda: command.run(place, as_json, console()))
 
 
@@ -118,9 +118,9 @@ def doctor(
     Exit code 1 when something is wrong.
     """
     from sluice.cli.doctor import doctor as command
-    from sluice.cli.live.endpoint import Place
+    from sluice.cli.live.endpoint import Endpoint
 
-    place = Place(gateway, router, api_key, router_token, Trust(tls, tls_ca, tls_cert, tls_key))
+    place = Endpoint(gateway, router, api_key, router_token, Trust(tls, tls_ca, tls_cert, tls_key))
     _end(lambda: command.run(place, redis, as_json, console()))
 
 

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from services.common.net.ports import free_port
-from services.gateway.pipeline.config import Disaggregation, Place, PresetName, Routing
+from services.gateway.pipeline.config import Disaggregation, PresetName, Routing, StageLocation
 from sluice.cli.up import supervisor as supervisor
 from sluice.cli.up import tls as tls_flags
 from sluice.cli.up.pipeline import PipelineFlags
@@ -92,8 +92,8 @@ def up_suite(
     pipeline_config: Annotated[
         Path | None, typer.Option(metavar="FILE", help="TOML, YAML or JSON with the gateway's pipeline")
     ] = None,
-    preprocessing: Annotated[Place | None, typer.Option(help="who makes token ids")] = None,
-    postprocessing: Annotated[Place | None, typer.Option(help="who makes text")] = None,
+    preprocessing: Annotated[StageLocation | None, typer.Option(help="who makes token ids")] = None,
+    postprocessing: Annotated[StageLocation | None, typer.Option(help="who makes text")] = None,
     routing: Annotated[Routing | None, typer.Option(help="who chooses the worker")] = None,
     migration: Annotated[
         bool | None,

@@ -49,7 +49,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
         yield made
 
 
-class Heard:
+class ObservedStream:
     """What the chunks of a stream come to."""
 
     def __init__(self, chunks: Any) -> None:
@@ -91,7 +91,9 @@ def test_parallel_calls_at_once_and_streamed(mistral: openai.OpenAI) -> None:
     assert len({call.id for call in calls}) == 2
 
     for _ in range(20):  # what comes while a busy gateway waits for its turn is one chunk
-        heard = Heard(mistral.chat.completions.create(**arguments, stream=True, stream_options={"include_usage": True}))
+        heard = ObservedStream(
+            mistral.chat.completions.create(**arguments, stream=True, stream_options={"include_usage": True})
+        )
         if heard.argument_chunks > 2:
             break
     assert heard.finish_reason == "tool_calls"
@@ -146,7 +148,9 @@ def test_reasoning_and_calls_of_a_thinking_model(qwen: openai.OpenAI) -> None:
     assert answer.choices[0].finish_reason == "tool_calls"
     assert 0 < answer.usage.completion_tokens_details.reasoning_tokens < answer.usage.completion_tokens
 
-    heard = Heard(qwen.chat.completions.create(**arguments, stream=True, stream_options={"include_usage": True}))
+    heard = ObservedStream(
+        qwen.chat.completions.create(**arguments, stream=True, stream_options={"include_usage": True})
+    )
     assert (heard.reasoning, heard.content) == ("Let me see.", "I look.")
     assert [json.loads(call["arguments"]) for call in heard.calls.values()] == [json.loads(CITY), {}]
     assert heard.usage.completion_tokens_details == answer.usage.completion_tokens_details

@@ -14,13 +14,13 @@ from typing import Any
 
 from services.common.hashing import block_hashes
 from services.worker.engines.contract.engine import GenerateContext
-from services.worker.engines.contract.generation import Delta, FinishReason, GenerateRequest, Sampling, Stop
+from services.worker.engines.contract.generation import Delta, FinishReason, GenerateRequest, SamplingParams, Stop
 from services.worker.engines.transformers.engine import TransformersEngine
 from services.worker.kv_events.cache_events import BlocksStored, KvEvent
 from services.worker.serving.delta_stream import DeltaStream
 from services.worker.settings import WorkerSettings
 
-GREEDY = Sampling(temperature=0.0)
+GREEDY = SamplingParams(temperature=0.0)
 
 
 async def engine_of(folder: str, **fields: Any) -> TransformersEngine:
@@ -116,7 +116,7 @@ async def sampling(folder: str) -> None:
     greedy = ids(await run(engine, "greedy", prompt, 20))
 
     async def tokens(name: str, count: int = 20, **options: Any) -> list[int]:
-        return ids(await run(engine, name, prompt, count, sampling=Sampling(**options)))
+        return ids(await run(engine, name, prompt, count, sampling=SamplingParams(**options)))
 
     seeded = {"temperature": 1.0, "seed": 11}
     first, second, other, beside = await asyncio.gather(
@@ -144,7 +144,7 @@ async def sampling(folder: str) -> None:
     # A request that goes on where another worker stopped counts what that one generated.
     carried = {"presence_penalty": 2.0, "frequency_penalty": 2.0, "temperature": 0.0}
     whole = await tokens("whole", count=20, **carried)
-    rest = await run(engine, "rest", [*prompt, *whole[:8]], 12, sampling=Sampling(**carried), resumed_tokens=8)
+    rest = await run(engine, "rest", [*prompt, *whole[:8]], 12, sampling=SamplingParams(**carried), resumed_tokens=8)
     assert [*whole[:8], *ids(rest)] == whole
     uniform = [await tokens(f"u{i}", count=1, temperature=1.0) for i in range(30)]
     assert len({one[0] for one in uniform}) > 1

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from services.worker.engines.contract.engine import GenerateContext
-from services.worker.engines.contract.generation import GenerateRequest, Sampling, Stop
+from services.worker.engines.contract.generation import GenerateRequest, SamplingParams, Stop
 from services.worker.engines.vllm import VllmEngine
 from services.worker.kv_events.cache_events import BlocksRemoved, BlocksStored, KvEvent
 from services.worker.settings import WorkerSettings
@@ -57,7 +57,7 @@ async def run(question: dict[str, Any]) -> list[dict[str, Any]]:
                 f"r{number}",
                 config.model,
                 array("I", prompt),
-                sampling=Sampling(temperature=0.0),
+                sampling=SamplingParams(temperature=0.0),
                 stop=Stop(max_tokens=max_tokens, ignore_eos=True),
             )
             tokens: list[int] = []

@@ -9,7 +9,7 @@ from array import array
 from typing import Any
 
 from services.worker.engines.contract.engine import GenerateContext
-from services.worker.engines.contract.generation import GenerateRequest, Sampling, Stop
+from services.worker.engines.contract.generation import GenerateRequest, SamplingParams, Stop
 from services.worker.engines.mock.engine import MockEngine
 from services.worker.settings import WorkerSettings
 
@@ -33,7 +33,7 @@ async def _generated(engine: MockEngine, question: dict[str, Any], prompt: list[
         "offline",
         "tiny",
         array("I", prompt),
-        sampling=Sampling(temperature=0.0),
+        sampling=SamplingParams(temperature=0.0),
         stop=Stop(max_tokens=question["max_tokens"], ignore_eos=True),
         logprobs=question.get("logprobs"),
     )

@@ -23,7 +23,7 @@ GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0, "ignore_eos": True}
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedModel:
     """A running suite.
 
     Attributes:
@@ -77,7 +77,7 @@ class Served:
 @asynccontextmanager
 async def served(
     engine: suite.EngineUnderTest, workers: Mapping[str, Sequence[str]], *gateway_flags: str
-) -> AsyncIterator[Served]:
+) -> AsyncIterator[ServedModel]:
     """The suite with workers of an engine; everything has ended when it is left.
 
     Args:
@@ -97,7 +97,7 @@ async def served(
         client = await stack.enter_async_context(httpx.AsyncClient(base_url=loose.url, timeout=suite.CALL_S))
         channel = await stack.enter_async_context(open_channel(loose.address("router")))
         started = {name: task.result() for name, task in starting.items()}
-        yield Served(engine, client, router_pb2_grpc.RouterStub(channel), started)
+        yield ServedModel(engine, client, router_pb2_grpc.RouterStub(channel), started)
 
 
 @contextmanager

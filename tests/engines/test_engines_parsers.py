@@ -17,12 +17,12 @@ from tokenizers import Tokenizer
 
 from services.common.errors import SluiceError
 from services.common.models import DEFAULT_SOURCE, ModelSpec
-from services.postprocess.detokenize.registry import VocabularyLibrary, load
+from services.postprocess.detokenize.registry import VocabularyRegistry, load
 from services.postprocess.detokenize.vocabulary import Vocabulary
 from services.postprocess.parsers.engines import ENGINES
 from services.postprocess.parsers.isolated.engine_host import EngineHost
 from services.postprocess.parsers.isolated.remote import RemoteStream
-from services.postprocess.streams.factory import Opener, OwnParsers
+from services.postprocess.streams.factory import CustomParsers, StreamFactory
 from services.postprocess.streams.stream import FinishReason, Limits, StreamOptions
 from tests.engines.servers import ROOT, python
 from tests.support.engines import until
@@ -59,7 +59,7 @@ class Both:
             stderr=subprocess.DEVNULL,
             text=True,
         )
-        self.opener = Opener(Limits(), OwnParsers(time_s=20, engines={engine: python(engine)}))
+        self.opener = StreamFactory(Limits(), CustomParsers(time_s=20, engines={engine: python(engine)}))
 
     def options(self, tool: str, reasoning: str, tools: bool) -> StreamOptions:
         return StreamOptions(
@@ -208,7 +208,7 @@ async def test_only_the_stream_that_makes_it_loop_or_raise_loses_its_parser(both
 
 async def test_mistrals_own_files_are_read_or_give_way(both: Both) -> None:
     """vLLM reads Tekken's file; SGLang does not, and a parser that was only preferred gives way to the built-in one."""
-    library = VocabularyLibrary([ModelSpec("tekken", DEFAULT_SOURCE)], WAIT_S, native=lambda spec: (both.engine,))
+    library = VocabularyRegistry([ModelSpec("tekken", DEFAULT_SOURCE)], WAIT_S, native=lambda spec: (both.engine,))
     vocabulary = await library.get("tekken")
     await both.opener.prepare_for(vocabulary)
     assert vocabulary.parsers.tool == {"vllm": "vllm:mistral", "sglang": "mistral"}[both.engine]
@@ -223,7 +223,7 @@ async def test_what_does_not_go_together_is_said(both: Both) -> None:
 
 
 async def test_an_interpreter_without_the_engine_is_named() -> None:
-    opener = Opener(Limits(), OwnParsers(engines={"vllm": sys.executable}))
+    opener = StreamFactory(Limits(), CustomParsers(engines={"vllm": sys.executable}))
     with pytest.raises(SluiceError, match=r"install sluice-llm\[vllm\].*--vllm-python"):
         await opener.start()
     await opener.close()

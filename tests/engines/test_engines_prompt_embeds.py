@@ -16,7 +16,7 @@ import pytest_asyncio
 
 from tests.engines import engine_suite as suite
 from tests.engines.engine_list import ENGINES
-from tests.engines.served_suite import GREEDY, Served, served
+from tests.engines.served_suite import GREEDY, ServedModel, served
 from tests.support.tiny_models import build_servable
 
 pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="module")]
@@ -38,7 +38,7 @@ REFUSED = (
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
+async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ServedModel]:
     engine = ENGINES["vllm"](build_servable(tmp_path_factory.mktemp("servable")).model)
     async with served(engine, {"with": ("--", "--enable-prompt-embeds"), "without": ()}) as started:
         yield started
@@ -51,13 +51,13 @@ def trap(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def fields(running: Served, trap: Path) -> dict[str, Any]:
+async def fields(running: ServedModel, trap: Path) -> dict[str, Any]:
     """Values of `prompt_embeds`, see made_prompt_embeds."""
     maker = replace(running.engine, offline=("-P", str(Path(__file__).with_name("made_prompt_embeds.py"))))
     return {**await suite.offline(maker, {"prompts": PROMPTS, "trap": str(trap / "sprung")}), **GARBAGE}
 
 
-async def ask(running: Served, embeds: str, **more: Any) -> dict[str, Any]:
+async def ask(running: ServedModel, embeds: str, **more: Any) -> dict[str, Any]:
     body = {**GREEDY, "prompt_embeds": embeds, "max_tokens": MADE, "return_token_ids": True, **more}
     return await running.post("/v1/completions", **body)
 
@@ -67,7 +67,7 @@ def ids(answer: dict[str, Any]) -> list[int]:
     return found
 
 
-async def test_the_answer_is_that_of_the_ids(running: Served, fields: dict[str, Any]) -> None:
+async def test_the_answer_is_that_of_the_ids(running: ServedModel, fields: dict[str, Any]) -> None:
     expected = await asyncio.gather(*(running.complete(prompt, MADE) for prompt in PROMPTS))
     assert len({tuple(ids(answer)) for answer in expected}) == len(PROMPTS)
     answers = await asyncio.gather(*(ask(running, field) for field in fields["plain"]))
@@ -81,7 +81,7 @@ async def test_the_answer_is_that_of_the_ids(running: Served, fields: dict[str, 
         assert answer["usage"]["total_tokens"] == len(prompt) + MADE
 
 
-async def test_streams_say_the_same(running: Served, fields: dict[str, Any]) -> None:
+async def test_streams_say_the_same(running: ServedModel, fields: dict[str, Any]) -> None:
     for prompt, field in zip(PROMPTS, fields["plain"], strict=True):
         wanted = await ask(running, field)
         body = {**GREEDY, "prompt": "", "prompt_embeds": field, "max_tokens": MADE, "return_token_ids": True}
@@ -98,7 +98,7 @@ async def test_streams_say_the_same(running: Served, fields: dict[str, Any]) -> 
         assert chunks[-1]["usage"]["completion_tokens"] == MADE
 
 
-async def test_equal_embeddings_share_a_cache_and_others_do_not(running: Served, fields: dict[str, Any]) -> None:
+async def test_equal_embeddings_share_a_cache_and_others_do_not(running: ServedModel, fields: dict[str, Any]) -> None:
     salt = {"cache_salt": "of this test"}
     first, other = fields["plain"][-2:]
     once = await ask(running, first, **salt)
@@ -115,12 +115,12 @@ def _cached(answer: dict[str, Any]) -> int:
 
 
 @pytest.mark.parametrize("saved", ["batch", "part", "learnt", "double"])
-async def test_other_ways_to_save_the_same(running: Served, fields: dict[str, Any], saved: str) -> None:
+async def test_other_ways_to_save_the_same(running: ServedModel, fields: dict[str, Any], saved: str) -> None:
     assert ids(await ask(running, fields[saved])) == ids(await running.complete(PROMPTS[0], MADE))
 
 
 @pytest.mark.parametrize("kind", ["half", "bfloat16"])
-async def test_less_precise_numbers(running: Served, fields: dict[str, Any], kind: str) -> None:
+async def test_less_precise_numbers(running: ServedModel, fields: dict[str, Any], kind: str) -> None:
     assert ids(await ask(running, fields[kind])) == ids(await ask(running, fields[f"{kind}_widened"]))
 
 
@@ -134,14 +134,14 @@ async def test_less_precise_numbers(running: Served, fields: dict[str, Any], kin
     ],
     ids=["logprobs", "choices", "guided", "stopping"],
 )
-async def test_options_beside_them(running: Served, fields: dict[str, Any], options: dict[str, Any]) -> None:
+async def test_options_beside_them(running: ServedModel, fields: dict[str, Any], options: dict[str, Any]) -> None:
     wanted = await running.complete(PROMPTS[0], MADE, **options)
     answer = await ask(running, fields["plain"][0], **options)
     for choice, of_ids in zip(answer["choices"], wanted["choices"], strict=True):
         assert (choice["token_ids"], choice["finish_reason"]) == (of_ids["token_ids"], of_ids["finish_reason"])
 
 
-async def test_penalties_are_for_this_answers_tokens_alone(running: Served, fields: dict[str, Any]) -> None:
+async def test_penalties_are_for_this_answers_tokens_alone(running: ServedModel, fields: dict[str, Any]) -> None:
     """Not for those of a prompt that was in the same place of the engine's batch before."""
     plain = ids(await ask(running, fields["plain"][0]))
     for penalty in ({"repetition_penalty": 1.5}, {"presence_penalty": 1.0, "frequency_penalty": 1.0}):
@@ -154,7 +154,7 @@ async def test_penalties_are_for_this_answers_tokens_alone(running: Served, fiel
 
 
 @pytest.mark.parametrize("case", REFUSED)
-async def test_what_is_refused(running: Served, fields: dict[str, Any], trap: Path, case: str) -> None:
+async def test_what_is_refused(running: ServedModel, fields: dict[str, Any], trap: Path, case: str) -> None:
     for stream in (False, True):
         body = {**GREEDY, "prompt_embeds": fields[case], "max_tokens": 4, "stream": stream}
         answer = await running.client.post("/v1/completions", json=body)
@@ -166,7 +166,7 @@ async def test_what_is_refused(running: Served, fields: dict[str, Any], trap: Pa
     assert ids(await ask(running, fields["plain"][0])) == ids(await running.complete(PROMPTS[0], MADE))
 
 
-async def test_without_a_worker_that_takes_them(running: Served, fields: dict[str, Any]) -> None:
+async def test_without_a_worker_that_takes_them(running: ServedModel, fields: dict[str, Any]) -> None:
     """The last test of a suite, which has one worker afterwards."""
     await running.idle()
     worker = running.workers["with"].process

@@ -20,7 +20,7 @@ from services.preprocess.tokenizers.loading import load_tokenizer
 from services.preprocess.tokenizers.protocol import ChatRequest
 from tests.engines import engine_suite as suite
 from tests.engines.engine_list import ENGINES, FOR_EMBEDDINGS, engine_process
-from tests.engines.served_suite import GREEDY, Served, served
+from tests.engines.served_suite import GREEDY, ServedModel, served
 from tests.support.loaded_tokenizers import limits
 from tests.support.tiny_models import ServableFolders, build_servable
 
@@ -43,7 +43,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> ServableFolders:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=ENGINES)
-async def running(request: pytest.FixtureRequest, folders: ServableFolders) -> AsyncIterator[Served]:
+async def running(request: pytest.FixtureRequest, folders: ServableFolders) -> AsyncIterator[ServedModel]:
     async with served(ENGINES[request.param](folders.model), {"a": (), "b": ()}) as started:
         yield started
 
@@ -62,7 +62,7 @@ def asked(folders: ServableFolders) -> list[list[int]]:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def expected(running: Served, asked: list[list[int]]) -> list[dict[str, Any]]:
+async def expected(running: ServedModel, asked: list[list[int]]) -> list[dict[str, Any]]:
     """What the engine's own library makes of them."""
     question = {"prompts": asked, "max_tokens": 24, "logprobs": 5}
     outputs: list[dict[str, Any]] = (await suite.offline(running.engine, question))["outputs"]
@@ -70,7 +70,7 @@ async def expected(running: Served, asked: list[list[int]]) -> list[dict[str, An
 
 
 async def test_greedy_output_is_the_engines_own(
-    running: Served, asked: list[list[int]], expected: list[dict[str, Any]], decode: Any
+    running: ServedModel, asked: list[list[int]], expected: list[dict[str, Any]], decode: Any
 ) -> None:
     answers = await asyncio.gather(*(running.complete(prompt, 24) for prompt in [*asked[:6], TEXT]))
     for prompt, answer, theirs in zip(asked, answers, expected, strict=False):
@@ -86,7 +86,7 @@ async def test_greedy_output_is_the_engines_own(
     assert said["choices"][0]["message"]["content"] == decode(expected[-1]["token_ids"])
 
 
-async def test_the_second_request_reports_cached_tokens_and_goes_where_they_are(running: Served) -> None:
+async def test_the_second_request_reports_cached_tokens_and_goes_where_they_are(running: ServedModel) -> None:
     size = (await running.workers["a"].info()).card.block_size
     for seed in (90, 91):
         prompt = suite.prompts(1, 4 * size + 5, 4 * size + 5, seed=seed)[0]
@@ -104,7 +104,7 @@ def _cached(answer: dict[str, Any]) -> int:
 
 
 async def test_log_probabilities_are_the_engines_own(
-    running: Served, asked: list[list[int]], expected: list[dict[str, Any]]
+    running: ServedModel, asked: list[list[int]], expected: list[dict[str, Any]]
 ) -> None:
     theirs = expected[0]
     answer = await running.complete(asked[0], 24, logprobs=3)
@@ -116,7 +116,7 @@ async def test_log_probabilities_are_the_engines_own(
     assert all(len(top) >= 3 for top in choice["logprobs"]["top_logprobs"])
 
 
-async def test_guided_json_follows_its_schema(running: Served) -> None:
+async def test_guided_json_follows_its_schema(running: ServedModel) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMA}}
     body = {"model": "tiny", "messages": QUESTION, "max_tokens": 1000, "response_format": form}
     document = json.loads((await running.post("/v1/chat/completions", **body))["choices"][0]["message"]["content"])
@@ -124,7 +124,7 @@ async def test_guided_json_follows_its_schema(running: Served) -> None:
     assert document["warm"] in (True, False)
 
 
-async def test_clients_that_leave_free_the_engines_blocks(running: Served) -> None:
+async def test_clients_that_leave_free_the_engines_blocks(running: ServedModel) -> None:
     source = random.Random(7)
 
     async def leave(prompt: list[int]) -> None:
@@ -145,7 +145,7 @@ async def test_clients_that_leave_free_the_engines_blocks(running: Served) -> No
     assert len((await running.complete([20, 21, 22], 4))["choices"][0]["token_ids"]) == 4
 
 
-async def test_bad_input_is_refused_and_serving_goes_on(running: Served) -> None:
+async def test_bad_input_is_refused_and_serving_goes_on(running: ServedModel) -> None:
     card = (await running.workers["a"].info()).card
     for status, more in (
         (400, {"prompt": [card.vocab_size + 3]}),
@@ -160,7 +160,7 @@ async def test_bad_input_is_refused_and_serving_goes_on(running: Served) -> None
     assert len((await running.complete([20, 21], 3))["choices"][0]["token_ids"]) == 3
 
 
-async def test_a_killed_engine_leaves_discovery_and_its_requests_hear_a_typed_error(running: Served) -> None:
+async def test_a_killed_engine_leaves_discovery_and_its_requests_hear_a_typed_error(running: ServedModel) -> None:
     """The last test of a suite, which has no workers afterwards."""
     await running.idle()
     assert await running.known() == {"a", "b"}
@@ -193,7 +193,7 @@ async def _until_busy(worker: suite.RunningWorker) -> None:
             await asyncio.sleep(0.01)
 
 
-async def _streamed(running: Served, prompt: list[int]) -> tuple[int, dict[str, Any]]:
+async def _streamed(running: ServedModel, prompt: list[int]) -> tuple[int, dict[str, Any]]:
     """How a long stream ends: its status and the error in it; empty only when every token came that was asked for."""
     body = {**GREEDY, "prompt": prompt, "max_tokens": 1900, "stream": True, "stream_options": {"include_usage": True}}
     async with running.client.stream("POST", "/v1/completions", json=body) as answer:

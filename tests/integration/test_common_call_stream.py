@@ -15,9 +15,9 @@ from services.common import logs
 from services.common.errors import ErrorKind, SluiceError, not_found, unavailable
 from services.common.observability import telemetry
 from services.common.rpc import multiplexed_call as call_stream
-from services.common.rpc.call_server import CallSession
+from services.common.rpc.call_server import MultiplexedCallServer
 from services.common.rpc.errors import answer
-from services.common.rpc.multiplexed_call import CallStream
+from services.common.rpc.multiplexed_call import MultiplexedCall
 from services.common.rpc.replicas import ReplicaSet
 from services.common.rpc.server import GrpcServer
 from services.common.settings import GrpcServiceSettings
@@ -67,7 +67,7 @@ class Tokenizer(preprocess_pb2_grpc.PreprocessServicer):
 
         self.streams += 1
         kinds = preprocess_pb2.TokenizeAnswer, preprocess_pb2.TokenizeAnswers
-        await CallSession(handle, *kinds, most_calls=self.most_calls).serve(context)
+        await MultiplexedCallServer(handle, *kinds, most_calls=self.most_calls).serve(context)
 
 
 class Host:
@@ -81,7 +81,7 @@ class Host:
 
 def stub_of(channel: grpc.aio.Channel) -> Any:
     stub: Any = preprocess_pb2_grpc.PreprocessStub(channel)
-    stub.Tokenize = CallStream(
+    stub.Tokenize = MultiplexedCall(
         "preprocess", stub.Tokenize, stub.Session, preprocess_pb2.TokenizeCall, preprocess_pb2.TokenizeCalls
     )
     return stub

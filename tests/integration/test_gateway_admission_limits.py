@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import SluiceError
-from services.gateway.admission.fallback_limiter import LOCAL, SteadyLimiter
+from services.gateway.admission.fallback_limiter import LOCAL, FallbackLimiter
 from services.gateway.admission.keys import ApiKey
 from services.gateway.admission.limits import Limit, Limiter, LimitsUnavailable
-from services.gateway.admission.local_limiter import MemoryLimiter
-from services.gateway.admission.redis_limiter import SharedLimiter
+from services.gateway.admission.local_limiter import LocalLimiter
+from services.gateway.admission.redis_limiter import RedisLimiter
 from tests.support.redis_server import RedisServer
 
 KEY = ApiKey("0" * 12, "k", "")
@@ -36,11 +36,11 @@ async def limiter(
     prefix = tmp_path_factory.mktemp("prefix").name
     made: Limiter
     if request.param == "memory":
-        made = MemoryLimiter()
+        made = LocalLimiter()
     else:
-        made = SharedLimiter(redis.url, prefix, PATIENT_S)
+        made = RedisLimiter(redis.url, prefix, PATIENT_S)
         if request.param == "steady":
-            made = SteadyLimiter(made)
+            made = FallbackLimiter(made)
     yield made
     await made.close()
 
@@ -113,7 +113,7 @@ async def test_keys_do_not_share(limiter: Limiter) -> None:
 
 async def test_two_gateways_share_one_limit(redis: RedisServer) -> None:
     key = replace(KEY, requests_per_minute=10, concurrency=8)
-    gateways = [SharedLimiter(redis.url, "two", PATIENT_S) for _ in range(2)]
+    gateways = [RedisLimiter(redis.url, "two", PATIENT_S) for _ in range(2)]
     decisions = await asyncio.gather(*(gateways[number % 2].enter(key, f"r{number}") for number in range(30)))
     assert sum(decision.refused_by is None for decision in decisions) == 8
     for gateway in gateways:
@@ -123,7 +123,7 @@ async def test_two_gateways_share_one_limit(redis: RedisServer) -> None:
 async def test_places_of_a_gateway_that_died_come_back(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.gateway.admission.redis_limiter.LEASE_S", 3.0)
     key = replace(KEY, concurrency=1)
-    shared = SharedLimiter(redis.url, "died", PATIENT_S)
+    shared = RedisLimiter(redis.url, "died", PATIENT_S)
     await shared.enter(key, "a")
     async with asyncio.timeout(PATIENT_S):
         while (await shared.enter(key, "b")).refused_by:  # noqa: ASYNC110
@@ -141,7 +141,7 @@ async def test_places_of_a_gateway_that_died_come_back(redis: RedisServer, monke
 async def test_redis_goes_away_and_comes_back(tmp_path: Path) -> None:
     server = RedisServer(tmp_path)
     server.start()
-    steady = SteadyLimiter(SharedLimiter(server.url, timeout_s=2))
+    steady = FallbackLimiter(RedisLimiter(server.url, timeout_s=2))
     key = replace(KEY, requests_per_minute=5, tokens_per_minute=1000)
     try:
         assert (await steady.enter(key, "a")).refused_by is None
@@ -166,7 +166,7 @@ async def test_redis_goes_away_and_comes_back(tmp_path: Path) -> None:
 async def test_a_redis_that_hangs_is_left_alone(tmp_path: Path) -> None:
     server = RedisServer(tmp_path)
     server.start()
-    shared = SharedLimiter(server.url, timeout_s=0.2)
+    shared = RedisLimiter(server.url, timeout_s=0.2)
     try:
         server.freeze()
         with pytest.raises(LimitsUnavailable):
@@ -179,6 +179,6 @@ async def test_a_redis_that_hangs_is_left_alone(tmp_path: Path) -> None:
 
 def test_urls_that_are_none() -> None:
     with pytest.raises(SluiceError) as refused:
-        SharedLimiter("http://user:secret@host")
+        RedisLimiter("http://user:secret@host")
     assert refused.value.param == "limits-redis-url"
     assert "secret" not in refused.value.message

@@ -9,7 +9,7 @@ import pytest
 from services.common.errors import ErrorKind, SluiceError
 from services.common.packing import pack_u32, unpack_u32
 from services.gateway.core import routing_hints as directions
-from services.gateway.core.routing_hints import Directions
+from services.gateway.core.routing_hints import RoutingHints
 from services.gateway.pipeline.config import PipelineConfig
 from services.worker.engines.mock.vocabulary import load_vocabulary
 from tests.support.survival import asking, staged
@@ -26,14 +26,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def undirected() -> None:
-    directions.begin(directions.NOWHERE)
+    directions.begin(directions.NO_HINTS)
 
 
 async def test_the_worker_that_is_named_runs_it_by_id_or_address(folder: Path) -> None:
     async with staged(folder, workers=3, config=DIRECT) as stage:
         address = stage.pipeline.catalogue.workers["w2"].address
         for number, name in ((0, "w0"), (1, "w1"), (2, address)):
-            directions.begin(Directions(workers=("gone", name)))
+            directions.begin(RoutingHints(workers=("gone", name)))
             stage.knives[number].set(3)  # whoever runs it is cut
             heard = await stage.ask(REQUEST)
             assert heard.error is not None
@@ -45,9 +45,9 @@ async def test_the_worker_that_is_named_runs_it_by_id_or_address(folder: Path) -
 
 async def test_pairs_are_named_too(folder: Path) -> None:
     async with staged(folder, roles=("prefill", "prefill", "decode"), config=DIRECT) as stage:
-        directions.begin(Directions(workers=("w2",)))
+        directions.begin(RoutingHints(workers=("w2",)))
         told = await stage.ask(REQUEST)
-        directions.begin(Directions(workers=("w2",), prefill=("w1",)))
+        directions.begin(RoutingHints(workers=("w2",), prefill=("w1",)))
         heard = await stage.ask(REQUEST)
         assert heard.text == told.text
         assert heard.finish is not None
@@ -62,15 +62,15 @@ async def test_pairs_are_named_too(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("said", "kind", "code"),
     [
-        (Directions(), ErrorKind.INVALID_ARGUMENT, "no_worker_named"),
-        (Directions(workers=("w9",)), ErrorKind.NOT_FOUND, "worker_not_found"),
-        (Directions(workers=("w0",)), ErrorKind.INVALID_ARGUMENT, "wrong_role"),
-        (Directions(workers=("w1",), prefill=("w1",)), ErrorKind.INVALID_ARGUMENT, "wrong_role"),
-        (Directions(workers=("w2",), prefill=("w0",)), ErrorKind.INVALID_ARGUMENT, "wrong_role"),
-        (Directions(workers=("w1",), prefill=("w9",)), ErrorKind.NOT_FOUND, "worker_not_found"),
+        (RoutingHints(), ErrorKind.INVALID_ARGUMENT, "no_worker_named"),
+        (RoutingHints(workers=("w9",)), ErrorKind.NOT_FOUND, "worker_not_found"),
+        (RoutingHints(workers=("w0",)), ErrorKind.INVALID_ARGUMENT, "wrong_role"),
+        (RoutingHints(workers=("w1",), prefill=("w1",)), ErrorKind.INVALID_ARGUMENT, "wrong_role"),
+        (RoutingHints(workers=("w2",), prefill=("w0",)), ErrorKind.INVALID_ARGUMENT, "wrong_role"),
+        (RoutingHints(workers=("w1",), prefill=("w9",)), ErrorKind.NOT_FOUND, "worker_not_found"),
     ],
 )
-async def test_what_cannot_be_is_refused(folder: Path, said: Directions, kind: ErrorKind, code: str) -> None:
+async def test_what_cannot_be_is_refused(folder: Path, said: RoutingHints, kind: ErrorKind, code: str) -> None:
     async with staged(folder, roles=("prefill", "decode", "aggregated"), config=DIRECT) as stage:
         directions.begin(said)
         with pytest.raises(SluiceError) as refused:
@@ -81,16 +81,16 @@ async def test_what_cannot_be_is_refused(folder: Path, said: Directions, kind: E
 
 async def test_with_a_router_names_and_subsets_limit_its_choice(folder: Path) -> None:
     async with staged(folder, workers=3) as stage:
-        directions.begin(Directions(workers=("w1",)))
+        directions.begin(RoutingHints(workers=("w1",)))
         _, route = await stage.pipeline.query(REQUEST)
         assert route.worker_id == "w1"
-        directions.begin(Directions(subset=(stage.pipeline.catalogue.workers["w2"].address,)))
+        directions.begin(RoutingHints(subset=(stage.pipeline.catalogue.workers["w2"].address,)))
         await stage.ask(REQUEST)
         assert stage.bookings.last == ("", "w2")
         for said, code in (
-            (Directions(subset=()), "no_workers"),
-            (Directions(subset=("other:1",)), "no_workers"),
-            (Directions(workers=("w9",)), "worker_not_found"),
+            (RoutingHints(subset=()), "no_workers"),
+            (RoutingHints(subset=("other:1",)), "no_workers"),
+            (RoutingHints(workers=("w9",)), "worker_not_found"),
         ):
             directions.begin(said)
             with pytest.raises(SluiceError) as refused:
@@ -103,7 +103,7 @@ async def test_ids_in_place_of_the_prompt(folder: Path) -> None:
     ids = load_vocabulary(folder, "hf").encode("Tell me of gates.")
     async with staged(folder, workers=1) as stage:
         told = await stage.ask(asking("g", "Tell me of gates."))
-        directions.begin(Directions(token_ids=pack_u32(ids)))
+        directions.begin(RoutingHints(token_ids=pack_u32(ids)))
         prompt, _ = await stage.pipeline.query(REQUEST)
         assert unpack_u32(prompt.token_ids).tolist() == list(ids)
         heard = await stage.ask(REQUEST)

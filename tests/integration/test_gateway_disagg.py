@@ -12,14 +12,20 @@ import pytest
 
 from services.common.errors import ErrorKind, SluiceError
 from services.gateway.clients import link
-from services.gateway.core.request import GenerationRequest, Guided, PositionLogprobs, Sampling, StopRules
+from services.gateway.core.request import (
+    GenerationRequest,
+    PositionLogprobs,
+    SamplingParams,
+    StopParams,
+    StructuredOutput,
+)
 from services.gateway.pipeline.config import PipelineConfig
 from services.gateway.streams.disaggregation import HANDOFF_REFUSED, NO_PREFILL, PREFILL_BUSY, PREFILL_FAILED
 from services.gateway.streams.migration_policy import MigrationPolicy
-from services.gateway.streams.stream import LiveStream
+from services.gateway.streams.stream import GenerationStream
 from services.gateway.workers import connections as fleet
 from services.worker.engines.contract import handoff
-from tests.support.survival import Client, Heard, Stage, asking, staged, until
+from tests.support.survival import Client, ObservedStream, Stage, asking, staged, until
 from tests.support.tiny_models import build_tiny_model
 
 CALLS = (
@@ -29,16 +35,16 @@ CALLS = (
 REQUESTS = {
     "plain": asking("plain", "Tell me of rivers."),
     "script": asking("script", f"<<<script: {CALLS}>>>"),
-    "stop string": asking("stop", "<<<script: one two END three>>>", stop=StopRules(max_tokens=99, strings=("END",))),
-    "length": asking("length", "Tell me of gates.", stop=StopRules(max_tokens=70, ignore_eos=True)),
-    "one token": asking("one", "Tell me of one.", stop=StopRules(max_tokens=1)),
-    "two tokens": asking("two", "Tell me of two.", stop=StopRules(max_tokens=2)),
-    "minimum": asking("minimum", "Tell me of boats.", stop=StopRules(max_tokens=300, min_tokens=150)),
-    "guided": asking("guided", "Spell it.", guided=Guided("regex", "(abc [0-9]{4} ){6}")),
-    "penalties": asking("penalties", "Tell of mills.", sampling=Sampling(seed=3, frequency_penalty=0.5)),
+    "stop string": asking("stop", "<<<script: one two END three>>>", stop=StopParams(max_tokens=99, strings=("END",))),
+    "length": asking("length", "Tell me of gates.", stop=StopParams(max_tokens=70, ignore_eos=True)),
+    "one token": asking("one", "Tell me of one.", stop=StopParams(max_tokens=1)),
+    "two tokens": asking("two", "Tell me of two.", stop=StopParams(max_tokens=2)),
+    "minimum": asking("minimum", "Tell me of boats.", stop=StopParams(max_tokens=300, min_tokens=150)),
+    "guided": asking("guided", "Spell it.", guided=StructuredOutput("regex", "(abc [0-9]{4} ){6}")),
+    "penalties": asking("penalties", "Tell of mills.", sampling=SamplingParams(seed=3, frequency_penalty=0.5)),
     "logprobs": asking("logprobs", "Tell me of sums.", logprobs=2, prompt_logprobs=1, token_texts=True),
 }
-LONG = asking("long", "Tell me of a long journey.", stop=StopRules(max_tokens=400, ignore_eos=True))
+LONG = asking("long", "Tell me of a long journey.", stop=StopParams(max_tokens=400, ignore_eos=True))
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +78,7 @@ class Detailed(Client):
         self.pieces_of_tokens += pieces
 
 
-async def hear(stage: Stage, request: GenerationRequest) -> tuple[Heard, Detailed]:
+async def hear(stage: Stage, request: GenerationRequest) -> tuple[ObservedStream, Detailed]:
     client = Detailed()
     generation = await stage.pipeline.start(request, [cast(Any, client)])
     await asyncio.wait_for(client.over.wait(), 60)
@@ -181,7 +187,7 @@ async def test_with_require_a_refused_handoff_is_an_error_of_ours(
 
 
 async def test_a_decode_worker_cut_at_any_token_is_never_noticed(folder: Path) -> None:
-    request = replace(REQUESTS["script"], stop=StopRules(max_tokens=60))
+    request = replace(REQUESTS["script"], stop=StopParams(max_tokens=60))
     async with staged(folder, roles=("prefill", "decode", "decode")) as stage:
         await stage.ask(request)
         told = await stage.ask(request)
@@ -210,7 +216,7 @@ async def test_a_decode_worker_that_is_gone_when_its_turn_comes(folder: Path) ->
         board, worker = stage.pipeline.switchboard, stage.pipeline.fleet.worker("w1")
         hand_over = board.hand_over
 
-        def too_late(stream: LiveStream, handed: bytes) -> None:
+        def too_late(stream: GenerationStream, handed: bytes) -> None:
             worker._connected.clear()
             worker.break_off()
             hand_over(stream, handed)

@@ -12,9 +12,9 @@ from services.common.rpc.server import GrpcServer
 from services.common.settings import GrpcServiceSettings
 from services.common.tasks import TaskOwner
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.streams.manager import Switchboard
+from services.gateway.streams.manager import StreamManager
 from services.gateway.workers import connections as fleet_module
-from services.gateway.workers.connections import Fleet
+from services.gateway.workers.connections import ConnectionManager
 from sluice.v1 import postprocess_pb2, postprocess_pb2_grpc
 from tests.support.engines import until
 
@@ -48,8 +48,8 @@ async def test_a_replica_that_leaves_the_name_service_ends_no_gateway(
     monkeypatch.setattr(replicas, "_resolve", resolve)
     deaths: list[str] = []
     tasks = TaskOwner(on_death=lambda name, error: deaths.append(f"{name}: {error}"))
-    board = Switchboard(4, lambda *_: None, lambda *_: None, GatewayMetrics())
-    fleet = Fleet(["post:1"], None, 5.0, board, tasks)
+    board = StreamManager(4, lambda *_: None, lambda *_: None, GatewayMetrics())
+    fleet = ConnectionManager(["post:1"], None, 5.0, board, tasks)
     for host in hosts:
         await host.server.start()
         await host.server.set_serving(True)

@@ -9,7 +9,7 @@ import pytest
 from services.common.errors import ErrorKind, SluiceError
 from services.common.packing import unpack_u32
 from services.gateway.core import routing_hints as directions
-from services.gateway.core.request import FinishReason, StopRules
+from services.gateway.core.request import FinishReason, StopParams
 from services.gateway.pipeline.config import PipelineConfig
 from services.worker.engines.mock.vocabulary import load_vocabulary
 from tests.support.survival import asking, staged
@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def examples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    directions.begin(directions.NOWHERE)
+    directions.begin(directions.NO_HINTS)
 
 
 async def test_a_tokenize_stage(folder: Path) -> None:
@@ -72,7 +72,7 @@ async def test_a_postprocess_stage_says_and_stops(folder: Path) -> None:
         assert len(generated) == 6
         assert heard.finish is not None
         assert heard.finish.reason is FinishReason.STOP
-        short = await stage.ask(asking("s", PROMPT, stop=StopRules(max_tokens=2, ignore_eos=True)))
+        short = await stage.ask(asking("s", PROMPT, stop=StopParams(max_tokens=2, ignore_eos=True)))
         assert len(short.text.split(" ")) == 3
         assert short.finish is not None
         assert short.finish.reason is FinishReason.LENGTH
@@ -83,7 +83,7 @@ async def test_a_postprocess_stage_says_and_stops(folder: Path) -> None:
 
 async def test_a_handler(folder: Path) -> None:
     async with staged(folder, workers=1, config=PipelineConfig(handler="own_stages:Moderated")) as stage:
-        heard = await stage.ask(asking("h", PROMPT, stop=StopRules(max_tokens=100, ignore_eos=True)))
+        heard = await stage.ask(asking("h", PROMPT, stop=StopParams(max_tokens=100, ignore_eos=True)))
         assert heard.usage[1] == 8
         with pytest.raises(SluiceError, match="Secrets are not told"):
             await stage.ask(asking("h", "a secret"))

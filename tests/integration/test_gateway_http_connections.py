@@ -20,10 +20,10 @@ from services.gateway.core.request import Finish, FinishReason
 from services.gateway.http.body import read_json
 from services.gateway.http.connection import Bounds
 from services.gateway.http.errors import error_response, plain_error_response
-from services.gateway.http.keepalive import Watch
+from services.gateway.http.keepalive import KeepaliveMonitor
 from services.gateway.http.server import HttpServer
 from services.gateway.http.sse import EventStream
-from services.gateway.http.write_scheduler import Pacer
+from services.gateway.http.write_scheduler import WriteScheduler
 from tests.support.raw_http import MALFORMED, UNKNOWN_METHOD, WAIT_S, answer, post
 
 PIECE = "x" * 1000
@@ -32,8 +32,8 @@ PIECE = "x" * 1000
 class App:
     """Echoes JSON, and streams whatever the test says."""
 
-    def __init__(self, watch: Watch | None = None) -> None:
-        self.pacer = Pacer(watch)
+    def __init__(self, watch: KeepaliveMonitor | None = None) -> None:
+        self.pacer = WriteScheduler(watch)
         self.choices: list[StreamedChoices] = []
         self.served: list[str] = []
         self.over = 0
@@ -216,7 +216,7 @@ async def test_a_slow_reader_is_bounded_and_cut() -> None:
 
 
 async def test_a_reader_that_stops_is_cut_even_if_nothing_more_comes() -> None:
-    app = App(Watch(comment_every_s=0.2, write_timeout_s=1.0))
+    app = App(KeepaliveMonitor(comment_every_s=0.2, write_timeout_s=1.0))
     async with served(app) as (host, port, server):
         client = await reading_nothing(host, port)
         await until(lambda: bool(app.choices))
@@ -234,7 +234,7 @@ async def test_a_reader_that_stops_is_cut_even_if_nothing_more_comes() -> None:
 
 
 async def test_silent_streams_get_comments_and_say_errors_as_events_then() -> None:
-    app = App(Watch(comment_every_s=0.2))
+    app = App(KeepaliveMonitor(comment_every_s=0.2))
     async with served(app) as (host, port, _):
         reader, writer = await asyncio.open_connection(host, port)
         writer.write(b"GET /stream HTTP/1.1\r\nhost: x\r\n\r\n")

@@ -15,11 +15,18 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from services.common.errors import ErrorKind, SluiceError
 from services.common.observability import telemetry
 from services.gateway.clients import link
-from services.gateway.core.request import FinishReason, GenerationRequest, Guided, Parsing, Sampling, StopRules
+from services.gateway.core.request import (
+    FinishReason,
+    GenerationRequest,
+    Parsing,
+    SamplingParams,
+    StopParams,
+    StructuredOutput,
+)
 from services.gateway.streams.migration import MigrationPolicy
 from services.gateway.workers import connections as fleet
 from services.gateway.workers.registry import WorkerEntry
-from tests.support.survival import Client, Heard, Stage, asking, staged, until
+from tests.support.survival import Client, ObservedStream, Stage, asking, staged, until
 from tests.support.tiny_models import build_tiny_model
 
 TOOLS = Parsing(
@@ -37,19 +44,19 @@ STORIES: dict[str, GenerationRequest] = {
     "tools": asking("tools", f"Please <<<script: {CALLS}>>>", parsing=TOOLS),
     "unicode": asking("unicode", "<<<script: 😀🎉 你好世界 — Grüße aus München, ça va, привет мир!>>>"),
     "stop string": asking(
-        "stop", "<<<script: one two three four END five six>>>", stop=StopRules(max_tokens=200, strings=("END",))
+        "stop", "<<<script: one two three four END five six>>>", stop=StopParams(max_tokens=200, strings=("END",))
     ),
     "plain": asking("plain", "Tell me of rivers."),
-    "length": asking("length", "Tell me of gates.", stop=StopRules(max_tokens=70, ignore_eos=True)),
-    "minimum": asking("minimum", "Tell me of boats.", stop=StopRules(max_tokens=300, min_tokens=150)),
-    "guided": asking("guided", "Spell it.", guided=Guided("regex", "(abc [0-9]{4} ){6}")),
+    "length": asking("length", "Tell me of gates.", stop=StopParams(max_tokens=70, ignore_eos=True)),
+    "minimum": asking("minimum", "Tell me of boats.", stop=StopParams(max_tokens=300, min_tokens=150)),
+    "guided": asking("guided", "Spell it.", guided=StructuredOutput("regex", "(abc [0-9]{4} ){6}")),
     "penalties": asking(
-        "penalties", "Tell me of mills.", sampling=Sampling(seed=3, frequency_penalty=0.5, presence_penalty=0.1)
+        "penalties", "Tell me of mills.", sampling=SamplingParams(seed=3, frequency_penalty=0.5, presence_penalty=0.1)
     ),
     "logprobs": asking(
         "logprobs",
         "Tell me of locks.",
-        stop=StopRules(max_tokens=60, ignore_eos=True),
+        stop=StopParams(max_tokens=60, ignore_eos=True),
         logprobs=2,
         prompt_logprobs=1,
         token_texts=True,
@@ -57,8 +64,8 @@ STORIES: dict[str, GenerationRequest] = {
     "sampling": asking(
         "sampling",
         "Tell me of wells.",
-        stop=StopRules(max_tokens=60, min_tokens=30, token_ids=(40, 41)),
-        sampling=Sampling(
+        stop=StopParams(max_tokens=60, min_tokens=30, token_ids=(40, 41)),
+        sampling=SamplingParams(
             seed=11, temperature=0.8, top_p=0.9, top_k=50, repetition_penalty=1.1, logit_bias={50: 4.0, 60: -9.0}
         ),
     ),
@@ -77,7 +84,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet, "SWEEP_S", 0.05)
 
 
-async def undisturbed(stage: Stage, request: GenerationRequest) -> Heard:
+async def undisturbed(stage: Stage, request: GenerationRequest) -> ObservedStream:
     """What a client hears; the second time, when the prompt is cached as it will be from now on."""
     await stage.ask(request)
     heard = await stage.ask(request)
@@ -106,7 +113,7 @@ async def test_a_worker_cut_at_every_token_is_never_noticed(folder: Path) -> Non
     assert {call[1] for call in (await _tools(folder)).calls.values()} == {"get_weather", "add"}
 
 
-async def _tools(folder: Path) -> Heard:
+async def _tools(folder: Path) -> ObservedStream:
     async with staged(folder, workers=1) as stage:
         return await stage.ask(STORIES["tools"])
 
@@ -126,7 +133,7 @@ async def test_several_workers_are_lost_in_a_row(folder: Path) -> None:
 
 async def test_a_drained_worker_hands_its_generations_over(folder: Path) -> None:
     async with staged(folder, speedup=2.0, drain_s=0.2) as stage:
-        stop = StopRules(max_tokens=400, ignore_eos=True)
+        stop = StopParams(max_tokens=400, ignore_eos=True)
         requests = [asking(f"r{number}", f"Tell me of number {number}.", stop=stop) for number in range(12)]
         asked = [asyncio.create_task(stage.ask(request)) for request in requests]
         await until(lambda: stage.hosts[0].worker.live_requests == len(requests))
@@ -155,7 +162,7 @@ async def test_the_only_worker_goes_on_itself_when_it_comes_back(folder: Path) -
     [
         (MigrationPolicy(enabled=False), {}),
         (MigrationPolicy(max_tokens=10), {}),
-        (MigrationPolicy(), {"guided": Guided("regex", "(abc ){30}")}),
+        (MigrationPolicy(), {"guided": StructuredOutput("regex", "(abc ){30}")}),
     ],
     ids=["off", "too long", "guided"],
 )
@@ -279,7 +286,7 @@ async def test_the_only_replica_dies_and_comes_back(folder: Path) -> None:
 
 async def test_no_replica_for_long_is_a_typed_error(folder: Path) -> None:
     async with staged(folder, workers=1, replicas=1, post_wait_s=0.3, speedup=1.0) as stage:
-        asked = asyncio.create_task(stage.ask(asking("long", "Go on.", stop=StopRules(3000, ignore_eos=True))))
+        asked = asyncio.create_task(stage.ask(asking("long", "Go on.", stop=StopParams(3000, ignore_eos=True))))
         await asyncio.sleep(0.3)
         await stage.replicas[0].kill()
         heard = await asked

@@ -13,8 +13,8 @@ from services.common.errors import ErrorKind, SluiceError
 from services.common.packing import unpack_u32
 from services.gateway.clients import link
 from services.gateway.core import routing_hints as directions
-from services.gateway.core.request import ChatPrompt, GenerationRequest, Parsing, Sampling, StopRules
-from services.gateway.core.routing_hints import Directions
+from services.gateway.core.request import ChatPrompt, GenerationRequest, Parsing, SamplingParams, StopParams
+from services.gateway.core.routing_hints import RoutingHints
 from services.gateway.pipeline.config import PipelineConfig
 from services.gateway.streams.migration_policy import MigrationPolicy
 from services.gateway.workers import connections as fleet
@@ -27,7 +27,7 @@ COMBINATIONS = list(
 )
 REQUEST = asking(
     "r", "<<<script: <think>Rivers 🌦</think>One two. END three>>>",
-    stop=StopRules(max_tokens=200, strings=("END",)),
+    stop=StopParams(max_tokens=200, strings=("END",)),
     parsing=Parsing(reasoning_parser="think"),
 )  # fmt: skip
 HEARD = ("One two. ", "Rivers 🌦")
@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def undirected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "BACKOFF_S", (0.005, 0.05))
     monkeypatch.setattr(fleet, "SWEEP_S", 0.05)
-    directions.begin(directions.NOWHERE)
+    directions.begin(directions.NO_HINTS)
 
 
 def config_of(pre: Any, post: Any, routing: Any, migration: bool) -> PipelineConfig:
@@ -75,7 +75,7 @@ async def test_every_combination_answers_the_same_or_is_refused(folder: Path, kn
             assert stage.bookings.made == 0
             return
         if routing == "direct":
-            directions.begin(Directions(workers=("w0", "w1")))
+            directions.begin(RoutingHints(workers=("w0", "w1")))
         heard = await stage.ask(REQUEST)
         assert (heard.text, heard.reasoning) == HEARD
         assert heard.finish is not None
@@ -99,7 +99,7 @@ async def test_every_combination_answers_the_same_or_is_refused(folder: Path, kn
 
 def chat(name: str, content: str, **more: Any) -> GenerationRequest:
     prompt = ChatPrompt(orjson.dumps([{"role": "user", "content": content}]))
-    return GenerationRequest(name, "tiny", prompt, 1, Sampling(seed=7), StopRules(max_tokens=60), **more)
+    return GenerationRequest(name, "tiny", prompt, 1, SamplingParams(seed=7), StopParams(max_tokens=60), **more)
 
 
 async def test_chats_are_the_engines_too(folder: Path) -> None:
@@ -109,7 +109,7 @@ async def test_chats_are_the_engines_too(folder: Path) -> None:
         assert heard.text == "Hello there"
         assert heard.usage[0] > len("Hello")
         broken = ChatPrompt(b'[{"role": 7}]')
-        heard = await stage.ask(GenerationRequest("bad", "tiny", broken, 1, Sampling(), StopRules()))
+        heard = await stage.ask(GenerationRequest("bad", "tiny", broken, 1, SamplingParams(), StopParams()))
         assert heard.error is not None
         assert heard.error.kind is ErrorKind.INVALID_ARGUMENT
         await stage.quiet()

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 
 from services.common.errors import ErrorKind, SluiceError
-from services.gateway.core.request import GenerationRequest, Tokenized
+from services.gateway.core.request import GenerationRequest, TokenizedPrompt
 from services.gateway.pipeline.config import PipelineConfig
 from services.gateway.pipeline.pipeline import models as pipelines_module
 from services.gateway.pipeline.stages import Components
@@ -46,7 +46,7 @@ class Listener:
     async def on_model_removed(self, name: str) -> None:
         self.calls.append(f"removed {name}")
 
-    async def tokenize(self, request: GenerationRequest, worker: WorkerEntry) -> Tokenized:
+    async def tokenize(self, request: GenerationRequest, worker: WorkerEntry) -> TokenizedPrompt:
         self.calls.append(f"tokenize {request.model}")
         return await self._preprocess.tokenize(request.model, request.prompt, worker.block_size, "", "")
 

@@ -12,10 +12,10 @@ import pytest
 from services.common.errors import ErrorKind, SluiceError
 from services.common.tasks import TaskOwner
 from services.gateway.apis.responses.redis_store import RedisStore
-from services.gateway.apis.responses.store import Kept, MemoryStore, ResponseStore
+from services.gateway.apis.responses.store import MemoryStore, ResponseStore, StoredResponse
 from tests.support.redis_server import RedisServer
 
-ONE = Kept(b'{"id":"resp_1"}', '[{"text":"Grüße 🚢"}]'.encode())
+ONE = StoredResponse(b'{"id":"resp_1"}', '[{"text":"Grüße 🚢"}]'.encode())
 Make = Callable[[int, int, float], ResponseStore]
 
 
@@ -83,11 +83,11 @@ async def test_the_oldest_of_too_many_are_forgotten(make: Make) -> None:
 async def test_too_many_bytes_push_out_the_oldest_and_nothing_is_larger_than_all(make: Make) -> None:
     store = make(100, 10_000, 60)
     for name, size in (("resp_1", 4_000), ("resp_2", 4_000), ("resp_3", 4_000), ("resp_4", 20_000)):
-        store.keep("a", name, Kept(b"x" * size, b"[]"))
+        store.keep("a", name, StoredResponse(b"x" * size, b"[]"))
         await settled(store)
     found = [await store.find("a", f"resp_{index}") is not None for index in (1, 2, 3, 4)]
     assert found == [False, True, True, False]
-    store.keep("a", "resp_2", Kept(b"y", b"[]"))
+    store.keep("a", "resp_2", StoredResponse(b"y", b"[]"))
     await settled(store)
     assert await store.find("a", "resp_3") is not None, "one that is kept anew counts once"
 

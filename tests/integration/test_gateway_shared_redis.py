@@ -14,9 +14,9 @@ from services.common.redis.target import Credentials
 from services.common.tasks import TaskOwner
 from services.gateway.admission.keys import ApiKey
 from services.gateway.admission.limits import LimitsUnavailable
-from services.gateway.admission.redis_limiter import SharedLimiter
+from services.gateway.admission.redis_limiter import RedisLimiter
 from services.gateway.apis.responses.redis_store import RedisStore
-from services.gateway.apis.responses.store import Kept
+from services.gateway.apis.responses.store import StoredResponse
 from tests.support.mutual_redis import MutualRedis
 from tests.support.redis_topologies import RedisCluster, RedisSentinels
 
@@ -24,11 +24,11 @@ PATIENT_S = 20.0
 AT_ONCE = 64
 """Many more than the connections that a gateway keeps."""
 
-Place = tuple[str, Credentials]
+FieldReader = tuple[str, Credentials]
 
 
 @pytest.fixture(scope="module", params=["sentinels", "cluster", "tls"])
-def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FieldReader]:
     folder = tmp_path_factory.mktemp(str(request.param))
     with ExitStack() as running:
         if request.param == "tls":
@@ -43,8 +43,8 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
             yield made.url, Credentials()
 
 
-async def test_limits_are_one_for_all_gateways(place: Place) -> None:
-    gateways = [SharedLimiter(place[0], "limits", PATIENT_S, place[1]) for _ in range(2)]
+async def test_limits_are_one_for_all_gateways(place: FieldReader) -> None:
+    gateways = [RedisLimiter(place[0], "limits", PATIENT_S, place[1]) for _ in range(2)]
     keys = [ApiKey(f"{number:012}", "k", "", concurrency=AT_ONCE // 2) for number in range(3)]
     asked = [gateways[number % 2].enter(key, f"r{number}") for key in keys for number in range(AT_ONCE)]
     decisions = await asyncio.gather(*asked)
@@ -54,20 +54,20 @@ async def test_limits_are_one_for_all_gateways(place: Place) -> None:
         await gateway.close()
 
 
-async def test_a_response_is_found_by_the_other_gateway(place: Place) -> None:
+async def test_a_response_is_found_by_the_other_gateway(place: FieldReader) -> None:
     tasks = TaskOwner()
     here, there = (
         RedisStore(place[0], AT_ONCE, 1 << 20, 60, tasks, "kept", PATIENT_S, credentials=place[1]) for _ in range(2)
     )
     for number in range(AT_ONCE):
-        here.keep("me", f"resp_{number}", Kept(b"%d" % number, b"[]"))
+        here.keep("me", f"resp_{number}", StoredResponse(b"%d" % number, b"[]"))
     for number in range(AT_ONCE):
         for _ in range(2000):
             found = await there.find("me", f"resp_{number}")
             if found is not None:
                 break
             await asyncio.sleep(0.01)
-        assert found == Kept(b"%d" % number, b"[]")
+        assert found == StoredResponse(b"%d" % number, b"[]")
     await tasks.close()
     await here.close()
     await there.close()
@@ -77,7 +77,7 @@ async def test_a_gateway_without_a_certificate_is_not_answered(tmp_path: Path) -
     mutual = MutualRedis(tmp_path)
     mutual.server.start()
     try:
-        limiter = SharedLimiter(
+        limiter = RedisLimiter(
             mutual.url, "limits", PATIENT_S, replace(mutual.credentials, cert_file=None, key_file=None)
         )
         with pytest.raises(LimitsUnavailable):

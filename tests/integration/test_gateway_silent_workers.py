@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from services.gateway.core.request import StopRules
+from services.gateway.core.request import StopParams
 from services.gateway.streams.migration import MigrationPolicy
-from services.gateway.streams.watchdog import SilentWorkers
+from services.gateway.streams.watchdog import WorkerWatchdog
 from tests.support.survival import Stage, asking, staged, until
 from tests.support.tiny_models import build_tiny_model
 
@@ -30,7 +30,7 @@ async def watched(stage: Stage) -> AsyncIterator[list[int]]:
     """Silence is looked for; gives a list that grows with every worker given up."""
     given_up: list[int] = []
     pipeline = stage.pipeline
-    silent = SilentWorkers(
+    silent = WorkerWatchdog(
         lambda: pipeline.fleet.workers, pipeline.switchboard.computing, SILENCE_S, lambda: given_up.append(1)
     )
     looking = asyncio.create_task(silent.run())
@@ -45,7 +45,7 @@ async def fault(stage: Stage, name: str, worker: int = 0) -> None:
 
 
 def stories(count: int) -> list[Any]:
-    stop = StopRules(max_tokens=300, ignore_eos=True)
+    stop = StopParams(max_tokens=300, ignore_eos=True)
     return [asking(f"r{number}", f"Tell me of number {number}.", stop=stop) for number in range(count)]
 
 
@@ -72,7 +72,7 @@ async def test_generations_of_a_hung_worker_go_on_elsewhere_and_nobody_can_tell(
 async def test_a_worker_with_nothing_to_say_or_with_others_to_speak_of_is_left_alone(folder: Path) -> None:
     async with staged(folder, max_sequences=1, **STEPS) as stage, watched(stage) as given_up:
         await asyncio.sleep(2 * SILENCE_S)  # nothing to do
-        long = asking("long", "Go on.", stop=StopRules(max_tokens=400, ignore_eos=True))
+        long = asking("long", "Go on.", stop=StopParams(max_tokens=400, ignore_eos=True))
         heard = await asyncio.gather(stage.ask(long), stage.ask(asking("waits", "Tell me of gates.")))
         assert [one.finish.migrations for one in heard if one.finish is not None] == [0, 0]
         assert given_up == []

@@ -12,7 +12,7 @@ import pytest
 
 from services.postprocess.parsers.base import Parser, ParserContext
 from services.postprocess.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
-from services.postprocess.streams.factory import Opener, OwnParsers
+from services.postprocess.streams.factory import CustomParsers, StreamFactory
 from services.postprocess.streams.stream import FinishReason, Limits, StreamOptions
 from tests.support.parsing import said
 from tests.support.vocabularies import tekken
@@ -48,7 +48,7 @@ def test_the_example_says_the_same_for_any_split(example: str) -> None:
 
 
 async def test_the_example_runs_where_own_parsers_run(example: str) -> None:
-    opener = Opener(Limits(), OwnParsers([example]))
+    opener = StreamFactory(Limits(), CustomParsers([example]))
     await opener.start()
     options = StreamOptions("m", tool_parser=example)
     tokens = tekken().encode(ANSWER)

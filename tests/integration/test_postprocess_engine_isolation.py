@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from services.postprocess.parsers.isolated.remote import RemoteStream
-from services.postprocess.streams.factory import Opener, OwnParsers
+from services.postprocess.streams.factory import CustomParsers, StreamFactory
 from services.postprocess.streams.stream import FinishReason, Limits, StreamOptions
 from tests.support.parsing import TOOLS, Said, said
 from tests.support.vocabularies import tekken
@@ -21,16 +21,16 @@ WAIT_S = 120
 
 
 @pytest.fixture
-async def opener(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Opener]:
+async def opener(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[StreamFactory]:
     monkeypatch.setenv("PYTHONPATH", str(PACKAGE))
-    opener = Opener(Limits(), OwnParsers(time_s=6.0, memory_mb=64, engines={"vllm": ""}))
+    opener = StreamFactory(Limits(), CustomParsers(time_s=6.0, memory_mb=64, engines={"vllm": ""}))
     await opener.start()
     await opener.prepare(opener.plan(OPTIONS, tekken().vocabulary, ""))
     yield opener
     await opener.close()
 
 
-def opened(opener: Opener) -> RemoteStream:
+def opened(opener: StreamFactory) -> RemoteStream:
     vocabulary = tekken().vocabulary
     stream = opener.begin(OPTIONS, vocabulary, opener.plan(OPTIONS, vocabulary, "request"))
     assert isinstance(stream, RemoteStream)
@@ -52,7 +52,7 @@ async def heard(stream: RemoteStream) -> Said:
     [("RAISE", "parser_failed"), ("LOOP", "parser_too_slow"), ("GROW", "parser_failed"), ("DIE", "parser_died")],
 )
 async def test_a_bad_stream_becomes_plain_text_and_its_neighbours_notice_nothing(
-    opener: Opener, bad: str, reason: str
+    opener: StreamFactory, bad: str, reason: str
 ) -> None:
     culprit, *neighbours = [opened(opener) for _ in range(4)]
     for stream in (*neighbours, culprit):

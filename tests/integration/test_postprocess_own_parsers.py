@@ -14,7 +14,7 @@ from services.postprocess.parsers.events import Degraded
 from services.postprocess.parsers.isolated import host
 from services.postprocess.parsers.isolated.host import ParserHost
 from services.postprocess.parsers.isolated.remote import RemoteStream
-from services.postprocess.streams.factory import AnyParsed, Opener, OwnParsers
+from services.postprocess.streams.factory import AnyParsed, CustomParsers, StreamFactory
 from services.postprocess.streams.stream import FinishReason, Limits, StreamOptions
 from tests.support.parsing import Said, said
 from tests.support.vocabularies import tekken
@@ -25,8 +25,8 @@ WAIT_S = 60
 
 
 @pytest.fixture
-async def opener() -> AsyncIterator[Opener]:
-    opener = Opener(Limits(), OwnParsers([SHOUTING], time_s=6.0, memory_mb=64))
+async def opener() -> AsyncIterator[StreamFactory]:
+    opener = StreamFactory(Limits(), CustomParsers([SHOUTING], time_s=6.0, memory_mb=64))
     await opener.start()
     yield opener
     await opener.close()
@@ -35,7 +35,7 @@ async def opener() -> AsyncIterator[Opener]:
 class Listener:
     """One stream and what it says."""
 
-    def __init__(self, opener: Opener, options: StreamOptions = OPTIONS) -> None:
+    def __init__(self, opener: StreamFactory, options: StreamOptions = OPTIONS) -> None:
         vocabulary = tekken().vocabulary
         plan = opener.plan(options, vocabulary, "request-1")
         self.stream: AnyParsed = opener.parsed(options, vocabulary, plan)
@@ -65,7 +65,7 @@ class Listener:
                 self.news.clear()
 
 
-async def test_it_says_what_the_parser_says(opener: Opener) -> None:
+async def test_it_says_what_the_parser_says(opener: StreamFactory) -> None:
     listener = Listener(opener)
     for piece in ("one ?hm ", "and !f! ", "two 😀"):
         listener.feed(piece)
@@ -80,7 +80,7 @@ async def test_it_says_what_the_parser_says(opener: Opener) -> None:
     assert finish.reasoning_tokens > 0
 
 
-async def test_a_hundred_streams_share_the_process(opener: Opener) -> None:
+async def test_a_hundred_streams_share_the_process(opener: StreamFactory) -> None:
     listeners = [Listener(opener) for _ in range(100)]
     for round_ in range(5):
         for index, listener in enumerate(listeners):
@@ -97,7 +97,7 @@ async def test_a_hundred_streams_share_the_process(opener: Opener) -> None:
     [("RAISE", "parser_failed"), ("LOOP", "parser_too_slow"), ("GROW", "parser_failed"), ("DIE", "parser_died")],
 )
 async def test_a_bad_stream_becomes_plain_text_and_its_neighbours_notice_nothing(
-    opener: Opener, bad: str, reason: str
+    opener: StreamFactory, bad: str, reason: str
 ) -> None:
     neighbours = [Listener(opener) for _ in range(3)]
     culprit = Listener(opener)
@@ -124,7 +124,7 @@ async def test_a_bad_stream_becomes_plain_text_and_its_neighbours_notice_nothing
     assert (await later.heard()).content == "FINE AGAIN"
 
 
-async def test_a_killed_process_is_replaced_and_streams_go_on_where_they_were(opener: Opener) -> None:
+async def test_a_killed_process_is_replaced_and_streams_go_on_where_they_were(opener: StreamFactory) -> None:
     listeners = [Listener(opener) for _ in range(20)]
     for listener in listeners:
         listener.feed("first sec")
@@ -143,7 +143,7 @@ async def test_a_killed_process_is_replaced_and_streams_go_on_where_they_were(op
 
 
 async def test_a_parser_that_was_given_up_comes_back_under_load(
-    opener: Opener, monkeypatch: pytest.MonkeyPatch
+    opener: StreamFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def one_more() -> str:
         listener = Listener(opener)
@@ -170,7 +170,7 @@ async def test_a_parser_that_was_given_up_comes_back_under_load(
             pass
 
 
-async def test_a_closed_stream_is_forgotten_there_too(opener: Opener) -> None:
+async def test_a_closed_stream_is_forgotten_there_too(opener: StreamFactory) -> None:
     listener, other = Listener(opener), Listener(opener)
     listener.feed("LOO")
     listener.stream.close()
@@ -183,7 +183,7 @@ async def test_a_closed_stream_is_forgotten_there_too(opener: Opener) -> None:
     assert host.streams == 0
 
 
-async def test_parsers_can_be_combined_with_built_in_ones(opener: Opener) -> None:
+async def test_parsers_can_be_combined_with_built_in_ones(opener: StreamFactory) -> None:
     listener = Listener(opener, StreamOptions("m", tool_parser=SHOUTING, reasoning_parser="think"))
     listener.feed("<think>quiet</think> loud")
     listener.end()
@@ -191,7 +191,7 @@ async def test_parsers_can_be_combined_with_built_in_ones(opener: Opener) -> Non
     assert (heard.reasoning, heard.content) == ("quiet", "LOUD")
 
 
-async def test_special_tokens_that_an_own_parser_names_are_seen(opener: Opener) -> None:
+async def test_special_tokens_that_an_own_parser_names_are_seen(opener: StreamFactory) -> None:
     listener = Listener(opener)
     listener.stream.feed([*tekken().encode("a "), 9, *tekken().encode(" b")])
     listener.end()
@@ -200,20 +200,20 @@ async def test_special_tokens_that_an_own_parser_names_are_seen(opener: Opener) 
 
 @pytest.mark.parametrize("name", ["tests.support.own_parsers:Broken", "tests.support.own_parsers:Gone", "no.module:X"])
 async def test_a_class_that_is_no_parser_is_refused_at_the_start(name: str) -> None:
-    opener = Opener(Limits(), OwnParsers([name]))
+    opener = StreamFactory(Limits(), CustomParsers([name]))
     with pytest.raises(SluiceError, match="does not start"):
         await opener.start()
     await opener.close()
 
 
-async def test_only_listed_classes_can_be_named(opener: Opener) -> None:
+async def test_only_listed_classes_can_be_named(opener: StreamFactory) -> None:
     options = StreamOptions("m", tool_parser="tests.support.own_parsers:Broken")
     with pytest.raises(SluiceError, match=r"not available; there is auto, deepseek_r1.*Shouting") as caught:
         opener.plan(options, tekken().vocabulary, "")
     assert caught.value.code == "no_such_parser"
 
 
-async def test_a_whole_sequence_at_once(opener: Opener) -> None:
+async def test_a_whole_sequence_at_once(opener: StreamFactory) -> None:
     tokens = tekken().encode("all at once !f! ")
     events, finish = await opener.parse(tokens, OPTIONS, tekken().vocabulary, FinishReason.STOP, "x")
     assert said(events).content == "ALL AT ONCE "

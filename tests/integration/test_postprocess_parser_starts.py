@@ -15,7 +15,7 @@ from services.common.errors import ErrorKind, SluiceError
 from services.postprocess.parsers.isolated import host
 from services.postprocess.parsers.isolated.engine_host import EngineHost
 from services.postprocess.parsers.isolated.host import ParserHost
-from services.postprocess.streams.factory import Opener, OwnParsers
+from services.postprocess.streams.factory import CustomParsers, StreamFactory
 from services.postprocess.streams.stream import FinishReason, Limits, StreamOptions
 from tests.support.parsing import said
 from tests.support.vocabularies import tekken
@@ -43,14 +43,14 @@ def deaths() -> list[str]:
 
 
 @pytest.fixture
-async def opener(deaths: list[str]) -> AsyncIterator[Opener]:
-    own = OwnParsers([SHOUTING], time_s=6.0, memory_mb=64)
-    opener = Opener(Limits(), own, on_death=lambda task, error: deaths.append(task))
+async def opener(deaths: list[str]) -> AsyncIterator[StreamFactory]:
+    own = CustomParsers([SHOUTING], time_s=6.0, memory_mb=64)
+    opener = StreamFactory(Limits(), own, on_death=lambda task, error: deaths.append(task))
     yield opener
     await opener.close()
 
 
-async def one_stream(opener: Opener) -> str:
+async def one_stream(opener: StreamFactory) -> str:
     tokens = tekken().encode("fine again")
     async with asyncio.timeout(WAIT_S):
         events, _ = await opener.parse(tokens, OPTIONS, tekken().vocabulary, FinishReason.STOP, "x")
@@ -68,7 +68,7 @@ def with_a_strange_hello(patched: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("trouble", [without_processes, with_a_strange_hello])
 async def test_a_process_that_cannot_begin_again_is_tried_again_later(
     trouble: Callable[[pytest.MonkeyPatch], None],
-    opener: Opener,
+    opener: StreamFactory,
     deaths: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -91,7 +91,7 @@ async def test_a_process_that_cannot_begin_again_is_tried_again_later(
 
 
 async def test_a_pipe_that_fails_is_a_death_like_any_other(
-    opener: Opener, deaths: list[str], monkeypatch: pytest.MonkeyPatch
+    opener: StreamFactory, deaths: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await opener.start()
     with monkeypatch.context() as patched:
@@ -102,7 +102,7 @@ async def test_a_pipe_that_fails_is_a_death_like_any_other(
 
 @pytest.mark.parametrize("trouble", [without_processes, with_a_strange_hello])
 async def test_a_service_that_cannot_start_one_says_so(
-    trouble: Callable[[pytest.MonkeyPatch], None], opener: Opener, monkeypatch: pytest.MonkeyPatch
+    trouble: Callable[[pytest.MonkeyPatch], None], opener: StreamFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trouble(monkeypatch)
     with pytest.raises(SluiceError, match="cannot be started now") as refused:

@@ -46,7 +46,7 @@ class Service:
     async def ready(self) -> None:
         """Waits until the health says so."""
         async with asyncio.timeout(WAIT_S):
-            async for answer in health_pb2_grpc.HealthStub(self.channel).Watch(
+            async for answer in health_pb2_grpc.HealthStub(self.channel).ParserWatchdog(
                 health_pb2.HealthCheckRequest(), wait_for_ready=True
             ):
                 if answer.status == health_pb2.HealthCheckResponse.SERVING:
@@ -95,7 +95,7 @@ def columns(rows: list[tuple[int, list[int]]]) -> postprocess_pb2.TokenColumns:
     )
 
 
-class Answers:
+class OutputBatch:
     """What a session said, by slot."""
 
     def __init__(self) -> None:
@@ -127,7 +127,7 @@ async def test_many_streams_share_a_session(service: Service) -> None:
     left = {slot: byte_level().encode(text) for slot, text in expected.items()}
     lengths = {slot: len(ids) for slot, ids in left.items()}
     call = service.stub.Session()
-    answers = Answers()
+    answers = OutputBatch()
     reading = asyncio.create_task(answers.read(call, len(expected)))
     await call.write(Request(opens=[opening(slot) for slot in expected]))
     while left:
@@ -153,7 +153,7 @@ async def test_streams_find_their_own_end(service: Service) -> None:
     await call.write(Request(opens=[opening(1, stop=["Paris"]), opening(2, eos_token_ids=pack_u32([eos]))]))
     ids = byte_level().encode(TEXT)
     await call.write(Request(tokens=columns([(1, ids), (2, [*ids[:3], eos, *ids])])))
-    answers = Answers()
+    answers = OutputBatch()
     await answers.read(call, 2)
     assert answers.texts == {1: "What is the weather in ", 2: byte_level().decode(ids[:3], True)}
     assert answers.events[1].stop_string == "Paris"
@@ -179,7 +179,7 @@ async def test_a_bad_stream_hurts_only_itself(service: Service) -> None:
             ends=[postprocess_pb2.EndStream(slot=6), postprocess_pb2.EndStream(slot=1)],
         )
     )
-    answers = Answers()
+    answers = OutputBatch()
     await answers.read(call, 8)
     assert answers.texts == {6: "fine"}
     assert answers.events.pop(6).finish_reason == common_pb2.FINISH_REASON_LENGTH
@@ -221,7 +221,7 @@ async def test_a_caller_that_is_done_sending_still_gets_its_answers(service: Ser
     call = service.stub.Session()
     await call.write(Request(opens=[opening(1)], tokens=columns([(1, ids)]), ends=[end]))
     await call.done_writing()
-    answers = Answers()
+    answers = OutputBatch()
     await answers.read(call, 1)
     assert answers.texts == {1: TEXT}
     assert await asyncio.wait_for(call.code(), WAIT_S) is grpc.StatusCode.OK
@@ -275,7 +275,7 @@ async def test_parse_answers_bad_input_with_typed_errors(
 async def test_a_drained_service_lets_streams_finish_and_ends_idle_sessions(service: Service) -> None:
     idle, busy = service.stub.Session(), service.stub.Session()
     await idle.write(Request(opens=[opening(1)], ends=[postprocess_pb2.EndStream(slot=1)]))
-    await Answers().read(idle, 1)
+    await OutputBatch().read(idle, 1)
     await busy.write(Request(opens=[opening(1)], tokens=columns([(1, byte_level().encode("one "))])))
     assert (await asyncio.wait_for(busy.read(), WAIT_S)).text == "one "
     service.stop.set()
@@ -284,7 +284,7 @@ async def test_a_drained_service_lets_streams_finish_and_ends_idle_sessions(serv
     assert await idle.code() is grpc.StatusCode.OK
     end = postprocess_pb2.EndStream(slot=1)
     await busy.write(Request(opens=[opening(2)], tokens=columns([(1, byte_level().encode("two"))]), ends=[end]))
-    answers = Answers()
+    answers = OutputBatch()
     await answers.read(busy, 2)
     assert answers.texts == {1: "two"}
     assert answers.events[2].error.retryable
@@ -343,7 +343,7 @@ async def test_a_model_loads_on_first_use_without_preload(model: Path, monkeypat
             Request(opens=[opening(1)], tokens=columns([(1, ids)]), ends=[postprocess_pb2.EndStream(slot=1)])
         )
         await call.done_writing()
-        answers = Answers()
+        answers = OutputBatch()
         await answers.read(call, 1)
         assert answers.texts == {1: TEXT}
 

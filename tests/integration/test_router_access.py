@@ -22,7 +22,7 @@ from services.common.rpc.channels import open_channel
 from services.common.rpc.errors import from_rpc_error
 from services.common.rpc.rotating_channel import PeerCredentials
 from services.gateway.clients.router import RouterClient
-from services.gateway.core.request import Tokenized
+from services.gateway.core.request import TokenizedPrompt
 from services.gateway.workers.registry import Catalogue
 from sluice.v1 import router_pb2, router_pb2_grpc
 from tests.support.router_cluster import MODEL, FakeWorker, RouterProcess, routers, until
@@ -145,7 +145,7 @@ async def test_gateway_clients_and_workers_show_their_token() -> None:
         reporting = asyncio.create_task(client.run_reports())
         assert await client.replicas.wait_ready(20)
         await until(lambda: "a" in catalogue.workers)
-        route = await client.route("r", MODEL, Tokenized(pack_u32(range(64)), b"", "", b"", b"", 0, b""), 16)
+        route = await client.route("r", MODEL, TokenizedPrompt(pack_u32(range(64)), b"", "", b"", b"", 0, b""), 16)
         assert route.worker_id == "a"
         client.free(route.reservation_id, 0, 5)
         await client.flush_reports(20)

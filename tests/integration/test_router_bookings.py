@@ -13,7 +13,7 @@ import pytest
 from services.common.hashing import block_hashes
 from services.common.packing import pack_u32
 from services.gateway.clients.router import RouterClient
-from services.gateway.core.request import Route, Tokenized
+from services.gateway.core.request import Route, TokenizedPrompt
 from services.gateway.workers.registry import Catalogue
 from sluice.v1 import router_pb2
 from tests.support.redis_server import RedisServer
@@ -276,7 +276,7 @@ class Gateway:
 
     async def route(self, request_id: str) -> Route:
         tokens = pack_u32(range(64))
-        return await self.client.route(request_id, MODEL, Tokenized(tokens, b"", "", b"", b"", 0, b""), BLOCK)
+        return await self.client.route(request_id, MODEL, TokenizedPrompt(tokens, b"", "", b"", b"", 0, b""), BLOCK)
 
     async def crash(self) -> None:
         """Its process is gone: connections break, nothing is said."""

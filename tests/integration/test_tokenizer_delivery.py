@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from services.common.discovery import tokenizer_delivery
-from services.common.discovery.tokenizer_delivery import Learned, TokenizerDelivery, fetch_tokenizer
-from services.common.discovery.tokenizer_store import Incoming, TokenizerStore
+from services.common.discovery.tokenizer_delivery import DiscoveredModel, TokenizerDelivery, fetch_tokenizer
+from services.common.discovery.tokenizer_store import IncomingTokenizer, TokenizerStore
 from services.common.discovery.worker_watch import WorkerWatch
 from services.common.errors import ErrorKind, SluiceError
 from services.common.models import fingerprint
@@ -32,7 +32,7 @@ from services.preprocess import __main__ as preprocess
 from services.preprocess.settings import PreprocessSettings
 from services.router import __main__ as router
 from services.router.settings import RouterSettings
-from services.worker.serving.server import WorkerHost
+from services.worker.serving.server import WorkerServer
 from sluice.v1 import postprocess_pb2, postprocess_pb2_grpc, preprocess_pb2, preprocess_pb2_grpc
 from tests.support.loaded_tokenizers import tekken, tiny_folder, tiny_hf
 from tests.support.tiny_models import build_tiny_model
@@ -47,7 +47,7 @@ def store(tmp_path: Path) -> TokenizerStore:
     return TokenizerStore(tmp_path / "cache")
 
 
-async def delivered(host: WorkerHost, store: TokenizerStore) -> Path:
+async def delivered(host: WorkerServer, store: TokenizerStore) -> Path:
     return await fetch_tokenizer(f"127.0.0.1:{host.server.port}", host.worker.config.fingerprint, store)
 
 
@@ -82,12 +82,12 @@ async def test_a_worker_that_is_gone_is_a_typed_error(store: TokenizerStore) -> 
 async def test_a_full_disk_is_a_typed_error_and_nothing_stays_on_it(
     store: TokenizerStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(incoming: Incoming, name: str, size: int, data: bytes) -> None:
+    def full(incoming: IncomingTokenizer, name: str, size: int, data: bytes) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     async with hosted(tiny_folder()) as host:
         with monkeypatch.context() as patched:
-            patched.setattr(Incoming, "add", full)
+            patched.setattr(IncomingTokenizer, "add", full)
             with pytest.raises(SluiceError, match="No space left on device"):  # who learns models tries again
                 await delivered(host, store)
         assert list((tmp_path / "cache").iterdir()) == []
@@ -99,10 +99,10 @@ async def test_a_full_disk_is_a_typed_error_and_nothing_stays_on_it(
 async def test_a_model_is_learned_again_when_its_files_change(tmp_path: Path, store: TokenizerStore) -> None:
     folder = build_tiny_model(tmp_path / "model")
     port = free_port()
-    learned: list[Learned] = []
+    learned: list[DiscoveredModel] = []
     watch = WorkerWatch(None, [f"127.0.0.1:{port}"])
 
-    async def on_model(model: Learned) -> None:
+    async def on_model(model: DiscoveredModel) -> None:
         learned.append(model)
 
     delivery = TokenizerDelivery("test", watch, store, {"other"}, on_model)
@@ -131,7 +131,7 @@ async def test_who_starts_late_catches_up_with_what_is_served_and_waits_for_noth
 ) -> None:
     loading, let_go = asyncio.Event(), asyncio.Event()
 
-    async def on_model(_: Learned) -> None:
+    async def on_model(_: DiscoveredModel) -> None:
         loading.set()
         await let_go.wait()
         if not loads:
@@ -155,7 +155,7 @@ async def test_who_starts_late_catches_up_with_what_is_served_and_waits_for_noth
 async def test_a_router_that_does_not_answer_is_not_waited_for_long(
     store: TokenizerStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def on_model(_: Learned) -> None:
+    async def on_model(_: DiscoveredModel) -> None:
         raise AssertionError("nobody serves anything")
 
     monkeypatch.setattr(tokenizer_delivery, "ROUTER_S", 0.1)
@@ -209,7 +209,7 @@ async def test_templates_in_a_folder_of_their_own_arrive_too(tmp_path: Path, sto
 
 
 async def test_nobody_waits_long_for_a_model_that_no_worker_has(store: TokenizerStore) -> None:
-    async def on_model(model: Learned) -> None:
+    async def on_model(model: DiscoveredModel) -> None:
         raise AssertionError(model)
 
     delivery = TokenizerDelivery("test", WorkerWatch(None), store, (), on_model)

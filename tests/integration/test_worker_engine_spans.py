@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from services.common.observability import telemetry
 from services.worker.engines.contract.engine import GenerateContext
 from services.worker.engines.contract.generation import Delta, FinishReason, GenerateRequest, Usage
-from services.worker.serving.server import WorkerHost
+from services.worker.serving.server import WorkerServer
 from sluice.v1 import common_pb2, worker_pb2_grpc
 from tests.support.engines import ScriptedEngine
 from tests.support.tiny_models import build_tiny_model
@@ -64,13 +64,13 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
 
 
 @pytest.fixture
-async def host(folder: Path, spans: InMemorySpanExporter) -> AsyncIterator[WorkerHost]:
+async def host(folder: Path, spans: InMemorySpanExporter) -> AsyncIterator[WorkerServer]:
     async with hosted(folder, engine=f"{__name__}:SpanningEngine") as host:
         yield host
 
 
 @pytest.fixture
-async def stub(host: WorkerHost) -> AsyncIterator[worker_pb2_grpc.WorkerAsyncStub]:
+async def stub(host: WorkerServer) -> AsyncIterator[worker_pb2_grpc.WorkerAsyncStub]:
     async with stub_of(host) as stub:
         yield stub
 

@@ -22,7 +22,7 @@ from services.common.runner import Stop
 from services.common.settings import GrpcServiceSettings
 from services.worker.engines.contract.engine import EngineConfig
 from services.worker.engines.mock import MockEngine
-from services.worker.serving.server import WorkerHost
+from services.worker.serving.server import WorkerServer
 from services.worker.settings import WorkerSettings
 from sluice.v1 import common_pb2, router_pb2, router_pb2_grpc, worker_pb2
 from tests.support.engines import until
@@ -84,7 +84,7 @@ async def listening() -> AsyncIterator[tuple[Listening, str]]:
     await server.stop(0)
 
 
-async def act(host: WorkerHost, action: int, **arguments: str) -> dict[str, str]:
+async def act(host: WorkerServer, action: int, **arguments: str) -> dict[str, str]:
     async with stub_of(host) as stub:
         answer = await stub.Control(worker_pb2.ControlRequest(action=action, arguments=arguments))  # type: ignore[arg-type]
     return dict(answer.results)
@@ -96,7 +96,7 @@ async def refusal(call: Any) -> SluiceError:
     return from_rpc_error(raised.value, "worker")
 
 
-async def serving(host: WorkerHost) -> bool:
+async def serving(host: WorkerServer) -> bool:
     channel = open_channel(f"127.0.0.1:{host.server.port}")
     try:
         answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
@@ -105,7 +105,7 @@ async def serving(host: WorkerHost) -> bool:
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
-async def phase(host: WorkerHost) -> str:
+async def phase(host: WorkerServer) -> str:
     async with stub_of(host) as stub:
         return (await stub.GetInfo(worker_pb2.GetInfoRequest())).phase
 
@@ -210,7 +210,7 @@ async def test_a_starting_worker_answers_probes(folder: Path, monkeypatch: pytes
 
     monkeypatch.setattr(MockEngine, "start", slow)
     settings = WorkerSettings(listen="127.0.0.1:0", model=f"tiny={folder}", grace_s=0.0)
-    host = WorkerHost(settings, Stop())
+    host = WorkerServer(settings, Stop())
     starting = asyncio.create_task(host.start())
     try:
         await until(lambda: host.server.port and host.worker.phases.name == "loading weights")

@@ -23,10 +23,10 @@ from services.common.rpc.channels import open_channel
 from services.common.rpc.errors import from_rpc_error
 from services.common.rpc.server import GrpcServer
 from services.gateway.workers.tokenizer_parity import DIFFERS, PROVEN, TokenizerIdentity, compare
-from services.postprocess.detokenize.registry import VocabularyLibrary
+from services.postprocess.detokenize.registry import VocabularyRegistry
 from services.postprocess.service import PostprocessService
 from services.postprocess.settings import PostprocessSettings
-from services.postprocess.streams.factory import Opener
+from services.postprocess.streams.factory import StreamFactory
 from services.postprocess.streams.session import SessionLimits
 from services.postprocess.streams.stream import Limits
 from services.preprocess.service import PreprocessService
@@ -40,7 +40,7 @@ from services.worker.engines.contract.generation import GenerateRequest
 from services.worker.local_processing.options import ProcessingOptions, PromptBounds
 from services.worker.local_processing.processing import Processing
 from services.worker.local_processing.prompts import PromptMaker
-from services.worker.serving.server import WorkerHost
+from services.worker.serving.server import WorkerServer
 from sluice.v1 import (
     common_pb2,
     postprocess_pb2,
@@ -114,14 +114,14 @@ async def services() -> AsyncIterator[Services]:
     pre_settings = PreprocessSettings.load(["--listen", "127.0.0.1:0", "--models", spec])
     post_settings = PostprocessSettings.load(["--listen", "127.0.0.1:0", "--models", spec])
     pool = ComputePool(2, 8, 8192, 30)
-    library = VocabularyLibrary(post_settings.served, 60)
+    library = VocabularyRegistry(post_settings.served, 60)
     registry = ModelRegistry(pre_settings.served, lambda spec: tiny_hf())
     pre, post = (
         GrpcServer(pre_settings, preprocess_pb2.DESCRIPTOR),
         GrpcServer(post_settings, postprocess_pb2.DESCRIPTOR),
     )
     preprocess_pb2_grpc.add_PreprocessServicer_to_server(PreprocessService(registry, pool, 4 << 20), pre.server)
-    service = PostprocessService(library, SessionLimits(), Opener(Limits()))
+    service = PostprocessService(library, SessionLimits(), StreamFactory(Limits()))
     postprocess_pb2_grpc.add_PostprocessServicer_to_server(service, post.server)
     await pre.start()
     await post.start()
@@ -259,12 +259,12 @@ async def test_text_through_the_worker_has_the_ids_of_preprocess(batch: list[str
 
 
 @pytest.fixture
-async def host() -> AsyncIterator[WorkerHost]:
+async def host() -> AsyncIterator[WorkerServer]:
     async with hosted(tiny_folder(), processing="full") as host:
         yield host
 
 
-async def test_on_a_session_all_kinds_go_side_by_side(host: WorkerHost) -> None:
+async def test_on_a_session_all_kinds_go_side_by_side(host: WorkerServer) -> None:
     async with stub_of(host) as stub:
         caller = Caller(stub)
         options = postprocess_pb2.StreamOptions()
@@ -278,7 +278,7 @@ async def test_on_a_session_all_kinds_go_side_by_side(host: WorkerHost) -> None:
         await caller.close()
 
 
-async def test_a_stop_string_frees_the_engine(host: WorkerHost) -> None:
+async def test_a_stop_string_frees_the_engine(host: WorkerServer) -> None:
     async with stub_of(host) as stub:
         stop = common_pb2.StopOptions(ignore_eos=True, max_tokens=3000)
         request = of_chat(CHAT, stop=stop, postprocess=postprocess_pb2.StreamOptions(stop=["."]))
@@ -319,7 +319,7 @@ async def test_a_stop_string_frees_the_engine(host: WorkerHost) -> None:
     ids=["role", "tools", "raises", "syntax", "long", "large", "text", "resumed", "stop", "packed"],
 )
 async def test_what_is_wrong_is_named_and_the_next_request_works(
-    host: WorkerHost, request_: worker_pb2.GenerateRequest, kind: ErrorKind, param: str
+    host: WorkerServer, request_: worker_pb2.GenerateRequest, kind: ErrorKind, param: str
 ) -> None:
     async with stub_of(host) as stub:
         caller = Caller(stub)
@@ -337,14 +337,14 @@ async def test_what_is_wrong_is_named_and_the_next_request_works(
         assert host.worker.live_requests == 0
 
 
-class Gate:
+class AdmissionGate:
     """Holds tokenizing up."""
 
     def __init__(self) -> None:
         self.open = threading.Event()
         self.entered = 0
 
-    def hold(self, host: WorkerHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    def hold(self, host: WorkerServer, monkeypatch: pytest.MonkeyPatch) -> None:
         tokenizer = host.worker.processing._tokenizer
         pack = tokenizer.pack_text  # type: ignore[union-attr]
 
@@ -357,8 +357,8 @@ class Gate:
 
 
 @pytest.fixture
-def gate(host: WorkerHost, monkeypatch: pytest.MonkeyPatch) -> Gate:
-    gate = Gate()
+def gate(host: WorkerServer, monkeypatch: pytest.MonkeyPatch) -> AdmissionGate:
+    gate = AdmissionGate()
     gate.hold(host, monkeypatch)
     return gate
 
@@ -367,7 +367,7 @@ def held(request_id: str) -> worker_pb2.GenerateRequest:
     return worker_pb2.GenerateRequest(request_id=request_id, model="tiny", text="Hello")
 
 
-async def test_a_cancel_in_the_middle_of_tokenizing_is_heard_at_once(host: WorkerHost, gate: Gate) -> None:
+async def test_a_cancel_in_the_middle_of_tokenizing_is_heard_at_once(host: WorkerServer, gate: AdmissionGate) -> None:
     async with stub_of(host) as stub:
         caller = Caller(stub)
         await caller.send({slot: held(f"r{slot}") for slot in range(6)})
@@ -384,7 +384,7 @@ async def test_a_cancel_in_the_middle_of_tokenizing_is_heard_at_once(host: Worke
         await caller.close()
 
 
-async def test_a_caller_who_leaves_meanwhile_leaves_nothing_behind(host: WorkerHost, gate: Gate) -> None:
+async def test_a_caller_who_leaves_meanwhile_leaves_nothing_behind(host: WorkerServer, gate: AdmissionGate) -> None:
     async with stub_of(host) as stub:
         caller = Caller(stub)
         await caller.send({0: held("r0")})
@@ -399,7 +399,7 @@ async def test_a_caller_who_leaves_meanwhile_leaves_nothing_behind(host: WorkerH
         assert answer.end.finish_reason == STOP
 
 
-async def test_a_worker_that_shuts_down_finishes_what_it_tokenizes(gate: Gate, host: WorkerHost) -> None:
+async def test_a_worker_that_shuts_down_finishes_what_it_tokenizes(gate: AdmissionGate, host: WorkerServer) -> None:
     async with stub_of(host) as stub:
         caller = Caller(stub)
         await caller.send({0: held("r0")})
@@ -417,7 +417,7 @@ async def test_a_worker_that_shuts_down_finishes_what_it_tokenizes(gate: Gate, h
 
 
 async def test_what_waits_counts_for_the_limit_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = Gate()
+    gate = AdmissionGate()
     async with hosted(tiny_folder(), processing="prompts", max_live=1) as host, stub_of(host) as stub:
         gate.hold(host, monkeypatch)
         caller = Caller(stub)
@@ -429,7 +429,7 @@ async def test_what_waits_counts_for_the_limit_of_requests(monkeypatch: pytest.M
         await caller.close()
 
 
-async def test_prompts_that_wait_are_bounded_in_memory(host: WorkerHost, gate: Gate) -> None:
+async def test_prompts_that_wait_are_bounded_in_memory(host: WorkerServer, gate: AdmissionGate) -> None:
     processing = host.worker.processing
     assert processing._tokenizer is not None
     processing._prompts = PromptMaker(processing._tokenizer, PromptBounds(max_held_bytes=64_000))
@@ -460,7 +460,7 @@ class Said:
     prompt_fingerprint: str
 
 
-async def card_of(host: WorkerHost) -> common_pb2.ModelCard:
+async def card_of(host: WorkerServer) -> common_pb2.ModelCard:
     async with stub_of(host) as stub:
         return (await stub.GetInfo(worker_pb2.GetInfoRequest())).card
 
@@ -519,7 +519,7 @@ async def test_a_tokenizer_that_cannot_be_loaded(
             pass
 
 
-async def test_the_conformance_kit_finds_what_is_claimed(host: WorkerHost) -> None:
+async def test_the_conformance_kit_finds_what_is_claimed(host: WorkerServer) -> None:
     rules = select(("text-prompt", "messages-prompt", "text-out"))
     target = Target(f"127.0.0.1:{host.server.port}")
     report = await run(target, rules, Patience().times(10))

@@ -16,7 +16,7 @@ from services.common.packing import unpack_u64
 from services.common.rpc.server import GrpcServer
 from services.common.settings import GrpcServiceSettings
 from services.worker.kv_events import event_log as cache_log
-from services.worker.serving.server import WorkerHost
+from services.worker.serving.server import WorkerServer
 from sluice.v1 import router_pb2, router_pb2_grpc
 from tests.support.engines import until
 from tests.support.tiny_models import build_tiny_model
@@ -104,13 +104,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
-async def say(host: WorkerHost, name: str, prompt: range) -> None:
+async def say(host: WorkerServer, name: str, prompt: range) -> None:
     async with stub_of(host) as stub:
         async for _ in stub.Generate(generation(name, prompt, max_tokens=1)):
             pass
 
 
-def cached(host: WorkerHost) -> int:
+def cached(host: WorkerServer) -> int:
     return host.engine.load()[0].cached_blocks
 
 

@@ -13,17 +13,17 @@ import pytest
 from tokenizers import Tokenizer
 
 from services.common.models import ModelSpec
-from services.postprocess.detokenize.registry import VocabularyLibrary
+from services.postprocess.detokenize.registry import VocabularyRegistry
 from services.postprocess.metrics import Metrics
 from services.postprocess.parsers.events import Content
-from services.postprocess.streams.factory import Opener, OwnParsers
+from services.postprocess.streams.factory import CustomParsers, StreamFactory
 from services.postprocess.streams.session import PostSession, SessionLimits
 from services.postprocess.streams.stream import StreamOptions
 from services.worker.engines.contract.engine import GenerateContext, Sink
 from services.worker.engines.contract.generation import Delta, FinishReason, GenerateRequest, PositionLogprobs, Usage
-from services.worker.local_processing.batch_detokenizer import TextDesk
+from services.worker.local_processing.batch_detokenizer import BatchDetokenizer
 from services.worker.local_processing.text_delta import TextDelta
-from services.worker.serving.response_sink import Delivery, Terms
+from services.worker.serving.response_sink import ResponseSink, SinkParams
 from tests.support.engines import until
 from tests.support.tiny_models import build_tiny_model
 
@@ -31,7 +31,7 @@ SHOUTING = "tests.support.own_parsers:Shouting"
 PROMPT = (0, 20, 21, 1)
 
 
-class Heard(Delivery):
+class ObservedStream(ResponseSink):
     """What the caller of one request was told."""
 
     def __init__(self) -> None:
@@ -61,17 +61,17 @@ class Heard(Delivery):
 class Bench:
     """A desk whose parsers run in another process."""
 
-    def __init__(self, library: VocabularyLibrary, opener: Opener) -> None:
+    def __init__(self, library: VocabularyRegistry, opener: StreamFactory) -> None:
         limits = SessionLimits()
         self.stops: list[str] = []
-        self.desk = TextDesk(lambda wake: PostSession(library, limits, Metrics(), wake, None, opener), "tiny")
+        self.desk = BatchDetokenizer(lambda wake: PostSession(library, limits, Metrics(), wake, None, opener), "tiny")
 
-    def ask(self, before: Sequence[int] = (), stop: tuple[str, ...] = ()) -> tuple[Heard, Sink]:
-        heard = Heard()
+    def ask(self, before: Sequence[int] = (), stop: tuple[str, ...] = ()) -> tuple[ObservedStream, Sink]:
+        heard = ObservedStream()
         options = StreamOptions("tiny", tool_parser=SHOUTING, stop=stop)
         prompt = array("I", [*PROMPT, *before])
         request = GenerateRequest("r", "tiny", prompt, text_out=options, resumed_tokens=len(before))
-        terms = Terms(lambda *_: None, lambda _, rule: pytest.fail(rule), strict=True)
+        terms = SinkParams(lambda *_: None, lambda _, rule: pytest.fail(rule), strict=True)
         heard.accept(GenerateContext("r"), len(prompt), terms, None)
         sink = self.desk.open(request, heard, terms, lambda: self.stops.append("r"))
         sink.begin(0)
@@ -85,8 +85,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 async def bench(folder: Path) -> AsyncIterator[Bench]:
-    library = VocabularyLibrary([ModelSpec("tiny", str(folder))], 300)
-    opener = Opener(SessionLimits().stream, OwnParsers([SHOUTING], time_s=60))
+    library = VocabularyRegistry([ModelSpec("tiny", str(folder))], 300)
+    opener = StreamFactory(SessionLimits().stream, CustomParsers([SHOUTING], time_s=60))
     await opener.start()
     await library.get("tiny")
     bench = Bench(library, opener)
@@ -106,7 +106,7 @@ def words_of(folder: Path, token_ids: list[int]) -> str:
     return text[: text.rfind(" ") + 1].upper()
 
 
-async def ended(heard: Heard, sink: Sink, tokens: int) -> Delta:
+async def ended(heard: ObservedStream, sink: Sink, tokens: int) -> Delta:
     sink.finish(FinishReason.LENGTH, Usage(len(PROMPT), tokens, 0))
     await until(lambda: heard.terminal is not None)
     assert heard.terminal is not None

@@ -15,7 +15,7 @@ from services.common.errors import ErrorKind
 from services.common.packing import pack_u32, unpack_u32
 from services.common.rpc.errors import from_rpc_error
 from services.worker.serving import outbox
-from services.worker.serving.server import WorkerHost
+from services.worker.serving.server import WorkerServer
 from sluice.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from tests.support.engines import until
 from tests.support.tiny_models import build_tiny_model
@@ -33,20 +33,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-async def host(folder: Path) -> AsyncIterator[WorkerHost]:
+async def host(folder: Path) -> AsyncIterator[WorkerServer]:
     async with hosted(folder, adapters=["polite"]) as host:
         yield host
 
 
 @pytest.fixture
-async def slow(folder: Path) -> AsyncIterator[WorkerHost]:
+async def slow(folder: Path) -> AsyncIterator[WorkerServer]:
     """A worker in real time: a request of thousands of tokens runs for as long as any test."""
     async with hosted(folder, speedup=1.0, drain_s=0.2) as host:
         yield host
 
 
 @pytest.fixture
-async def stub(host: WorkerHost) -> AsyncIterator[worker_pb2_grpc.WorkerAsyncStub]:
+async def stub(host: WorkerServer) -> AsyncIterator[worker_pb2_grpc.WorkerAsyncStub]:
     async with stub_of(host) as stub:
         yield stub
 
@@ -59,7 +59,7 @@ async def failure(call: object) -> object:
 
 
 async def test_interleaved_requests_all_get_their_own_tokens(
-    host: WorkerHost, stub: worker_pb2_grpc.WorkerAsyncStub
+    host: WorkerServer, stub: worker_pb2_grpc.WorkerAsyncStub
 ) -> None:
     caller = Caller(stub)
     prompts = {slot: (0, 20 + slot, 21, 1) for slot in range(64)}
@@ -91,7 +91,7 @@ async def test_a_step_of_many_requests_is_one_message(stub: worker_pb2_grpc.Work
     await caller.close()
 
 
-async def test_cancel_stops_within_a_step_and_frees_the_blocks(slow: WorkerHost) -> None:
+async def test_cancel_stops_within_a_step_and_frees_the_blocks(slow: WorkerServer) -> None:
     async with stub_of(slow) as stub:
         caller = Caller(stub)
         await caller.send({1: generation("long", ignore_eos=True), 2: generation("other", ignore_eos=True)})
@@ -109,7 +109,7 @@ async def test_cancel_stops_within_a_step_and_frees_the_blocks(slow: WorkerHost)
         await caller.close()
 
 
-async def test_a_caller_that_vanishes_takes_its_requests_along(slow: WorkerHost) -> None:
+async def test_a_caller_that_vanishes_takes_its_requests_along(slow: WorkerServer) -> None:
     async with stub_of(slow) as stub:
         caller, other = Caller(stub), Caller(stub)
         await caller.send({slot: generation(f"r{slot}", ignore_eos=True) for slot in range(8)})
@@ -156,7 +156,7 @@ async def test_bad_requests_end_their_own_slot_and_nothing_else(stub: worker_pb2
     await caller.close()
 
 
-async def test_a_live_request_id_is_not_taken_twice(slow: WorkerHost) -> None:
+async def test_a_live_request_id_is_not_taken_twice(slow: WorkerServer) -> None:
     async with stub_of(slow) as stub:
         caller = Caller(stub)
         await caller.send({1: generation("same", ignore_eos=True), 2: generation("same")})
@@ -215,7 +215,7 @@ async def test_generate_refuses_with_a_typed_status(stub: worker_pb2_grpc.Worker
     assert "tiny" in error.message
 
 
-async def test_a_dropped_generate_cancels(slow: WorkerHost) -> None:
+async def test_a_dropped_generate_cancels(slow: WorkerServer) -> None:
     async with stub_of(slow) as stub:
         call = stub.Generate(generation("a", ignore_eos=True))
         await call.read()
@@ -236,7 +236,9 @@ async def test_stop_options_reach_the_engine(stub: worker_pb2_grpc.WorkerAsyncSt
     assert len(await tokens("e", ignore_eos=True, max_tokens=500)) == 500
 
 
-async def test_info_says_what_is_served(host: WorkerHost, stub: worker_pb2_grpc.WorkerAsyncStub, folder: Path) -> None:
+async def test_info_says_what_is_served(
+    host: WorkerServer, stub: worker_pb2_grpc.WorkerAsyncStub, folder: Path
+) -> None:
     info = await stub.GetInfo(worker_pb2.GetInfoRequest())
     assert info.worker_id == host.worker.worker_id
     assert info.worker_id.endswith(f"-{host.server.port}")
@@ -302,7 +304,7 @@ async def test_shutdown_lets_requests_finish_and_tells_the_others(folder: Path) 
         await caller.close()
 
 
-async def test_requests_that_outlast_the_drain_hear_why(slow: WorkerHost) -> None:
+async def test_requests_that_outlast_the_drain_hear_why(slow: WorkerServer) -> None:
     async with stub_of(slow) as stub:
         caller = Caller(stub)
         await caller.send({1: generation("endless", ignore_eos=True)})

@@ -24,15 +24,15 @@ from services.common import budgets
 from services.common.budgets import Budget
 from services.common.errors import ErrorKind, SluiceError, invalid
 from services.worker.engines.contract.engine import GenerateContext
-from services.worker.engines.contract.generation import FinishReason, GenerateRequest, Guided
+from services.worker.engines.contract.generation import FinishReason, GenerateRequest, StructuredOutput
 from services.worker.engines.mock import MockEngine
 from services.worker.engines.mock.guided import guided_text
-from services.worker.engines.mock.guided.effort import MOST_STEPS, Effort, TooMuch
+from services.worker.engines.mock.guided.effort import MOST_STEPS, Effort, SchemaTooComplex
 from services.worker.engines.sglang.request_state import Flight as SglangFlight
 from services.worker.engines.transformers.guidance import Constraint, GrammarLimits, Grammars
 from services.worker.engines.vllm import library
 from services.worker.engines.vllm.engine import VllmEngine
-from services.worker.serving.compiling import Compiling, naming_constraint
+from services.worker.serving.compiling import GrammarCompiler, naming_constraint
 from services.worker.serving.validation import validate_grammar_size
 from services.worker.settings import WorkerSettings
 from tests.support.engines import RecordingSink, request, until
@@ -44,7 +44,7 @@ from tests.support.tiny_models import build_tiny_model
 
 
 @pytest.mark.parametrize("guided", GRAMMARS.values(), ids=list(GRAMMARS))
-def test_hostile_grammar_is_refused_by_the_mock_engine(guided: Guided) -> None:
+def test_hostile_grammar_is_refused_by_the_mock_engine(guided: StructuredOutput) -> None:
     with pytest.raises(SluiceError) as caught:
         guided_text(guided, Random(0))
     error = caught.value
@@ -55,9 +55,9 @@ def test_hostile_grammar_is_refused_by_the_mock_engine(guided: Guided) -> None:
 def test_effort_ends_by_steps_and_by_time() -> None:
     effort = Effort()
     effort.spend(MOST_STEPS)
-    with pytest.raises(TooMuch):
+    with pytest.raises(SchemaTooComplex):
         effort.spend()
-    with pytest.raises(TooMuch):
+    with pytest.raises(SchemaTooComplex):
         Effort(deadline_s=0).spend()
 
 
@@ -146,14 +146,14 @@ def held(engine: MockEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[thread
 
 
 def submitted(
-    engine: MockEngine, request_id: str, guided: Guided | None = None
+    engine: MockEngine, request_id: str, guided: StructuredOutput | None = None
 ) -> tuple[RecordingSink, GenerateContext]:
     sink, context = RecordingSink(), GenerateContext(request_id)
     engine.submit(request(request_id, guided=guided, max_tokens=5), context, sink)
     return sink, context
 
 
-CHOICE = Guided("choice", ("a", "b"))
+CHOICE = StructuredOutput("choice", ("a", "b"))
 
 
 async def test_grammar_holds_up_its_own_request_only(engine: MockEngine, held: threading.Event) -> None:
@@ -218,7 +218,7 @@ async def test_grammar_that_cannot_be_followed_ends_its_request_with_a_typed_err
 
 
 async def test_compiling_gives_up_in_time_and_says_why() -> None:
-    compiling, release = Compiling(0.2, 2), threading.Event()
+    compiling, release = GrammarCompiler(0.2, 2), threading.Event()
     try:
         async with asyncio.timeout(30):
             runs = [asyncio.create_task(compiling.run(lambda: release.wait(60))) for _ in range(3)]
@@ -238,7 +238,7 @@ async def test_compiler_that_panics_ends_its_request_only() -> None:
     def panics() -> None:
         raise PanicException("unreachable code")
 
-    compiling = Compiling(30, 1)
+    compiling = GrammarCompiler(30, 1)
     try:
         with pytest.raises(SluiceError) as caught:
             await compiling.run(panics)
@@ -261,7 +261,7 @@ def test_long_constraint_is_refused_before_a_worker_parses_it(monkeypatch: pytes
     monkeypatch.setattr(budgets, "on_refused", counted.append)
     budget = Budget("grammar_characters", 100, "--max-grammar-kb")
     validate_grammar_size(schema({"title": "x" * 20}), budget)
-    for guided in (schema({"title": "x" * 100}), Guided("choice", ("x" * 60, "y" * 60)), regex("[" * 101)):
+    for guided in (schema({"title": "x" * 100}), StructuredOutput("choice", ("x" * 60, "y" * 60)), regex("[" * 101)):
         with pytest.raises(SluiceError, match="--max-grammar-kb") as caught:
             validate_grammar_size(guided, budget)
         assert (caught.value.kind, caught.value.param) == (ErrorKind.INVALID_ARGUMENT, "response_format")
@@ -282,8 +282,8 @@ def grammars(folder: Path) -> Callable[..., Grammars]:
     return made
 
 
-ALTERNATIVES = Guided("ebnf", "start: " + " | ".join(f'"x{index}"' for index in range(3_000)))
-AMBIGUOUS = Guided("ebnf", 'start: a\na: a a | "x"')
+ALTERNATIVES = StructuredOutput("ebnf", "start: " + " | ".join(f'"x{index}"' for index in range(3_000)))
+AMBIGUOUS = StructuredOutput("ebnf", 'start: a\na: a a | "x"')
 
 
 @pytest.mark.parametrize(
@@ -293,15 +293,15 @@ AMBIGUOUS = Guided("ebnf", 'start: a\na: a a | "x"')
         (regex("("), {}, "regex"),
         (schema({"type": "string", "pattern": "("}), {}, ""),
         (schema({"type": "rock"}), {}, "rock"),
-        (Guided("json_schema", '{"items":' * 3_000 + "{}" + "}" * 3_000), {}, "deep"),
-        (Guided("json_schema", "{"), {}, ""),
-        (Guided("ebnf", "start: ("), {}, ""),
-        (Guided("regex", " "), {}, "empty"),
+        (StructuredOutput("json_schema", '{"items":' * 3_000 + "{}" + "}" * 3_000), {}, "deep"),
+        (StructuredOutput("json_schema", "{"), {}, ""),
+        (StructuredOutput("ebnf", "start: ("), {}, ""),
+        (StructuredOutput("regex", " "), {}, "empty"),
     ],
     ids=["size", "regex", "pattern", "type", "depth", "JSON", "grammar", "empty"],
 )
 def test_grammar_that_llguidance_refuses_is_a_typed_error(
-    grammars: Callable[..., Grammars], guided: Guided, limits: dict[str, int], problem: str
+    grammars: Callable[..., Grammars], guided: StructuredOutput, limits: dict[str, int], problem: str
 ) -> None:
     with pytest.raises(SluiceError) as caught:
         grammars(**limits).constraint(guided, [])

@@ -24,7 +24,7 @@ from starlette.types import Receive, Scope, Send
 
 from services.common import budgets
 from services.gateway.http.connection import Bounds
-from services.gateway.http.middleware.hosts import HostCheck, host_policy
+from services.gateway.http.middleware.hosts import HostMiddleware, host_policy
 from services.gateway.http.server import HttpServer
 from services.gateway.settings import GatewaySettings
 from tests.support.lone_gateway import LoneGateway
@@ -498,7 +498,7 @@ def test_a_body_of_json_or_of_no_kind_is_read(gateway: LoneGateway, kind: str | 
 def checked(**settings: Any) -> httpx.AsyncClient:
     """A client of an application behind the host check that these settings give."""
     policy = host_policy(GatewaySettings(**settings))
-    return httpx.AsyncClient(transport=httpx.ASGITransport(HostCheck(App(), policy, lambda reason: None)))
+    return httpx.AsyncClient(transport=httpx.ASGITransport(HostMiddleware(App(), policy, lambda reason: None)))
 
 
 async def test_hosts_and_origins_that_are_allowed_are_served() -> None:

@@ -24,9 +24,9 @@ from services.common.tasks import TaskOwner
 from services.gateway.clients.router import RouterClient
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.settings import GatewaySettings
-from services.gateway.streams.manager import Switchboard
-from services.gateway.workers.connections import Fleet
-from services.gateway.workers.registry import Catalogue
+from services.gateway.streams.manager import StreamManager
+from services.gateway.workers.connections import ConnectionManager
+from services.gateway.workers.registry import WorkerRegistry
 from sluice.cli import tokens as made_tokens
 from sluice.v1 import (
     postprocess_pb2,
@@ -76,14 +76,14 @@ async def spying() -> AsyncIterator[tuple[Spy, str]]:
 
 
 @asynccontextmanager
-async def gateway_links(settings: GatewaySettings) -> AsyncIterator[Fleet]:
+async def gateway_links(settings: GatewaySettings) -> AsyncIterator[ConnectionManager]:
     """What a gateway has of its workers: it follows the router and opens a session to each of them."""
     credentials = channel_credentials(settings)
     tasks = TaskOwner()
-    board = Switchboard(4, lambda *_: None, lambda *_: None, GatewayMetrics())
-    fleet = Fleet([], credentials, 5.0, board, tasks)
+    board = StreamManager(4, lambda *_: None, lambda *_: None, GatewayMetrics())
+    fleet = ConnectionManager([], credentials, 5.0, board, tasks)
     client = RouterClient(settings.router, credentials, 20, owner="me")
-    catalogue = Catalogue(client.replicas, fleet.worker_up, fleet.worker_down, client.owner)
+    catalogue = WorkerRegistry(client.replicas, fleet.worker_up, fleet.worker_down, client.owner)
     await client.replicas.start()
     tasks.spawn(catalogue.run(), "catalogue")
     try:

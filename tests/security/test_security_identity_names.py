@@ -23,7 +23,7 @@ from services.common.rpc.server import GrpcServer
 from services.common.settings import GrpcServiceSettings
 from services.common.tasks import TaskOwner
 from services.gateway.clients.worker_link import WorkerLink
-from services.gateway.streams.stream import LiveStream
+from services.gateway.streams.stream import GenerationStream
 from sluice.v1 import (
     common_pb2,
     router_pb2,
@@ -141,7 +141,7 @@ class Events:
     failed: dict[int, SluiceError] = field(default_factory=dict)
     lost: list[SluiceError] = field(default_factory=list)
 
-    def on_failed(self, stream: LiveStream, error: SluiceError) -> None:
+    def on_failed(self, stream: GenerationStream, error: SluiceError) -> None:
         self.failed[stream.slot] = error
 
 
@@ -194,7 +194,7 @@ async def test_error_of_a_worker_is_cut_and_accuses_no_client(where: str, kind: 
         events,
         lambda _, error: events.lost.append(error),  # type: ignore[arg-type]
     )
-    link.adopt(cast(LiveStream, SimpleNamespace(slot=SLOT, tokens=array("I"))))
+    link.adopt(cast(GenerationStream, SimpleNamespace(slot=SLOT, tokens=array("I"))))
     try:
         tasks.spawn(link.run(), "link")
         await until(lambda: bool(events.failed if where == "stream" else events.lost))

@@ -11,7 +11,7 @@ from typing import Any
 from services.common.packing import pack_u32
 from services.common.rpc.rotating_channel import PeerCredentials
 from services.gateway.clients.router import RouterClient
-from services.gateway.core.request import Tokenized
+from services.gateway.core.request import TokenizedPrompt
 from sluice.v1 import router_pb2, router_pb2_grpc
 from tests.support.callers import Calls, now_us, ready_routers
 from tests.support.router_cluster import MODEL, FakeWorker, until
@@ -84,7 +84,7 @@ async def test_reservation_made_on_a_session_is_freed_by_the_same_caller(tmp_pat
         reporting = asyncio.create_task(client.run_reports())
         await client.replicas.start()
         assert await client.replicas.wait_ready(20)
-        prompt = Tokenized(pack_u32(range(64)), b"", "", b"", b"", 0, b"")
+        prompt = TokenizedPrompt(pack_u32(range(64)), b"", "", b"", b"", 0, b"")
         route = await client.route("r2", MODEL, prompt, 16)
         assert (await load(gateway))[0] == 2
         client.free(route.reservation_id, 0, 5)

@@ -17,7 +17,7 @@ from services.common.rpc.errors import from_rpc_error
 from services.common.runner import Stop
 from services.router.metrics import REFUSED
 from services.worker.metrics import ID_TAKEN
-from services.worker.serving.server import WorkerHost
+from services.worker.serving.server import WorkerServer
 from services.worker.settings import WorkerSettings
 from sluice.v1 import (
     common_pb2,
@@ -58,7 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def test_registration_under_anothers_worker_id_ends_no_worker(folder: Path, store: dict[str, Any]) -> None:
     async with ready_routers(**store) as (router,):
         stop = Stop()
-        host = WorkerHost(
+        host = WorkerServer(
             WorkerSettings(
                 listen="127.0.0.1:0",
                 model=f"tiny={folder}",

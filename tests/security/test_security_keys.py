@@ -17,10 +17,10 @@ from services.common.errors import ErrorKind, SluiceError
 from services.common.tasks import TaskOwner
 from services.gateway.admission import keys, tenants
 from services.gateway.admission import permit as permits
-from services.gateway.admission.fair_queue import Line
+from services.gateway.admission.fair_queue import FairQueue
 from services.gateway.admission.gate import Gate
 from services.gateway.admission.keys import ANONYMOUS, KeyFile, create, write
-from services.gateway.admission.local_limiter import MemoryLimiter
+from services.gateway.admission.local_limiter import LocalLimiter
 from services.gateway.admission.permit import Permit
 from services.gateway.admission.tenants import SHARED, TenantSalt
 from services.gateway.http.middleware.routing_hints import ENDPOINT, HEADERS
@@ -315,7 +315,7 @@ def test_the_command_that_the_suite_prints_has_the_key(suite: Suite) -> None:
 
 def gate_of(path: Path | None, tenant_salt: TenantSalt = "auto") -> Gate:
     file = None if path is None else KeyFile(path)
-    return Gate(file, MemoryLimiter(), Line(10, 10, 1), TaskOwner(), tenant_salt=tenant_salt)
+    return Gate(file, LocalLimiter(), FairQueue(10, 10, 1), TaskOwner(), tenant_salt=tenant_salt)
 
 
 def test_salts_are_on_as_soon_as_the_file_has_two_tenants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from services.common.errors import ErrorKind
-from services.gateway.core.request import GenerationRequest, Sampling, StopRules
+from services.gateway.core.request import GenerationRequest, SamplingParams, StopParams
 from sluice.v1 import common_pb2, postprocess_pb2, worker_pb2
 from tests.support.honest_clients import HonestClients
 from tests.support.hostile_worker import HostileWorker, extra, rows
@@ -102,9 +102,9 @@ def _raising(*args: Any) -> None:
 @pytest.mark.parametrize("method", SINK_METHODS)
 async def test_sink_that_raises_ends_only_its_own_stream(folder: Path, method: str) -> None:
     def request(name: str) -> GenerationRequest:
-        stop = StopRules(max_tokens=60)
+        stop = StopParams(max_tokens=60)
         return asking(
-            name, "one two", sampling=Sampling(seed=3), stop=stop, logprobs=2, prompt_logprobs=1, token_texts=True
+            name, "one two", sampling=SamplingParams(seed=3), stop=stop, logprobs=2, prompt_logprobs=1, token_texts=True
         )
 
     asked = request("r")

@@ -16,7 +16,7 @@ from services.postprocess.parsers.base import ParserContext
 from services.postprocess.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, ParserNames, build, markers_of
 from services.postprocess.streams.parsed import ParsedStream
 from services.postprocess.streams.stream import FinishReason, Limits, Stream, StreamOptions
-from services.preprocess.encoders.options import Speed
+from services.preprocess.encoders.options import EncoderOptions
 from services.preprocess.tokenizers.hf import HfTokenizer
 from services.preprocess.tokenizers.mistral import MistralTokenizer
 from services.preprocess.tokenizers.protocol import TokenizerProtocol
@@ -50,7 +50,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @cache
 def _tokenizer(name: str, folders: Callable[[str], Path], fast: bool) -> TokenizerProtocol:
-    speed = Speed(fast_backend=fast, cache_bytes=0)
+    speed = EncoderOptions(fast_backend=fast, cache_bytes=0)
     return (
         MistralTokenizer(resolve(DEFAULT_SOURCE), speed)
         if name == "tekken"

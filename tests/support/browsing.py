@@ -38,16 +38,16 @@ def browser() -> Iterator[Browser]:
 
 
 @dataclass
-class Heard:
+class ObservedStream:
     """What a page complained about, and whom it asked."""
 
     errors: list[str] = field(default_factory=list)
     hosts: set[str] = field(default_factory=set)
 
 
-def listen(context: BrowserContext) -> Heard:
+def listen(context: BrowserContext) -> ObservedStream:
     """Takes note of all that the pages of a context say and ask from now on."""
-    heard = Heard()
+    heard = ObservedStream()
 
     def console(message: ConsoleMessage) -> None:
         if message.type in ("error", "warning"):

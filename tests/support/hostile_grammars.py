@@ -5,26 +5,26 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from services.worker.engines.contract.generation import Guided
+from services.worker.engines.contract.generation import StructuredOutput
 
 
-def schema(document: Any) -> Guided:
+def schema(document: Any) -> StructuredOutput:
     """A JSON schema as an engine gets it."""
-    return Guided("json_schema", json.dumps(document))
+    return StructuredOutput("json_schema", json.dumps(document))
 
 
-def regex(pattern: str) -> Guided:
+def regex(pattern: str) -> StructuredOutput:
     """A regular expression as an engine gets it."""
-    return Guided("regex", pattern)
+    return StructuredOutput("regex", pattern)
 
 
-def tree(keyword: str, leaf: Any, branches: int = 10, depth: int = 12) -> Guided:
+def tree(keyword: str, leaf: Any, branches: int = 10, depth: int = 12) -> StructuredOutput:
     """A schema of a dozen definitions that is `branches` to the power of `depth` when it is written out."""
     definitions = {f"d{i}": {keyword: [{"$ref": f"#/$defs/d{i + 1}"}] * branches} for i in range(depth)}
     return schema({"$defs": {**definitions, f"d{depth}": leaf}, "$ref": "#/$defs/d0"})
 
 
-def repeated_constant(constant: Any) -> Guided:
+def repeated_constant(constant: Any) -> StructuredOutput:
     """An array that holds a large value thousands of times."""
     return schema(
         {"$defs": {"c": {"const": constant}}, "type": "array", "items": {"$ref": "#/$defs/c"}, "minItems": 9_000}

@@ -13,7 +13,7 @@ import psutil
 
 from services.common.net.ports import free_port
 
-NOWHERE = "127.0.0.1:1"
+NO_HINTS = "127.0.0.1:1"
 START_S = 60
 
 
@@ -28,7 +28,7 @@ class LoneGateway:
         self.host = host
         self.port = free_port()
         self.url = f"http://{host}:{self.port}"
-        services = (each for name in ("preprocess", "router", "postprocess") for each in (f"--{name}", NOWHERE))
+        services = (each for name in ("preprocess", "router", "postprocess") for each in (f"--{name}", NO_HINTS))
         command = [sys.executable, "-m", "services.gateway", "--listen", f"{host}:{self.port}", *services, *flags]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         self._wait_until_it_serves()

@@ -25,7 +25,7 @@ TOOLS = (
 
 
 @dataclass(frozen=True)
-class Said:
+class TextDelta:
     """An answer as its events say it; `order` has the kinds in turn."""
 
     content: str
@@ -35,7 +35,7 @@ class Said:
     order: tuple[str, ...]
 
 
-def said(events: Iterable[Event]) -> Said:
+def said(events: Iterable[Event]) -> TextDelta:
     """What events come to, however they were cut."""
     events = list(events)
     plain = merge(event for event in events if not isinstance(event, Degraded))
@@ -46,7 +46,7 @@ def said(events: Iterable[Event]) -> Said:
     starts = [event for event in plain if isinstance(event, CallStart)]
     assert [start.call for start in starts] == list(range(len(starts)))
     assert len({start.id for start in starts}) == len(starts)
-    return Said(
+    return TextDelta(
         "".join(event.text for event in plain if isinstance(event, Content)),
         "".join(event.text for event in plain if isinstance(event, Reasoning)),
         tuple((start.name, arguments.get(start.call, ""), start.id) for start in starts),
@@ -55,7 +55,7 @@ def said(events: Iterable[Event]) -> Said:
     )
 
 
-def parsed(names: ParserNames, pieces: Sequence[str], context: ParserContext | None = None) -> Said:
+def parsed(names: ParserNames, pieces: Sequence[str], context: ParserContext | None = None) -> TextDelta:
     """What a parser says about a text in pieces."""
     parser = build(names, context or ParserContext(TOOLS, identity="request-1"))
     events: list[Event] = []

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from services.common.models import ModelSpec
-from services.postprocess.detokenize.registry import VocabularyLibrary
+from services.postprocess.detokenize.registry import VocabularyRegistry
 from services.postprocess.detokenize.vocabulary import Vocabulary
 from services.postprocess.metrics import Metrics
 from services.postprocess.parsers.events import CallArguments, CallStart, Content, Degraded, Reasoning
@@ -72,6 +72,6 @@ class Client:
 
 async def session_of(vocabulary: Vocabulary, limits: SessionLimits | None = None) -> PostSession:
     """A session that serves this vocabulary as model m."""
-    library = VocabularyLibrary([ModelSpec("m", "anywhere")], 30, lambda spec: vocabulary)
+    library = VocabularyRegistry([ModelSpec("m", "anywhere")], 30, lambda spec: vocabulary)
     await library.load_all()
     return PostSession(library, limits or SessionLimits(), Metrics(), lambda: None)

@@ -32,10 +32,10 @@ from services.gateway.core.request import (
     PositionLogprobs,
     Role,
     Route,
-    Sampling,
-    StopRules,
+    SamplingParams,
+    StopParams,
     TextPrompt,
-    Tokenized,
+    TokenizedPrompt,
     TokenPrompt,
 )
 from services.gateway.metrics import GatewayMetrics
@@ -43,16 +43,16 @@ from services.gateway.pipeline.config import PipelineConfig
 from services.gateway.pipeline.models import Pipelines
 from services.gateway.pipeline.pipeline import Pipeline
 from services.gateway.pipeline.stages import Components
-from services.gateway.streams.manager import Switchboard
+from services.gateway.streams.manager import StreamManager
 from services.gateway.streams.migration_policy import MigrationPolicy
-from services.gateway.workers.connections import Fleet
-from services.gateway.workers.registry import Catalogue, WorkerEntry
+from services.gateway.workers.connections import ConnectionManager
+from services.gateway.workers.registry import WorkerEntry, WorkerRegistry
 from services.postprocess import service as postprocess
-from services.postprocess.detokenize.registry import VocabularyLibrary
+from services.postprocess.detokenize.registry import VocabularyRegistry
 from services.postprocess.settings import PostprocessSettings
-from services.postprocess.streams.factory import Opener
+from services.postprocess.streams.factory import StreamFactory
 from services.worker.engines.mock.vocabulary import Vocabulary, load_vocabulary
-from services.worker.serving.server import WorkerHost
+from services.worker.serving.server import WorkerServer
 from sluice.v1 import postprocess_pb2, postprocess_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tests.support.workers import hosted
 
@@ -149,7 +149,7 @@ def _first(ids: array[int], counts: Sequence[int], kept: Sequence[int]) -> array
 
 
 class _CutService(worker_pb2_grpc.WorkerServicer):
-    def __init__(self, host: WorkerHost, knife: Knife) -> None:
+    def __init__(self, host: WorkerServer, knife: Knife) -> None:
         self._host = host
         self._knife = knife
 
@@ -158,7 +158,7 @@ class _CutService(worker_pb2_grpc.WorkerServicer):
 
 
 @asynccontextmanager
-async def cuttable(host: WorkerHost, knife: Knife) -> AsyncIterator[str]:
+async def cuttable(host: WorkerServer, knife: Knife) -> AsyncIterator[str]:
     """host:port of a server in front of a worker, whose sessions the knife cuts."""
     server = GrpcServer(GrpcServiceSettings(listen="127.0.0.1:0"), worker_pb2.DESCRIPTOR)
     worker_pb2_grpc.add_WorkerServicer_to_server(cast(Any, _CutService(host, knife)), server.server)
@@ -181,10 +181,10 @@ class PostReplica:
 
     async def start(self) -> None:
         settings = PostprocessSettings(listen=f"127.0.0.1:{self.port}", models=self._models)
-        library = VocabularyLibrary(settings.served, 60)
+        library = VocabularyRegistry(settings.served, 60)
         await library.load_all()
         limits = postprocess.limits_of(settings)
-        self.service = postprocess.PostprocessService(library, limits, Opener(limits.stream))
+        self.service = postprocess.PostprocessService(library, limits, StreamFactory(limits.stream))
         self.server = GrpcServer(settings, postprocess_pb2.DESCRIPTOR)
         postprocess_pb2_grpc.add_PostprocessServicer_to_server(self.service, self.server.server)
         await self.server.start()
@@ -214,7 +214,7 @@ class Bookings:
         self.skipped = ""
         self.last: tuple[str, str] = ("", "")
 
-    async def route(self, request_id: str, model: str, prompt: Tokenized, block_size: int, **more: Any) -> Route:
+    async def route(self, request_id: str, model: str, prompt: TokenizedPrompt, block_size: int, **more: Any) -> Route:
         allowed = more["candidates"]
         serving = [name for name in self.order if self.models.get(name, model) == model]
         chosen = [name for name in serving if allowed is None or name in allowed]
@@ -247,14 +247,14 @@ class _Preprocess:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
 
-    async def tokenize(self, model: str, prompt: Any, *rest: Any) -> Tokenized:
+    async def tokenize(self, model: str, prompt: Any, *rest: Any) -> TokenizedPrompt:
         eos = pack_u32(self._vocabulary.eos_ids)
         ids = prompt.token_ids if isinstance(prompt, TokenPrompt) else pack_u32(self._vocabulary.encode(prompt.text))
-        return Tokenized(ids, b"", "", eos, eos, CONTEXT, b"")
+        return TokenizedPrompt(ids, b"", "", eos, eos, CONTEXT, b"")
 
 
 @dataclass
-class Heard:
+class ObservedStream:
     """What a client got: everything it can tell apart, but not in which pieces."""
 
     text: str = ""
@@ -268,7 +268,7 @@ class Heard:
     usage: tuple[int, int, int, int] = (0, 0, 0, 0)
 
     @property
-    def comparable(self) -> Heard:
+    def comparable(self) -> ObservedStream:
         """Without what says that something happened on the way."""
         finish = self.finish and replace(self.finish, degraded=(), migrations=0)
         return replace(self, finish=finish)
@@ -278,7 +278,7 @@ class Client:
     """A sink that waits for the end."""
 
     def __init__(self) -> None:
-        self.heard = Heard()
+        self.heard = ObservedStream()
         self.over = asyncio.Event()
         self.pieces = 0
 
@@ -319,7 +319,7 @@ class Client:
 class Stage:
     """A running pipeline."""
 
-    def __init__(self, pipeline: Pipeline, bookings: Bookings, hosts: list[WorkerHost], knives: list[Knife]) -> None:
+    def __init__(self, pipeline: Pipeline, bookings: Bookings, hosts: list[WorkerServer], knives: list[Knife]) -> None:
         self.pipeline = pipeline
         self.bookings = bookings
         self.hosts = hosts
@@ -337,7 +337,7 @@ class Stage:
         """Streams of the postprocess replica that has least of them."""
         return min(link.live for link in self.pipeline.switchboard.texts.links.values())
 
-    async def ask(self, request: GenerationRequest) -> Heard:
+    async def ask(self, request: GenerationRequest) -> ObservedStream:
         """One request to its end."""
         client = Client()
         generation = await self.pipelines.of(request.model).start(request, [cast(Any, client)])
@@ -405,9 +405,9 @@ async def staged(
             stack.push_async_callback(post.kill)
         bookings = Bookings()
         metrics = GatewayMetrics()
-        board = Switchboard(10_000, bookings.prefill_complete, bookings.free, metrics, post_wait_s)
-        fleet = Fleet([post.address for post in posts], None, 3.0, board, tasks)
-        catalogue = Catalogue(cast(Any, None), fleet.worker_up, fleet.worker_down)
+        board = StreamManager(10_000, bookings.prefill_complete, bookings.free, metrics, post_wait_s)
+        fleet = ConnectionManager([post.address for post in posts], None, 3.0, board, tasks)
+        catalogue = WorkerRegistry(cast(Any, None), fleet.worker_up, fleet.worker_down)
         router = cast(RouterClient, bookings)
         preprocess = cast(PreprocessClient, _Preprocess(load_vocabulary(folder, "hf")))
         policy = policy or MigrationPolicy()
@@ -440,5 +440,5 @@ async def staged(
 
 def asking(name: str, text: str, model: str = "tiny", **more: Any) -> GenerationRequest:
     """A request for one choice; keywords as GenerationRequest has them."""
-    fields: dict[str, Any] = {"sampling": Sampling(seed=7), "stop": StopRules(max_tokens=400), **more}
+    fields: dict[str, Any] = {"sampling": SamplingParams(seed=7), "stop": StopParams(max_tokens=400), **more}
     return GenerationRequest(name, model, TextPrompt(text), 1, **fields)

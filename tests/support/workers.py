@@ -14,20 +14,20 @@ import grpc
 from services.common.packing import pack_u32, unpack_u32
 from services.common.rpc.channels import open_channel
 from services.common.runner import Stop
-from services.worker.serving.server import WorkerHost
+from services.worker.serving.server import WorkerServer
 from services.worker.settings import WorkerSettings
 from sluice.v1 import worker_pb2, worker_pb2_grpc
 
 
 @asynccontextmanager
-async def hosted(folder: Path, **fields: Any) -> AsyncIterator[WorkerHost]:
+async def hosted(folder: Path, **fields: Any) -> AsyncIterator[WorkerServer]:
     """A worker with the tiny model, on a free port; shuts down in order at the end.
 
     It makes neither prompts nor text unless told to: most tests need none, and starts are quicker.
     """
     defaults = {"listen": "127.0.0.1:0", "model": f"tiny={folder}", "speedup": 1e6, "grace_s": 0.0, "drain_s": 5.0}
     defaults |= {"strict_streams": True, "canary_s": 0.0, "processing": "none"}
-    host = WorkerHost(WorkerSettings(**{**defaults, **fields}), Stop())
+    host = WorkerServer(WorkerSettings(**{**defaults, **fields}), Stop())
     try:
         await host.start()
         yield host
@@ -36,7 +36,7 @@ async def hosted(folder: Path, **fields: Any) -> AsyncIterator[WorkerHost]:
 
 
 @asynccontextmanager
-async def stub_of(host: WorkerHost) -> AsyncIterator[worker_pb2_grpc.WorkerAsyncStub]:
+async def stub_of(host: WorkerServer) -> AsyncIterator[worker_pb2_grpc.WorkerAsyncStub]:
     """A stub on a channel of its own."""
     channel = open_channel(f"127.0.0.1:{host.server.port}")
     try:

@@ -7,7 +7,12 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Protocol
 
 from services.common.discovery.tokenizer_check import check_tokenizer
-from services.common.discovery.tokenizer_delivery import DeliverySettings, Learned, Staying, TokenizerDelivery
+from services.common.discovery.tokenizer_delivery import (
+    DeliverySettings,
+    DiscoveredModel,
+    RetainedModel,
+    TokenizerDelivery,
+)
 from services.common.discovery.tokenizer_store import TokenizerStore
 from services.common.discovery.worker_watch import WorkerWatch
 from services.common.rpc.replicas import ReplicaSet
@@ -19,11 +24,11 @@ from services.common.tasks import TaskOwner
 from sluice.v1 import router_pb2_grpc
 
 
-class LearningSettings(DeliverySettings, RouterTokenSettings, ServiceSettings):
+class ModelDiscoverySettings(DeliverySettings, RouterTokenSettings, ServiceSettings):
     """Settings of a service that learns models."""
 
 
-class Learner(Protocol):
+class ModelObserver(Protocol):
     """Who holds models by name and can be given more."""
 
     learn: Callable[[str, float], Awaitable[bool]] | None
@@ -33,7 +38,7 @@ class Learner(Protocol):
         ...
 
 
-class Learning:
+class ModelDiscovery:
     """Follows the workers that the settings' routers know and hands on their models.
 
     Args:
@@ -48,11 +53,11 @@ class Learning:
     def __init__(
         self,
         service: str,
-        settings: LearningSettings,
+        settings: ModelDiscoverySettings,
         configured: Collection[str],
-        learner: Learner,
-        on_model: Callable[[Learned], Awaitable[None]],
-        on_gone: Callable[[Learned], Awaitable[None]],
+        learner: ModelObserver,
+        on_model: Callable[[DiscoveredModel], Awaitable[None]],
+        on_gone: Callable[[DiscoveredModel], Awaitable[None]],
         stop: Stop,
     ) -> None:
         self._learner = learner
@@ -69,7 +74,7 @@ class Learning:
             settings.tokenizer_cache_mb << 20,
             check_tokenizer,
         )
-        staying = Staying(settings.max_learned_models, settings.model_grace_s)
+        staying = RetainedModel(settings.max_learned_models, settings.model_grace_s)
         self._delivery = TokenizerDelivery(
             service, watch, store, configured, on_model, credentials, on_gone, staying, learner.by_use
         )

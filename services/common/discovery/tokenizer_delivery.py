@@ -16,8 +16,8 @@ import grpc
 from pydantic import Field
 from pydantic_settings import BaseSettings
 
-from services.common.discovery.tokenizer_store import Incoming, TokenizerStore, default_folder
-from services.common.discovery.worker_watch import Served, WorkerWatch
+from services.common.discovery.tokenizer_store import IncomingTokenizer, TokenizerStore, default_folder
+from services.common.discovery.worker_watch import ServedModel, WorkerWatch
 from services.common.errors import ErrorKind, SluiceError, invalid, unavailable
 from services.common.models import ENGINE_PROCESSORS, PROCESSORS, ModelSpec
 from services.common.observability.instruments import Counter
@@ -79,7 +79,7 @@ class DeliverySettings(BaseSettings):
 
 
 @dataclass(frozen=True)
-class Learned:
+class DiscoveredModel:
     """A model of a worker's, with its tokenizer on this machine's disk. `engine` is what the worker runs."""
 
     spec: ModelSpec
@@ -88,19 +88,19 @@ class Learned:
 
     @property
     def declared(self) -> tuple[str, str, str]:
-        """As `Served.declared`."""
+        """As `ServedModel.declared`."""
         return self.spec.chat_template, self.spec.tool_parser, self.spec.reasoning_parser
 
 
 @dataclass(frozen=True)
-class Staying:
+class RetainedModel:
     """How many learned models there may be and how long one stays without workers, see DeliverySettings."""
 
     models: int = 1024
     grace_s: float = 300.0
 
 
-async def _nothing_to_end(_: Learned) -> None:
+async def _nothing_to_end(_: DiscoveredModel) -> None:
     return
 
 
@@ -126,10 +126,10 @@ class TokenizerDelivery:
         watch: WorkerWatch,
         store: TokenizerStore,
         configured: Collection[str],
-        on_model: Callable[[Learned], Awaitable[None]],
+        on_model: Callable[[DiscoveredModel], Awaitable[None]],
         credentials: grpc.ChannelCredentials | None = None,
-        on_gone: Callable[[Learned], Awaitable[None]] = _nothing_to_end,
-        staying: Staying | None = None,
+        on_gone: Callable[[DiscoveredModel], Awaitable[None]] = _nothing_to_end,
+        staying: RetainedModel | None = None,
         by_use: Callable[[], Sequence[str]] = tuple,
     ) -> None:
         self._watch = watch
@@ -138,10 +138,10 @@ class TokenizerDelivery:
         self._on_model = on_model
         self._credentials = credentials
         self._on_gone = on_gone
-        self._staying = staying or Staying()
+        self._staying = staying or RetainedModel()
         self._by_use = by_use
-        self._learned: dict[str, Learned] = {}
-        self._failed: dict[str, Learned] = {}  # of which something may be loaded all the same
+        self._learned: dict[str, DiscoveredModel] = {}
+        self._failed: dict[str, DiscoveredModel] = {}  # of which something may be loaded all the same
         self._leaving: dict[str, asyncio.TimerHandle] = {}  # without workers, in the order in which they lost the last
         self._given_up: dict[str, str] = {}  # not learned so far, and what is wrong; empty where there are too many
         self._fetching: dict[str, asyncio.Task[None]] = {}  # learned or ended now
@@ -283,7 +283,7 @@ class TokenizerDelivery:
         if model in self._learned and not self._watch.of_model(model):
             await self._end(model, self._learned.pop(model))
 
-    async def _end(self, model: str, learned: Learned) -> None:
+    async def _end(self, model: str, learned: DiscoveredModel) -> None:
         if (timer := self._leaving.pop(model, None)) is not None:
             timer.cancel()
         await self._on_gone(learned)
@@ -296,7 +296,7 @@ class TokenizerDelivery:
         if not task.cancelled() and task.exception() is None:
             self._look()  # what changed meanwhile was passed over
 
-    def _is_current(self, model: str, workers: Sequence[Served]) -> bool:
+    def _is_current(self, model: str, workers: Sequence[ServedModel]) -> bool:
         known = self._learned.get(model)
         return known is not None and any(
             (served.fingerprint, served.declared) == (known.fingerprint, known.declared) for served in workers
@@ -339,11 +339,11 @@ class TokenizerDelivery:
         if failed is not None and model not in self._learned:
             await self._on_gone(failed)
 
-    async def _learn_from(self, served: Served) -> None:
+    async def _learn_from(self, served: ServedModel) -> None:
         path = await self._held_files(served)
         known = served.processor in (*PROCESSORS, *ENGINE_PROCESSORS)  # a class of its own would be code from outside
         spec = ModelSpec(served.model, str(path), served.processor if known else "", *served.declared, learned=True)
-        learned = Learned(spec, served.engine, served.fingerprint)
+        learned = DiscoveredModel(spec, served.engine, served.fingerprint)
         try:
             await self._on_model(learned)
         except BaseException:
@@ -357,7 +357,7 @@ class TokenizerDelivery:
         self._news.set()
         log.info("model is learned from its worker", extra={"model": served.model, "worker": served.address})
 
-    async def _held_files(self, served: Served) -> Path:
+    async def _held_files(self, served: ServedModel) -> Path:
         """The files of a worker's tokenizer, fetched if need be. They stay until the store releases them."""
         for _ in range(HOLD_ATTEMPTS):
             if self._store.hold(served.fingerprint):
@@ -387,7 +387,7 @@ async def fetch_tokenizer(
             FAILED_PRECONDITION when the disk does not take it.
     """
     channel = open_channel(address, credentials, callee=callee)
-    incoming: Incoming | None = None
+    incoming: IncomingTokenizer | None = None
     try:
         stub: worker_pb2_grpc.WorkerAsyncStub = worker_pb2_grpc.WorkerStub(channel)
         incoming = await asyncio.to_thread(store.receive, fingerprint)

@@ -133,7 +133,7 @@ class TokenizerStore:
                 f"Tokenizers in use fill {self._folder}; raise --tokenizer-cache-mb.",
             )
 
-    def receive(self, wanted: str) -> Incoming:
+    def receive(self, wanted: str) -> IncomingTokenizer:
         """Begins to store a tokenizer; SluiceError(INVALID_ARGUMENT) when `wanted` is no fingerprint."""
         if not _FINGERPRINT.fullmatch(wanted):
             raise _bad("it has no fingerprint to check it by")
@@ -142,7 +142,7 @@ class TokenizerStore:
             self._sweep()
             self._make_room()
             incoming = Path(tempfile.mkdtemp(prefix=_INCOMING, dir=self._folder))
-            return Incoming(self._folder / wanted, incoming, wanted, self._max_bytes, self._check)
+            return IncomingTokenizer(self._folder / wanted, incoming, wanted, self._max_bytes, self._check)
         except OSError as error:
             raise SluiceError(
                 ErrorKind.FAILED_PRECONDITION, f"Tokenizers cannot be kept in {self._folder}: {error.strerror}."
@@ -169,7 +169,7 @@ def _shared(descriptor: int) -> bool:
     return True
 
 
-class Incoming:
+class IncomingTokenizer:
     """A tokenizer on its way: `add` its pieces in order, then `keep` it or `drop` it."""
 
     def __init__(self, place: Path, folder: Path, wanted: str, max_bytes: int, check: Callable[[Path], None]) -> None:

@@ -25,7 +25,7 @@ ASK_S = 5.0
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedModel:
     """What a worker serves: where it is, and what the other services need of its model.
 
     `callee` selects the token that is shown to it: ``worker/ID``, or ``worker`` where only its address is known.
@@ -69,7 +69,7 @@ class WorkerWatch:
         self._routers = routers
         self._addresses = addresses
         self._credentials = credentials
-        self._served: dict[str, Served] = {}
+        self._served: dict[str, ServedModel] = {}
         self._asked: set[str] = set()
         self._synced_router = routers is None
         self.on_change: Callable[[], None] = lambda: None
@@ -82,13 +82,13 @@ class WorkerWatch:
         """Names of the models that are served."""
         return {served.model for served in self._served.values()}
 
-    def of_model(self, model: str) -> list[Served]:
+    def of_model(self, model: str) -> list[ServedModel]:
         """The workers that serve a model."""
         return [served for served in self._served.values() if served.model == model]
 
-    def by_model(self) -> dict[str, list[Served]]:
+    def by_model(self) -> dict[str, list[ServedModel]]:
         """The workers of every model that is served."""
-        found: dict[str, list[Served]] = {}
+        found: dict[str, list[ServedModel]] = {}
         for served in self._served.values():
             found.setdefault(served.model, []).append(served)
         return found
@@ -169,7 +169,7 @@ class WorkerWatch:
             await channel.close()
 
 
-def _served(address: str, card: common_pb2.ModelCard, engine: str, callee: str = WORKER) -> Served:
+def _served(address: str, card: common_pb2.ModelCard, engine: str, callee: str = WORKER) -> ServedModel:
     tokenizer = card.tokenizer
     declared = (card.chat_template, card.tool_parser, card.reasoning_parser)
-    return Served(address, card.model, tokenizer.processor, tokenizer.fingerprint, engine, *declared, callee)
+    return ServedModel(address, card.model, tokenizer.processor, tokenizer.fingerprint, engine, *declared, callee)

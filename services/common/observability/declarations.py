@@ -1,6 +1,6 @@
 """Every instrument is declared once, with its meaning and its labels; `instruments` makes it from that.
 
-A service's `metrics.py` holds a `Catalogue` and one declaration for each instrument; docs/metrics.md, the alert rules
+A service's `metrics.py` holds a `MetricDeclarations` and one declaration for each instrument; docs/metrics.md, the alert rules
 and the dashboards are checked against them.
 """
 
@@ -58,7 +58,7 @@ class Declared:
         return f"{bare}_total" if self.kind == "counter" else bare
 
 
-class Catalogue:
+class MetricDeclarations:
     """The instruments of one service; names start with ``sluice_<service>_``."""
 
     def __init__(self, service: str) -> None:
@@ -78,7 +78,7 @@ class Catalogue:
         when: str = "",
         together: Literal["sum", "max"] = "sum",
     ) -> Declared:
-        """Declares what goes up and down; `Level` makes it, or `watch` when it is read on scrape."""
+        """Declares what goes up and down; `Gauge` makes it, or `watch` when it is read on scrape."""
         return self._declare(name, "gauge", meaning, labels, unit, (), when, together)
 
     def histogram(

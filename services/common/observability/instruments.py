@@ -118,7 +118,7 @@ class Counter(Instrument):
             return dict(self._counts)
 
 
-class Level(Counter):
+class Gauge(Counter):
     """Goes up and down with what comes (+) and goes (-)."""
 
 

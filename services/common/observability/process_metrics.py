@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from services.common import budgets
 from services.common.errors import SluiceError
 from services.common.observability import telemetry
-from services.common.observability.declarations import ERROR_KINDS, SECONDS, Catalogue
+from services.common.observability.declarations import ERROR_KINDS, SECONDS, MetricDeclarations
 from services.common.observability.instruments import Counter, Histogram, watch
 from services.common.observability.label_bounds import Label
 from services.common.rpc.session import sessions
@@ -19,7 +19,7 @@ from sluice import __version__
 LAG_EVERY_S = 0.5
 SERVICES = ("gateway", "preprocess", "router", "worker", "postprocess")
 
-METRICS = Catalogue("process")
+METRICS = MetricDeclarations("process")
 SERVICE = Label("service", "which service the process is", SERVICES)
 STAGE = Label("stage", "part of a request's way", most=60)
 OUTCOME = Label("outcome", "how it ended", ("ok", "error", "cancelled"))

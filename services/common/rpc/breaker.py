@@ -77,7 +77,7 @@ class Breaker:
         return self._failures == FAILURES_TO_OPEN
 
 
-class Budget:
+class RetryBudget:
     """How many calls may be made a second time: a share of all calls, and a few to begin with."""
 
     def __init__(self, per_call: float, burst: float) -> None:
@@ -97,7 +97,7 @@ class Budget:
         return True
 
 
-class UsualTime:
+class LatencyQuantile:
     """How long an answer takes at most in 95 of 100 calls, followed without keeping samples.
 
     Args:

@@ -24,7 +24,7 @@ A = TypeVar("A")
 Metadata = Iterable[tuple[str, str | bytes]]
 
 
-class CallSession(Generic[A]):
+class MultiplexedCallServer(Generic[A]):
     """One stream from one caller: each call is a task, answers that are ready together travel together.
 
     Args:

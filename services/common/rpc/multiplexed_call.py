@@ -1,7 +1,7 @@
 """Calls of a unary RPC that share one stream: the caller's side. `call_session` is the server's.
 
 A unary call costs gRPC some 250 µs of both processes' CPU whatever it carries, one on a session a tenth of that, and
-what is ready together travels together. Whoever calls sees no difference: a `CallStream` is called like the unary
+what is ready together travels together. Whoever calls sees no difference: a `MultiplexedCall` is called like the unary
 method, and fails like it.
 """
 
@@ -28,7 +28,7 @@ Q = TypeVar("Q", bound=Message)
 A = TypeVar("A")
 
 
-class CallStream(Generic[Q, A]):
+class MultiplexedCall(Generic[Q, A]):
     """One unary RPC of one peer.
 
     `run` keeps a session open while the peer is `welcome`; before, between and without sessions, as with a peer that

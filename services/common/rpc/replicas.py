@@ -24,11 +24,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from services.common.errors import ErrorKind, SluiceError, unavailable
 from services.common.net.addresses import host_port, join
 from services.common.observability import telemetry
-from services.common.rpc.breaker import Breaker, Budget, UsualTime
+from services.common.rpc.breaker import Breaker, LatencyQuantile, RetryBudget
 from services.common.rpc.channels import open_channel
 from services.common.rpc.errors import DETAIL_KEY, from_rpc_error, late_answer, passed_on
 from services.common.rpc.least_loaded import idlest
-from services.common.rpc.multiplexed_call import CallStream
+from services.common.rpc.multiplexed_call import MultiplexedCall
 from services.common.tasks import TaskOwner, asked_to_end, end_all
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class Replica(Generic[S]):
     """
 
     def __init__(
-        self, address: str, channel: grpc.aio.Channel, stub: S, shared: CallStream[Any, Any] | None = None
+        self, address: str, channel: grpc.aio.Channel, stub: S, shared: MultiplexedCall[Any, Any] | None = None
     ) -> None:
         self.address = address
         self.channel = channel
@@ -88,7 +88,7 @@ class ReplicaSet(Generic[S]):
         make_stub: Callable[[grpc.aio.Channel], S],
         credentials: grpc.ChannelCredentials | None = None,
         on_change: Callable[[], None] | None = None,
-        shared: Callable[[S], CallStream[Any, Any]] | None = None,
+        shared: Callable[[S], MultiplexedCall[Any, Any]] | None = None,
     ) -> None:
         self.on_event: Callable[[str], None] = lambda event: None
         self.peer = peer
@@ -101,9 +101,9 @@ class ReplicaSet(Generic[S]):
         self._unknown: list[str] = []
         self._watches: dict[str, list[asyncio.Task[None]]] = {}
         self._tasks = TaskOwner()
-        self._retries = Budget(RETRIES_PER_CALL, RETRY_BURST)
-        self._hedges = Budget(HEDGES_PER_CALL, HEDGE_BURST)
-        self._usual: dict[str, UsualTime] = {}
+        self._retries = RetryBudget(RETRIES_PER_CALL, RETRY_BURST)
+        self._hedges = RetryBudget(HEDGES_PER_CALL, HEDGE_BURST)
+        self._usual: dict[str, LatencyQuantile] = {}
 
     @property
     def serving(self) -> list[Replica[S]]:
@@ -249,7 +249,7 @@ class ReplicaSet(Generic[S]):
         name: str,
     ) -> A:
         """The call on one replica and, when that takes unusually long, on a second one; the first answer counts."""
-        usual = self._usual.setdefault(name, UsualTime(HEDGE_FLOOR_S, HEDGE_GUESS_S))
+        usual = self._usual.setdefault(name, LatencyQuantile(HEDGE_FLOOR_S, HEDGE_GUESS_S))
         self._hedges.earn()
         started = perf_counter()
         calls: list[asyncio.Future[A]] = [asyncio.ensure_future(self._once(method, request, deadline, tried))]

@@ -41,7 +41,7 @@ class PeerCredentials(grpc.ChannelCredentials):
         self.ip_name = ip_name
 
 
-class _Line:
+class _RotatingChannel:
     """One connection, and how many calls are on it."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
@@ -70,12 +70,12 @@ class RenewingChannel(grpc.aio.Channel):
         self._tls = tls
         self._connect = connect
         self._generation = tls.generation
-        self._line = _Line(connect(tls.value))
-        self._retired: set[_Line] = set()
+        self._line = _RotatingChannel(connect(tls.value))
+        self._retired: set[_RotatingChannel] = set()
         self._tasks = TaskOwner()
         self._renewing: asyncio.Task[None] | None = None
 
-    def _current(self) -> _Line:
+    def _current(self) -> _RotatingChannel:
         credentials = self._tls.value
         generation = self._tls.generation
         if generation == self._generation or self._renewing is not None:
@@ -83,7 +83,7 @@ class RenewingChannel(grpc.aio.Channel):
         if self._line.channel.get_state() is grpc.ChannelConnectivity.READY:
             self._renewing = self._tasks.spawn(self._renew(credentials, generation), f"renew-{self._address}")
         else:
-            self._switch(_Line(self._connect(credentials)), generation)
+            self._switch(_RotatingChannel(self._connect(credentials)), generation)
         return self._line
 
     async def _renew(self, credentials: grpc.ChannelCredentials, generation: int) -> None:
@@ -99,25 +99,25 @@ class RenewingChannel(grpc.aio.Channel):
             await fresh.close()
             await asyncio.sleep(TRY_AGAIN_S)
         else:
-            self._switch(_Line(fresh), generation)
+            self._switch(_RotatingChannel(fresh), generation)
         finally:
             self._renewing = None
 
-    def _switch(self, line: _Line, generation: int) -> None:
+    def _switch(self, line: _RotatingChannel, generation: int) -> None:
         old, self._line, self._generation = self._line, line, generation
         self._retired.add(old)
         self._close_if_done(old)
 
-    def _close_if_done(self, line: _Line) -> None:
+    def _close_if_done(self, line: _RotatingChannel) -> None:
         if line in self._retired and not line.calls:
             self._retired.discard(line)
             self._tasks.spawn(line.channel.close(), f"close-{self._address}")
 
     def _calling(self, make: Callable[[grpc.aio.Channel], Any]) -> Any:
-        line: _Line | None = None
+        line: _RotatingChannel | None = None
         method: Any = None
 
-        def ended(line: _Line) -> None:
+        def ended(line: _RotatingChannel) -> None:
             line.calls -= 1
             self._close_if_done(line)
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 from services.common.net.addresses import host_port, is_loopback
 from services.common.tasks import TaskOwner
 from services.gateway.admission import scopes
-from services.gateway.admission.fair_queue import Line
+from services.gateway.admission.fair_queue import FairQueue
 from services.gateway.admission.gate import Gate
 from services.gateway.admission.keys import ANONYMOUS, ApiKey, KeyFile
 from services.gateway.admission.limits import Limiter
-from services.gateway.admission.local_limiter import MemoryLimiter
+from services.gateway.admission.local_limiter import LocalLimiter
 from services.gateway.admission.settings import AdmissionSettings
 
 log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ def build_gate(settings: AdmissionSettings, listen: str, tasks: TaskOwner) -> Ga
             "every client that reaches this address may use the models: set --api-keys-file",
             extra={"address": listen, "scopes": ",".join(scopes.ordered(anonymous.scopes))},
         )
-    line = Line(settings.max_requests, settings.max_waiting, settings.line_timeout_s)
+    line = FairQueue(settings.max_requests, settings.max_waiting, settings.line_timeout_s)
     return Gate(keys, _limiter(settings, tasks), line, tasks, anonymous, settings.tenant_salt)
 
 
@@ -47,10 +47,10 @@ def _host(listen: str) -> str:
 def _limiter(settings: AdmissionSettings, tasks: TaskOwner) -> Limiter:
     url = settings.limits_redis_url.get_secret_value()
     if not url:
-        return MemoryLimiter()
-    from services.gateway.admission.fallback_limiter import SteadyLimiter
-    from services.gateway.admission.redis_limiter import SharedLimiter  # gateways that count alone need no Redis client
+        return LocalLimiter()
+    from services.gateway.admission.fallback_limiter import FallbackLimiter
+    from services.gateway.admission.redis_limiter import RedisLimiter  # gateways that count alone need no Redis client
 
-    limiter = SteadyLimiter(SharedLimiter(url, credentials=settings.redis_credentials))
+    limiter = FallbackLimiter(RedisLimiter(url, credentials=settings.redis_credentials))
     tasks.spawn(limiter.run(), "limits")
     return limiter

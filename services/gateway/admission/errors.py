@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from services.common.errors import ErrorKind, SluiceError, quoted, shortened
 from services.gateway.admission.keys import ANONYMOUS, ApiKey
-from services.gateway.admission.limits import Decision, Limit
+from services.gateway.admission.limits import Limit, LimitDecision
 from services.gateway.admission.scopes import Scope
 
 LONGEST_RETRY_S = 3600.0
@@ -23,7 +23,7 @@ class Refused(SluiceError):
 class OverLimit(Refused):
     """A limit of a key refuses; `decision` is what the limiter said."""
 
-    def __init__(self, reason: str, decision: Decision, message: str, code: str, wait_s: float) -> None:
+    def __init__(self, reason: str, decision: LimitDecision, message: str, code: str, wait_s: float) -> None:
         super().__init__(reason, ErrorKind.OVERLOADED, message, code, wait_s)
         self.decision = decision
 
@@ -62,7 +62,7 @@ def no_room(reason: str, why: str, wait_s: float) -> Refused:
     )
 
 
-def over(key: ApiKey, decision: Decision) -> Refused:
+def over(key: ApiKey, decision: LimitDecision) -> Refused:
     """A limit of the key does not allow it now."""
     limits = {
         Limit.REQUESTS: f"{key.requests_per_minute} requests a minute",
@@ -75,7 +75,7 @@ def over(key: ApiKey, decision: Decision) -> Refused:
     return OverLimit(decision.refused_by or "tokens", decision, said, "rate_limit_exceeded", wait_s)
 
 
-def never(key: ApiKey, tokens: int, decision: Decision) -> Refused:
+def never(key: ApiKey, tokens: int, decision: LimitDecision) -> Refused:
     """More tokens than the key ever has at once."""
     said = (
         f"This request may take {tokens} tokens, prompt and answer together, but this API key has "

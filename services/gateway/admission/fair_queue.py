@@ -32,7 +32,7 @@ class _Waiter:
         self.turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
 
-class _Rank:
+class _PriorityClass:
     """The waiting requests of one priority."""
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class _Rank:
             self._round.remove(key_id)
 
 
-class Line:
+class FairQueue:
     """Lets `most_running` requests in at once; others wait, `most_waiting` of them at most.
 
     Args:
@@ -98,7 +98,7 @@ class Line:
         self._most_waiting = most_waiting
         self._patience_s = patience_s
         self._clock = clock
-        self._ranks: dict[int, _Rank] = {}
+        self._ranks: dict[int, _PriorityClass] = {}
         self._between_s = 0.0  # two requests that leave; followed
         self._left_at = 0.0
         self.running = 0
@@ -126,7 +126,7 @@ class Line:
             return
         if self.waiting >= self._most_waiting and not self._make_room(key):
             raise self._full()
-        rank = self._ranks.setdefault(key.priority, _Rank())
+        rank = self._ranks.setdefault(key.priority, _PriorityClass())
         waiter = _Waiter(key.id, min(cost, MOST_COST))
         rank.add(waiter, key.weight)
         self.waiting += 1
@@ -138,7 +138,7 @@ class Line:
         finally:
             del waiter  # what is raised holds this call, which must not hold it as well
 
-    async def _turn_came(self, waiter: _Waiter, rank: _Rank, longest_s: float) -> bool:
+    async def _turn_came(self, waiter: _Waiter, rank: _PriorityClass, longest_s: float) -> bool:
         """False when it took too long."""
         try:
             async with asyncio.timeout(longest_s):

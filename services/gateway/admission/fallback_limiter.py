@@ -8,9 +8,9 @@ from time import monotonic
 
 from services.common.rpc.breaker import Breaker
 from services.gateway.admission.keys import ApiKey
-from services.gateway.admission.limits import Decision, Limiter, LimitsUnavailable
-from services.gateway.admission.local_limiter import MemoryLimiter
-from services.gateway.admission.redis_limiter import LEASE_S, SharedLimiter
+from services.gateway.admission.limits import LimitDecision, Limiter, LimitsUnavailable
+from services.gateway.admission.local_limiter import LocalLimiter
+from services.gateway.admission.redis_limiter import LEASE_S, RedisLimiter
 
 log = logging.getLogger(__name__)
 
@@ -19,16 +19,16 @@ LOCAL = "limits_local"
 MOST_OWED = 1000
 
 
-class SteadyLimiter(Limiter):
+class FallbackLimiter(Limiter):
     """Asks the shared limits, and counts alone while they do not answer: then every gateway allows what the key has.
 
     A request is charged and settled where it entered. A place that Redis may hold for one that is counted elsewhere, or
     whose end it did not hear, is given up with the key's next request that it does hear of, or by time.
     """
 
-    def __init__(self, shared: SharedLimiter) -> None:
+    def __init__(self, shared: RedisLimiter) -> None:
         self._shared = shared
-        self._local = MemoryLimiter()
+        self._local = LocalLimiter()
         self._breaker = Breaker()
         self._live: dict[str, ApiKey] = {}  # entered at the shared limits, by request id
         # Places to give up there, and until when: by key id, then by request id.
@@ -39,7 +39,7 @@ class SteadyLimiter(Limiter):
     def degraded(self) -> str:
         return LOCAL if self._away else ""
 
-    async def enter(self, key: ApiKey, request_id: str) -> Decision:
+    async def enter(self, key: ApiKey, request_id: str) -> LimitDecision:
         if self._breaker.passable:
             self._breaker.try_pass()
             try:
@@ -55,7 +55,7 @@ class SteadyLimiter(Limiter):
                 return decision
         return await self._local.enter(key, request_id)
 
-    async def charge(self, key: ApiKey, request_id: str, tokens: int) -> Decision:
+    async def charge(self, key: ApiKey, request_id: str, tokens: int) -> LimitDecision:
         if request_id in self._live:
             try:
                 return await self._shared.charge(key, request_id, tokens)

@@ -12,7 +12,7 @@ from services.common.errors import ErrorKind, SluiceError
 from services.common.tasks import TaskOwner
 from services.gateway.admission import errors as refusals
 from services.gateway.admission.errors import Refused
-from services.gateway.admission.fair_queue import Line
+from services.gateway.admission.fair_queue import FairQueue
 from services.gateway.admission.keys import ANONYMOUS, STRANGER, ApiKey, KeyFile
 from services.gateway.admission.limits import Limiter
 from services.gateway.admission.metrics import AdmissionMetrics
@@ -36,7 +36,7 @@ class Gate:
         self,
         keys: KeyFile | None,
         limiter: Limiter,
-        line: Line,
+        line: FairQueue,
         tasks: TaskOwner,
         anonymous: ApiKey = ANONYMOUS,
         tenant_salt: TenantSalt = "auto",

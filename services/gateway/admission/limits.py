@@ -20,7 +20,7 @@ class Limit(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
+class LimitState:
     """How far a limit per minute is used up.
 
     Attributes:
@@ -35,7 +35,7 @@ class Level:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class LimitDecision:
     """What a limiter says.
 
     Attributes:
@@ -43,8 +43,8 @@ class Decision:
         retry_after_s: when it may be allowed; 0 when it is.
     """
 
-    requests: Level = Level()
-    tokens: Level = Level()
+    requests: LimitState = LimitState()
+    tokens: LimitState = LimitState()
     refused_by: Limit | None = None
     retry_after_s: float = 0.0
 
@@ -62,7 +62,7 @@ class Limiter(ABC):
     """
 
     @abstractmethod
-    async def enter(self, key: ApiKey, request_id: str) -> Decision:
+    async def enter(self, key: ApiKey, request_id: str) -> LimitDecision:
         """Counts a request that begins; it holds its place until `settle`. Refused ones are not counted.
 
         Raises:
@@ -70,7 +70,7 @@ class Limiter(ABC):
         """
 
     @abstractmethod
-    async def charge(self, key: ApiKey, request_id: str, tokens: int) -> Decision:
+    async def charge(self, key: ApiKey, request_id: str, tokens: int) -> LimitDecision:
         """Takes tokens; refused when fewer are left; LimitsUnavailable as `enter`."""
 
     @abstractmethod

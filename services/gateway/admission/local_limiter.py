@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from services.gateway.admission.keys import ApiKey
-from services.gateway.admission.limits import WINDOW_S, Decision, Level, Limit, Limiter
+from services.gateway.admission.limits import WINDOW_S, Limit, LimitDecision, Limiter, LimitState
 
 
 class Bucket:
@@ -35,9 +35,9 @@ class Bucket:
         return max((wanted - self.left) * WINDOW_S / self.limit, 0.0)
 
     @property
-    def level(self) -> Level:
+    def level(self) -> LimitState:
         """For headers."""
-        return Level(self.limit, max(math.floor(self.left), 0), self.wait_s(self.limit))
+        return LimitState(self.limit, max(math.floor(self.left), 0), self.wait_s(self.limit))
 
 
 class _Account:
@@ -47,7 +47,7 @@ class _Account:
         self.live: set[str] = set()
 
 
-class MemoryLimiter(Limiter):
+class LocalLimiter(Limiter):
     """See Limiter. Holds an account for every key that was used, so at most as many as the file has.
 
     Args:
@@ -58,7 +58,7 @@ class MemoryLimiter(Limiter):
         self._clock = clock
         self._accounts: dict[str, _Account] = {}
 
-    async def enter(self, key: ApiKey, request_id: str) -> Decision:
+    async def enter(self, key: ApiKey, request_id: str) -> LimitDecision:
         account = self._account(key)
         requests, tokens = account.requests, account.tokens
         if key.concurrency and len(account.live) >= key.concurrency:
@@ -72,7 +72,7 @@ class MemoryLimiter(Limiter):
         account.live.add(request_id)
         return self._said(key, account)
 
-    async def charge(self, key: ApiKey, request_id: str, tokens: int) -> Decision:
+    async def charge(self, key: ApiKey, request_id: str, tokens: int) -> LimitDecision:
         account = self._account(key)
         if key.tokens_per_minute:
             if account.tokens.left < tokens:
@@ -102,7 +102,7 @@ class MemoryLimiter(Limiter):
             bucket.fill(limit, now)
         return account
 
-    def _said(self, key: ApiKey, account: _Account, by: Limit | None = None, retry_s: float = 0.0) -> Decision:
-        requests = account.requests.level if key.requests_per_minute else Level()
-        tokens = account.tokens.level if key.tokens_per_minute else Level()
-        return Decision(requests, tokens, by, retry_s)
+    def _said(self, key: ApiKey, account: _Account, by: Limit | None = None, retry_s: float = 0.0) -> LimitDecision:
+        requests = account.requests.level if key.requests_per_minute else LimitState()
+        tokens = account.tokens.level if key.tokens_per_minute else LimitState()
+        return LimitDecision(requests, tokens, by, retry_s)

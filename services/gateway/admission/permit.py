@@ -9,7 +9,7 @@ from typing import Protocol
 from services.gateway.admission import errors as refusals
 from services.gateway.admission import tenants
 from services.gateway.admission.keys import ANONYMOUS, STRANGER, ApiKey
-from services.gateway.admission.limits import Decision, Limiter
+from services.gateway.admission.limits import LimitDecision, Limiter
 from services.gateway.admission.scopes import Scope
 from services.gateway.admission.tenants import TenantSalt
 
@@ -40,7 +40,7 @@ class Permit:
         key: ApiKey,
         request_id: str,
         limiter: Limiter | None,
-        decision: Decision | None,
+        decision: LimitDecision | None,
         on_refused: Callable[[str], None] = lambda reason: None,
         salts: TenantSalt = "off",
     ) -> None:
@@ -108,7 +108,7 @@ class Permit:
         if self._limiter is None or not self.key.tokens_per_minute:
             return
         if tokens > self.key.tokens_per_minute:
-            raise self._told(refusals.never(self.key, tokens, self.decision or Decision()))
+            raise self._told(refusals.never(self.key, tokens, self.decision or LimitDecision()))
         decision = self.decision = await self._limiter.charge(self.key, self.request_id, tokens)
         if decision.refused_by is not None:
             raise self._told(refusals.over(self.key, decision))

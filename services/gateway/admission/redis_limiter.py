@@ -9,13 +9,13 @@ from typing import Any
 from services.common.redis.scripts import FAILURES, Script, ScriptRunner
 from services.common.redis.target import Credentials, parse
 from services.gateway.admission.keys import ApiKey
-from services.gateway.admission.limits import Decision, Level, Limit, Limiter, LimitsUnavailable
+from services.gateway.admission.limits import Limit, LimitDecision, Limiter, LimitState, LimitsUnavailable
 
 LEASE_S = 60.0
 HELD_AT_ONCE = 1000
 
 
-class SharedLimiter(Limiter):
+class RedisLimiter(Limiter):
     """See Limiter. One script a decision; a gateway that dies loses its places after `LEASE_S`.
 
     Args:
@@ -36,10 +36,10 @@ class SharedLimiter(Limiter):
         self._limits = _script("limits")
         self._hold = _script("hold")
 
-    async def enter(self, key: ApiKey, request_id: str) -> Decision:
+    async def enter(self, key: ApiKey, request_id: str) -> LimitDecision:
         return await self._decide("enter", key, request_id, 0)
 
-    async def charge(self, key: ApiKey, request_id: str, tokens: int) -> Decision:
+    async def charge(self, key: ApiKey, request_id: str, tokens: int) -> LimitDecision:
         return await self._decide("charge", key, request_id, tokens)
 
     async def settle(self, key: ApiKey, request_id: str, give_back: int) -> None:
@@ -59,14 +59,14 @@ class SharedLimiter(Limiter):
     def _name(self, key_id: str, what: str) -> str:
         return f"{self._prefix}:limits:{{{key_id}}}:{what}"
 
-    async def _decide(self, what: str, key: ApiKey, request_id: str, tokens: int) -> Decision:
+    async def _decide(self, what: str, key: ApiKey, request_id: str, tokens: int) -> LimitDecision:
         limits = (key.requests_per_minute, key.tokens_per_minute, key.concurrency)
         names = [self._name(key.id, "left"), self._name(key.id, "live")]
         answer = await self._run(self._limits, names, [what, *limits, request_id, tokens, int(LEASE_S * 1000)])
         refused, wait_ms, requests_left, requests_reset_ms, tokens_left, tokens_reset_ms = answer
-        return Decision(
-            Level(limits[0], requests_left, requests_reset_ms / 1000),
-            Level(limits[1], tokens_left, tokens_reset_ms / 1000),
+        return LimitDecision(
+            LimitState(limits[0], requests_left, requests_reset_ms / 1000),
+            LimitState(limits[1], tokens_left, tokens_reset_ms / 1000),
             Limit(refused.decode()) if refused else None,
             wait_ms / 1000,
         )

@@ -17,8 +17,8 @@ from services.gateway.clients.worker_link import WorkerLink
 from services.gateway.core import deadlines
 from services.gateway.http.middleware import audit as auditing
 from services.gateway.pipeline.capabilities import able, holding
-from services.gateway.workers.connections import Fleet
-from services.gateway.workers.registry import Catalogue
+from services.gateway.workers.connections import ConnectionManager
+from services.gateway.workers.registry import WorkerRegistry
 from sluice.v1 import worker_pb2
 
 INPUTS_PER_CALL = 256
@@ -66,7 +66,7 @@ class EmbedClient:
         timeout_s: longest wait for all of a request's vectors; a request may have less time than that.
     """
 
-    def __init__(self, catalogue: Catalogue, fleet: Fleet, timeout_s: float) -> None:
+    def __init__(self, catalogue: WorkerRegistry, fleet: ConnectionManager, timeout_s: float) -> None:
         self._catalogue = catalogue
         self._fleet = fleet
         self._timeout_s = timeout_s

@@ -18,7 +18,7 @@ from services.common.rpc.errors import passed_on
 from services.common.rpc.session import ClientSession
 
 if TYPE_CHECKING:
-    from services.gateway.streams.stream import LiveStream
+    from services.gateway.streams.stream import GenerationStream
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class Link(ABC, Generic[Out, In]):
         on_lost: Callable[[SluiceError], None],
     ) -> None:
         self.peer = peer
-        self.streams: dict[int, LiveStream] = {}
+        self.streams: dict[int, GenerationStream] = {}
         self.retired = False
         self.sessions = 0
         self.breaker = Breaker()
@@ -71,11 +71,11 @@ class Link(ABC, Generic[Out, In]):
         """Streams this link carries now."""
         return len(self.streams)
 
-    def adopt(self, stream: LiveStream) -> None:
+    def adopt(self, stream: GenerationStream) -> None:
         """From now on the peer may send something for this stream."""
         self.streams[stream.slot] = stream
 
-    def release(self, stream: LiveStream) -> None:
+    def release(self, stream: GenerationStream) -> None:
         """What the peer still sends for this stream is dropped; one that is not carried here is ignored."""
         self.streams.pop(stream.slot, None)
 

@@ -15,11 +15,11 @@ from services.common.packing import pack_u32, unpack_u32
 from services.common.rpc.errors import from_detail, passed_on
 from services.common.rpc.replicas import Replica
 from services.gateway.clients.link import Link
-from services.gateway.core.request import Finish, FinishReason, GenerationRequest, Tokenized
+from services.gateway.core.request import Finish, FinishReason, GenerationRequest, TokenizedPrompt
 from sluice.v1 import common_pb2, postprocess_pb2, postprocess_pb2_grpc
 
 if TYPE_CHECKING:
-    from services.gateway.streams.stream import LiveStream
+    from services.gateway.streams.stream import GenerationStream
 
 MAX_WAITING_BYTES = 16 << 20
 TOKEN_BYTES_PER_MESSAGE = 2 << 20
@@ -48,28 +48,28 @@ class Sent:
 class TextEvents(Protocol):
     """What postprocess tells the switchboard."""
 
-    def on_token_texts(self, stream: LiveStream, pieces: list[bytes], offsets: Sequence[int]) -> None:
+    def on_token_texts(self, stream: GenerationStream, pieces: list[bytes], offsets: Sequence[int]) -> None:
         """The bytes of a stream's next tokens, and the code points of text before them."""
 
-    def on_text(self, stream: LiveStream, piece: str) -> None:
+    def on_text(self, stream: GenerationStream, piece: str) -> None:
         """The next text of a stream."""
 
-    def on_reasoning(self, stream: LiveStream, piece: str) -> None:
+    def on_reasoning(self, stream: GenerationStream, piece: str) -> None:
         """The next reasoning of a stream."""
 
-    def on_tool_call(self, stream: LiveStream, call: int, call_id: str, name: str, arguments: str) -> None:
+    def on_tool_call(self, stream: GenerationStream, call: int, call_id: str, name: str, arguments: str) -> None:
         """The next piece of a tool call of a stream."""
 
-    def on_degraded(self, stream: LiveStream, reason: str) -> None:
+    def on_degraded(self, stream: GenerationStream, reason: str) -> None:
         """A stream goes on with a fallback."""
 
-    def on_finished(self, stream: LiveStream, finish: Finish) -> None:
+    def on_finished(self, stream: GenerationStream, finish: Finish) -> None:
         """A stream is over."""
 
-    def on_text_failed(self, stream: LiveStream, error: SluiceError) -> None:
+    def on_text_failed(self, stream: GenerationStream, error: SluiceError) -> None:
         """A stream could not be turned into text."""
 
-    def on_broken(self, stream: LiveStream, error: Exception) -> None:
+    def on_broken(self, stream: GenerationStream, error: Exception) -> None:
         """Handling what a peer sent for a stream raised; the other streams of the message go on."""
 
     def on_post_connected(self, link: PostLink) -> None:
@@ -113,7 +113,7 @@ class PostLink(Link[postprocess_pb2.PostSessionRequest, postprocess_pb2.TextBatc
         slot: int,
         request_id: str,
         request: GenerationRequest,
-        prompt: Tokenized,
+        prompt: TokenizedPrompt,
         trace: common_pb2.TraceContext | None,
         max_tokens: int,
         tokens: array[int] | None = None,
@@ -251,7 +251,7 @@ class PostLink(Link[postprocess_pb2.PostSessionRequest, postprocess_pb2.TextBatc
     def _each(
         self,
         event: postprocess_pb2.StreamEvent,
-        tell: Callable[[TextEvents, LiveStream, postprocess_pb2.StreamEvent], None],
+        tell: Callable[[TextEvents, GenerationStream, postprocess_pb2.StreamEvent], None],
     ) -> None:
         """Passes one event on; what it raises ends its stream only."""
         stream = self.streams.get(event.slot)
@@ -273,7 +273,7 @@ class PostLink(Link[postprocess_pb2.PostSessionRequest, postprocess_pb2.TextBatc
         self._closes.clear()
 
 
-def stream_options(request: GenerationRequest, prompt: Tokenized) -> postprocess_pb2.StreamOptions:
+def stream_options(request: GenerationRequest, prompt: TokenizedPrompt) -> postprocess_pb2.StreamOptions:
     """How a generation's tokens become text."""
     stop, parsing = request.stop, request.parsing
     options = postprocess_pb2.StreamOptions(
@@ -299,13 +299,13 @@ def stream_options(request: GenerationRequest, prompt: Tokenized) -> postprocess
     return options
 
 
-def tell_token_texts(events: TextEvents, stream: LiveStream, event: postprocess_pb2.StreamEvent) -> None:
+def tell_token_texts(events: TextEvents, stream: GenerationStream, event: postprocess_pb2.StreamEvent) -> None:
     """Passes the bytes of a stream's next tokens on."""
     tokens = event.tokens
     events.on_token_texts(stream, split_pieces(tokens.lengths, tokens.pieces), unpack_u32(tokens.text_offsets))
 
 
-def tell_event(events: TextEvents, stream: LiveStream, event: postprocess_pb2.StreamEvent) -> None:
+def tell_event(events: TextEvents, stream: GenerationStream, event: postprocess_pb2.StreamEvent) -> None:
     """Passes everything of a stream on but its plain text and the bytes of its tokens."""
     if event.text:
         events.on_text(stream, event.text)

@@ -7,8 +7,8 @@ from typing import Any, TypeVar, cast
 
 import grpc
 
-from services.common.concurrency_limiter import Turnstile
-from services.common.rpc.multiplexed_call import CallStream
+from services.common.concurrency_limiter import ConcurrencyLimiter
+from services.common.rpc.multiplexed_call import MultiplexedCall
 from services.common.rpc.replicas import ReplicaSet
 from services.gateway.core import deadlines
 from services.gateway.core.request import (
@@ -16,9 +16,9 @@ from services.gateway.core.request import (
     ChatPrompt,
     EmbedsPrompt,
     Prompt,
-    Sampling,
+    SamplingParams,
     TextPrompt,
-    Tokenized,
+    TokenizedPrompt,
     TokenPrompt,
 )
 from services.gateway.workers.tokenizer_parity import TokenizerIdentity
@@ -40,7 +40,7 @@ class PreprocessClient:
         self.replicas: ReplicaSet[preprocess_pb2_grpc.PreprocessAsyncStub] = ReplicaSet(
             "preprocess", targets, _stub, credentials, shared=lambda stub: cast(Any, stub.Tokenize)
         )
-        self._turnstile = Turnstile("preprocess")
+        self._turnstile = ConcurrencyLimiter("preprocess")
         self._timeout_s = tokenize_timeout_s
 
     async def _call(
@@ -55,7 +55,9 @@ class PreprocessClient:
             share_s = deadline.share(TOKENIZE_SHARE, self._timeout_s)
             return await self.replicas.call(method, request, share_s, hedge=hedge)
 
-    async def tokenize(self, model: str, prompt: Prompt, block_size: int, lora: str, cache_salt: str) -> Tokenized:
+    async def tokenize(
+        self, model: str, prompt: Prompt, block_size: int, lora: str, cache_salt: str
+    ) -> TokenizedPrompt:
         """Token ids and block hashes of a prompt, within its share of the request's deadline; SluiceError as preprocess
         says."""
         request = preprocess_pb2.TokenizeRequest(model=model, block_size=block_size, lora=lora, cache_salt=cache_salt)
@@ -72,7 +74,7 @@ class PreprocessClient:
             request.block_size = 0
         answer = await self._call(lambda stub: stub.Tokenize, request, "tokenize")
         embeds = prompt if isinstance(prompt, EmbedsPrompt) else None
-        return Tokenized(
+        return TokenizedPrompt(
             token_ids=answer.token_ids if embeds is None else b"",
             block_hashes=answer.block_hashes,
             hash_scheme=answer.hash_scheme,
@@ -121,15 +123,15 @@ class PreprocessClient:
 def _stub(channel: grpc.aio.Channel) -> preprocess_pb2_grpc.PreprocessAsyncStub:
     """A stub whose calls of Tokenize share a stream."""
     stub: Any = preprocess_pb2_grpc.PreprocessStub(channel)
-    stub.Tokenize = CallStream(
+    stub.Tokenize = MultiplexedCall(
         "preprocess", stub.Tokenize, stub.Session, preprocess_pb2.TokenizeCall, preprocess_pb2.TokenizeCalls
     )
     typed: preprocess_pb2_grpc.PreprocessAsyncStub = stub
     return typed
 
 
-def _defaults(options: common_pb2.SamplingOptions) -> Sampling:
-    return Sampling(**{field.name: value for field, value in options.ListFields() if field.name in DEFAULTED})
+def _defaults(options: common_pb2.SamplingOptions) -> SamplingParams:
+    return SamplingParams(**{field.name: value for field, value in options.ListFields() if field.name in DEFAULTED})
 
 
 def _chat_input(prompt: ChatPrompt) -> preprocess_pb2.ChatInput:

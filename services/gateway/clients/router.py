@@ -10,12 +10,12 @@ from typing import Any, TypeVar, cast
 
 import grpc
 
-from services.common.concurrency_limiter import Turnstile
+from services.common.concurrency_limiter import ConcurrencyLimiter
 from services.common.errors import SluiceError
-from services.common.rpc.multiplexed_call import CallStream
+from services.common.rpc.multiplexed_call import MultiplexedCall
 from services.common.rpc.replicas import ReplicaSet
 from services.gateway.core import deadlines
-from services.gateway.core.request import Route, Score, Tokenized
+from services.gateway.core.request import Route, Score, TokenizedPrompt
 from services.gateway.pipeline.engine_preprocessing import guessed_tokens
 from sluice.v1 import router_pb2, router_pb2_grpc
 
@@ -50,7 +50,7 @@ class RouterClient:
             "router", targets, _stub, credentials, shared=lambda stub: cast(Any, stub.RouteQuery)
         )
         self.owner = owner
-        self._turnstile = Turnstile("router")
+        self._turnstile = ConcurrencyLimiter("router")
         self._timeout_s = route_timeout_s
         self._computed: list[str] = []
         self._over: list[router_pb2.RequestOutcome] = []
@@ -62,7 +62,7 @@ class RouterClient:
         self,
         request_id: str,
         model: str,
-        prompt: Tokenized,
+        prompt: TokenizedPrompt,
         block_size: int,
         *,
         expected_output_tokens: int = 0,
@@ -189,7 +189,9 @@ class RouterClient:
 def _stub(channel: grpc.aio.Channel) -> router_pb2_grpc.RouterAsyncStub:
     """A stub whose calls of RouteQuery share a stream."""
     stub: Any = router_pb2_grpc.RouterStub(channel)
-    stub.RouteQuery = CallStream("router", stub.RouteQuery, stub.Session, router_pb2.RouteCall, router_pb2.RouteCalls)
+    stub.RouteQuery = MultiplexedCall(
+        "router", stub.RouteQuery, stub.Session, router_pb2.RouteCall, router_pb2.RouteCalls
+    )
     typed: router_pb2_grpc.RouterAsyncStub = stub
     return typed
 

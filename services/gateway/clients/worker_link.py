@@ -19,22 +19,22 @@ from services.gateway.clients.link import Link
 from services.gateway.clients.postprocess_link import TextEvents, stream_options, tell_event, tell_token_texts
 from services.gateway.core.request import (
     ChatPrompt,
+    DisaggregationPart,
     EmbedsPrompt,
     FinishReason,
     GenerationRequest,
-    Guided,
-    Part,
     PositionLogprobs,
-    Sampling,
-    StopRules,
+    SamplingParams,
+    StopParams,
+    StructuredOutput,
     TextPrompt,
-    Tokenized,
+    TokenizedPrompt,
     TokenLogprob,
 )
 from sluice.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 
 if TYPE_CHECKING:
-    from services.gateway.streams.stream import LiveStream
+    from services.gateway.streams.stream import GenerationStream
 
 START_BYTES_PER_MESSAGE = 4 << 20
 MOST_START_BYTES = 16 << 20
@@ -48,30 +48,30 @@ NONE_YET: array[int] = array("I")
 class WorkerEvents(TextEvents, Protocol):
     """What arrives from a worker, each for a stream of that worker; text only where the worker makes it."""
 
-    def on_prompt(self, stream: LiveStream, token_ids: bytes) -> None:
+    def on_prompt(self, stream: GenerationStream, token_ids: bytes) -> None:
         """The worker made the ids of a stream's prompt, packed u32."""
 
     def on_tokens(self, link: WorkerLink, slots: bytes, counts: bytes, token_ids: bytes) -> None:
         """Token columns of many streams, packed u32 each; rows of slots that are not the link's are dropped."""
 
-    def on_logprobs(self, stream: LiveStream, positions: list[PositionLogprobs]) -> None:
+    def on_logprobs(self, stream: GenerationStream, positions: list[PositionLogprobs]) -> None:
         """Log-probabilities of the next tokens of a stream."""
 
-    def on_prompt_logprobs(self, stream: LiveStream, positions: list[PositionLogprobs]) -> None:
+    def on_prompt_logprobs(self, stream: GenerationStream, positions: list[PositionLogprobs]) -> None:
         """Log-probabilities of a stream's prompt."""
 
-    def on_started(self, stream: LiveStream, cached_tokens: int) -> None:
+    def on_started(self, stream: GenerationStream, cached_tokens: int) -> None:
         """The prompt is computed."""
 
     def on_ended(
-        self, stream: LiveStream, reason: FinishReason, stop_token_id: int | None, completion_tokens: int
+        self, stream: GenerationStream, reason: FinishReason, stop_token_id: int | None, completion_tokens: int
     ) -> None:
         """The engine is done with a stream."""
 
-    def on_handoff(self, stream: LiveStream, handoff: bytes) -> None:
+    def on_handoff(self, stream: GenerationStream, handoff: bytes) -> None:
         """A prefill worker is done with its part; the decode worker goes on with what it hands over."""
 
-    def on_failed(self, stream: LiveStream, error: SluiceError) -> None:
+    def on_failed(self, stream: GenerationStream, error: SluiceError) -> None:
         """The engine could not finish a stream."""
 
 
@@ -116,12 +116,12 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
         """Streams and calls for vectors that the worker works on."""
         return len(self.streams) + self.embedding
 
-    def adopt(self, stream: LiveStream) -> None:
+    def adopt(self, stream: GenerationStream) -> None:
         """From now on the worker may send something for this stream."""
         super().adopt(stream)
         self.keep[stream.slot] = stream.tokens.append
 
-    def release(self, stream: LiveStream) -> None:
+    def release(self, stream: GenerationStream) -> None:
         """What the worker still sends for this stream is dropped."""
         super().release(stream)
         self.keep.pop(stream.slot, None)
@@ -141,13 +141,13 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
         slot: int,
         request_id: str,
         request: GenerationRequest,
-        prompt: Tokenized,
+        prompt: TokenizedPrompt,
         seed: int | None,
         max_tokens: int,
         rank: int | None,
         trace: common_pb2.TraceContext | None,
         generated: array[int] = NONE_YET,
-        part: Part | None = None,
+        part: DisaggregationPart | None = None,
     ) -> None:
         """Starts the generation of a stream that this link has adopted.
 
@@ -239,7 +239,7 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
             except Exception as error:
                 self._events.on_broken(stream, error)
 
-    def _on_extra(self, stream: LiveStream, extra: worker_pb2.TokenExtra) -> None:
+    def _on_extra(self, stream: GenerationStream, extra: worker_pb2.TokenExtra) -> None:
         events = self._events
         if extra.prompt_token_ids:
             events.on_prompt(stream, extra.prompt_token_ids)
@@ -260,7 +260,7 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
             reason = FinishReason.of(extra.finish_reason)
             events.on_ended(stream, reason, stop_token_id, extra.usage.completion_tokens)
 
-    def _on_text_events(self, stream: LiveStream, extra: worker_pb2.TokenExtra) -> None:
+    def _on_text_events(self, stream: GenerationStream, extra: worker_pb2.TokenExtra) -> None:
         if not stream.request.engine_text:
             raise invalid(f"The {self.peer} sent text for a stream whose text postprocess makes.")
         for event in extra.events:
@@ -282,7 +282,7 @@ def _too_large(size: int, most: int) -> SluiceError:
     )
 
 
-def _sampling(sampling: Sampling, seed: int | None) -> common_pb2.SamplingOptions:
+def _sampling(sampling: SamplingParams, seed: int | None) -> common_pb2.SamplingOptions:
     return common_pb2.SamplingOptions(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -300,7 +300,7 @@ def _sampling(sampling: Sampling, seed: int | None) -> common_pb2.SamplingOption
     )
 
 
-def _part(part: Part) -> worker_pb2.DisaggregationParams:
+def _part(part: DisaggregationPart) -> worker_pb2.DisaggregationParams:
     role = common_pb2.WorkerRole.ValueType(int(part.role))
     return worker_pb2.DisaggregationParams(role=role, handoff=part.handoff)
 
@@ -311,7 +311,7 @@ def _output(request: GenerationRequest) -> common_pb2.OutputOptions | None:
     return common_pb2.OutputOptions(logprobs=request.logprobs, prompt_logprobs=request.prompt_logprobs)
 
 
-def _guided(guided: Guided) -> common_pb2.GuidedDecoding:
+def _guided(guided: StructuredOutput) -> common_pb2.GuidedDecoding:
     kind, grammar = guided.kind, guided.grammar
     if kind == "choice":
         return common_pb2.GuidedDecoding(choice=common_pb2.GuidedDecoding.ChoiceList(choices=grammar))
@@ -350,7 +350,7 @@ def _token(token: common_pb2.TokenLogprob) -> TokenLogprob:
     return TokenLogprob(token.token_id, token.logprob, token.rank)
 
 
-def _stop(stop: StopRules, prompt: Tokenized, max_tokens: int, generated: int) -> common_pb2.StopOptions:
+def _stop(stop: StopParams, prompt: TokenizedPrompt, max_tokens: int, generated: int) -> common_pb2.StopOptions:
     return common_pb2.StopOptions(
         max_tokens=None if prompt.raw is not None and stop.max_tokens is None else max_tokens - generated,
         min_tokens=max(stop.min_tokens - generated, 0),

@@ -8,7 +8,7 @@ from enum import IntEnum
 from typing import Any, Literal, Protocol, cast
 
 from services.common.errors import ErrorKind, SluiceError
-from services.gateway.core.routing_hints import NOWHERE, Directions
+from services.gateway.core.routing_hints import NO_HINTS, RoutingHints
 
 
 class FinishReason(IntEnum):
@@ -45,7 +45,7 @@ class Role(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class DisaggregationPart:
     """What one worker of a pair is told: its part and, for the second one, what the first handed over."""
 
     role: Role
@@ -98,7 +98,7 @@ Prompt = ChatPrompt | TextPrompt | TokenPrompt | EmbedsPrompt
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
+class SamplingParams:
     """How tokens are chosen; None leaves it to the engine."""
 
     temperature: float | None = None
@@ -115,7 +115,7 @@ class Sampling:
     thinking_token_budget: int | None = None
     engine_options: Mapping[str, Any] = field(default_factory=dict)
 
-    def or_else(self, defaults: Sampling) -> Sampling:
+    def or_else(self, defaults: SamplingParams) -> SamplingParams:
         """The same, with what is None taken from `defaults`."""
         unset = {
             name: value
@@ -130,7 +130,7 @@ DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True, slots=True)
-class StopRules:
+class StopParams:
     """When a generation ends; `max_tokens` None is what fits into the context."""
 
     max_tokens: int | None = None
@@ -155,7 +155,7 @@ class Parsing:
 
 
 @dataclass(frozen=True, slots=True)
-class Guided:
+class StructuredOutput:
     """A constraint on the output: choices are a tuple, the other kinds a text (a JSON document for the JSON kinds)."""
 
     kind: Literal["json_schema", "regex", "ebnf", "choice", "json_object", "structural_tag"]
@@ -175,26 +175,26 @@ class GenerationRequest:
     model: str
     prompt: Prompt
     choices: int
-    sampling: Sampling
-    stop: StopRules
+    sampling: SamplingParams
+    stop: StopParams
     skip_special_tokens: bool = True
     parsing: Parsing | None = None
     priority: int = 0
     lora: str = ""
     cache_salt: str = ""
-    guided: Guided | None = None
+    guided: StructuredOutput | None = None
     guided_calls: bool = False  # what the constraint asks for is a tool call, not an answer
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     token_texts: bool = False  # the sinks hear what each token stands for
     needs: tuple[tuple[str, str], ...] = ()
-    directions: Directions = NOWHERE
+    directions: RoutingHints = NO_HINTS
     engine_text: bool = False  # the worker makes the text
     session_id: str = ""  # requests of one session go to one worker; as `sessions.current`
 
 
 @dataclass(frozen=True, slots=True)
-class Tokenized:
+class TokenizedPrompt:
     """What preprocess made of a prompt; ids and hashes are packed."""
 
     token_ids: bytes
@@ -204,7 +204,7 @@ class Tokenized:
     eos_token_ids: bytes
     context_length: int
     prompt_tail: bytes
-    defaults: Sampling = Sampling()
+    defaults: SamplingParams = SamplingParams()
     default_max_tokens: int | None = None
     embeds: EmbedsPrompt | None = None  # in place of ids
     raw: ChatPrompt | TextPrompt | None = None  # the worker makes the ids and says them with its first delta
@@ -326,7 +326,7 @@ class Sink(Protocol):
     def fail(self, error: SluiceError) -> None: ...
 
 
-class _Nobody:
+class _NullSink:
     """Takes everything and keeps nothing."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
@@ -337,5 +337,5 @@ def _nothing(*_said: object) -> None:
     pass
 
 
-NOBODY = cast(Sink, _Nobody())
+NULL_SINK = cast(Sink, _NullSink())
 """The sink of a choice that is over."""

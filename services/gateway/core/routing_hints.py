@@ -20,7 +20,7 @@ USUAL_SOURCES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Directions:
+class RoutingHints:
     """What a request says about the workers that run it. Workers go by id or by host:port.
 
     Attributes:
@@ -45,7 +45,7 @@ class Directions:
     query_only: bool = False
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
 
-    def over(self, other: Directions) -> Directions:
+    def over(self, other: RoutingHints) -> RoutingHints:
         """Returns both; where both have a part, this one's counts. Names of workers and their ranks count together."""
         answering, prefilling = bool(self.workers or self.endpoints), bool(self.prefill)
         own = {
@@ -60,7 +60,7 @@ class Directions:
         chosen = {name: self if counts else other for name, counts in own.items()}
         parts: dict[str, Any] = {name: getattr(one, name) for name, one in chosen.items()}
         sources = {name: one.sources[name] for name, one in chosen.items() if name in one.sources}
-        return Directions(**parts, query_only=self.query_only or other.query_only, sources=sources)
+        return RoutingHints(**parts, query_only=self.query_only or other.query_only, sources=sources)
 
     def source(self, part: str) -> str:
         """Returns the header, or the body's field, that an attribute was read from."""
@@ -89,17 +89,17 @@ def described(source: str) -> str:
     return f"the header {source}" if source.startswith("x-") else source
 
 
-NOWHERE = Directions()
+NO_HINTS = RoutingHints()
 
-_current: ContextVar[Directions] = ContextVar("directions", default=NOWHERE)
+_current: ContextVar[RoutingHints] = ContextVar("directions", default=NO_HINTS)
 
 
-def current() -> Directions:
+def current() -> RoutingHints:
     """Of the request at hand."""
     return _current.get()
 
 
-def add(said: Directions) -> None:
+def add(said: RoutingHints) -> None:
     """The body of the request at hand says something, too; its headers come first."""
     _current.set(_current.get().over(said))
 
@@ -111,6 +111,6 @@ def at_rank(rank: int) -> None:
         _current.set(replace(said, rank=rank, sources={**said.sources, "rank": "data_parallel_rank"}))
 
 
-def begin(said: Directions) -> None:
+def begin(said: RoutingHints) -> None:
     """A request begins."""
     _current.set(said)

@@ -13,7 +13,7 @@ one go."""
 _buffer = memoryview(bytearray(READ_BYTES))  # shared: between a read and `buffer_updated` nothing else runs
 
 
-class SmallReads(asyncio.BufferedProtocol):
+class BoundedReader(asyncio.BufferedProtocol):
     """Passes on what a transport does to a protocol of streams, with at most `READ_BYTES` in each `data_received`."""
 
     def __init__(self, protocol: asyncio.Protocol) -> None:
@@ -44,7 +44,7 @@ class SmallReads(asyncio.BufferedProtocol):
         self._protocol.data_received(bytes(_buffer[:nbytes]))
 
 
-class HeldReading(FlowControl):
+class PausedFlowControl(FlowControl):
     """Flow control of a connection that is not read while `held`, whatever requests and responses want.
 
     Attributes:

@@ -11,7 +11,7 @@ import orjson
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from services.common.budgets import Budget
-from services.gateway.http.bounded_reader import READ_BYTES, HeldReading, SmallReads
+from services.gateway.http.bounded_reader import READ_BYTES, BoundedReader, PausedFlowControl
 from services.gateway.http.inline_sender import ABORT_KEY
 
 LINGER_S = 1.0
@@ -45,7 +45,7 @@ class Bounds:
     pipelined: Budget = field(default_factory=_default_pipelined)
 
 
-class GuardedProtocol(HttpToolsProtocol):
+class BoundedHttpProtocol(HttpToolsProtocol):
     """One connection.
 
     Clients that dawdle over headers are closed, so are connections over the bound. When the server stops, a connection
@@ -58,7 +58,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     bounds: ClassVar[Bounds] = Bounds()
     server_stops: ClassVar[bool] = False
-    flow: HeldReading
+    flow: PausedFlowControl
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
@@ -76,8 +76,8 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.flow = HeldReading(transport)
-        transport.set_protocol(SmallReads(self))
+        self.flow = PausedFlowControl(transport)
+        transport.set_protocol(BoundedReader(self))
         if hasattr(transport, "set_read_buffer_limits"):  # TLS: what has arrived and is not decrypted
             transport.set_read_buffer_limits(READ_BYTES)
         if len(self.connections) > self.bounds.connections:

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from services.common.errors import ErrorKind, SluiceError
 from services.common.net.addresses import join
 from services.gateway.http.connection import Bounds
-from services.gateway.http.inline_sender import PlainSends
+from services.gateway.http.inline_sender import RawSendMiddleware
 
 LEAST_BUFFER_BYTES = 8192
 LOOK_AGAIN_S = 0.05
@@ -34,7 +34,7 @@ class GranianServer:
 
     def __init__(self, app: ASGIApp, host: str, port: int, drain_s: float, bounds: Bounds) -> None:
         self.address = join(host, port)
-        self._app = PlainSends(app)
+        self._app = RawSendMiddleware(app)
         self._drain_s = drain_s
         self._running = 0
         self._stop = asyncio.Event()

@@ -1,6 +1,6 @@
 """Sending on an ASGI connection without a task switch per message.
 
-An ASGI `send` is a coroutine, yet it finishes at once as long as the client keeps up. `DirectSender` runs it on the
+An ASGI `send` is a coroutine, yet it finishes at once as long as the client keeps up. `InlineSender` runs it on the
 spot; only when it really has to wait for the client, a task takes over and the caller is told to hold back.
 """
 
@@ -17,7 +17,7 @@ SEND_KEY = "sluice.send"
 ABORT_KEY = "sluice.abort"
 
 
-class PlainSends:
+class RawSendMiddleware:
     """Lets responses reach the server's own `send`, which every layer of the application wraps once more.
 
     What those layers do concerns the start of a response; a stream's later messages need not pass through them.
@@ -47,7 +47,7 @@ def abort(scope: Scope) -> None:
         cut()
 
 
-class DirectSender:
+class InlineSender:
     """One client's connection.
 
     Args:

@@ -18,7 +18,7 @@ class Watched(Protocol):
     def cut(self) -> None: ...
 
 
-class Watch:
+class KeepaliveMonitor:
     """Looks at all streams together, so that none needs a timer of its own.
 
     Args:

@@ -15,8 +15,8 @@ from starlette.types import ASGIApp
 from services.common.budgets import Budget
 from services.common.errors import ErrorKind, SluiceError, invalid
 from services.common.net.addresses import host_port
-from services.gateway.http.connection import Bounds, GuardedProtocol
-from services.gateway.http.inline_sender import PlainSends
+from services.gateway.http.connection import BoundedHttpProtocol, Bounds
+from services.gateway.http.inline_sender import RawSendMiddleware
 from services.gateway.settings import GatewaySettings
 
 GIVE_UP_S = 1.0
@@ -118,9 +118,9 @@ class HttpServer:
         host, port = self._socket.getsockname()[:2]
         self.address = f"{host}:{port}"
         config = uvicorn.Config(
-            PlainSends(app),
+            RawSendMiddleware(app),
             loop="none",
-            http=type("Guarded", (GuardedProtocol,), {"bounds": bounds or Bounds()}),
+            http=type("Guarded", (BoundedHttpProtocol,), {"bounds": bounds or Bounds()}),
             ws="none",
             lifespan="off",
             log_config=None,

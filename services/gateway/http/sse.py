@@ -12,8 +12,8 @@ from starlette.types import Receive, Scope, Send
 
 from services.common.errors import SluiceError
 from services.gateway.http.errors import error_response
-from services.gateway.http.inline_sender import DirectSender, abort, plain_send
-from services.gateway.http.write_scheduler import Pacer
+from services.gateway.http.inline_sender import InlineSender, abort, plain_send
+from services.gateway.http.write_scheduler import WriteScheduler
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, source: EventSource, pacer: Pacer, max_unsent: int, headers: dict[str, str]) -> None:
+    def __init__(self, source: EventSource, pacer: WriteScheduler, max_unsent: int, headers: dict[str, str]) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
         # Starlette writes a length of 0 for the empty body; a stream has none.
         self.raw_headers = [pair for pair in self.raw_headers if pair[0] != b"content-length"]
@@ -69,7 +69,7 @@ class EventStream(Response):
         self._max_unsent = max_unsent
         self._opened = asyncio.Event()
         self._done = asyncio.Event()
-        self._sender: DirectSender | None = None
+        self._sender: InlineSender | None = None
         self._asked = False
         self._ended = False
         self._cut = False
@@ -105,7 +105,7 @@ class EventStream(Response):
             if not self._done.is_set():
                 self.before_start(self)
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                self._sender = DirectSender(plain_send(scope, send), self._write, self._end)
+                self._sender = InlineSender(plain_send(scope, send), self._write, self._end)
                 self._write()
                 await self._done.wait()
         finally:

@@ -12,21 +12,21 @@ import asyncio
 from collections.abc import Callable
 from time import perf_counter
 
-from services.gateway.http.keepalive import Watch
+from services.gateway.http.keepalive import KeepaliveMonitor
 
 PAUSE_PER_WRITING = 1.0
 LONGEST_PAUSE_S = 0.05
 
 
-class Pacer:
+class WriteScheduler:
     """Collects callbacks that write, and calls each once a round.
 
     Attributes:
         silence: looks after streams that say nothing, and after clients that take nothing.
     """
 
-    def __init__(self, silence: Watch | None = None) -> None:
-        self.silence = Watch() if silence is None else silence
+    def __init__(self, silence: KeepaliveMonitor | None = None) -> None:
+        self.silence = KeepaliveMonitor() if silence is None else silence
         self._loop = asyncio.get_running_loop()
         self._due: list[Callable[[], None]] = []
         self._scheduled = False

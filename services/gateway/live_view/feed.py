@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 
 from services.common.errors import overloaded, unavailable
 
-BEHIND = 5
+STALE_ROUTER_CODES = 5
 """Deltas that may wait for a slow viewer; then it gets the whole state instead."""
 
 
@@ -25,7 +25,7 @@ class Viewer:
         """One more event; a viewer that does not read loses those that wait and starts afresh."""
         if self.behind:
             self._news.set()
-        elif len(self._waiting) >= BEHIND:
+        elif len(self._waiting) >= STALE_ROUTER_CODES:
             self._waiting.clear()
             self.behind = True
         else:

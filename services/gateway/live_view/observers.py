@@ -8,19 +8,19 @@ from typing import Any
 from services.common.errors import SluiceError
 from services.gateway.clients.preprocess import PreprocessClient
 from services.gateway.clients.router import RouterClient
-from services.gateway.core.request import Finish, Route, Tokenized
-from services.gateway.live_view.request_history import Ledger, PromptTimes, prompt_times
-from services.gateway.live_view.routing_explanations import Explanations
-from services.gateway.streams.manager import Switchboard
-from services.gateway.streams.stream import LiveStream
+from services.gateway.core.request import Finish, Route, TokenizedPrompt
+from services.gateway.live_view.request_history import PromptTimes, RequestHistory, prompt_times
+from services.gateway.live_view.routing_explanations import RoutingExplanations
+from services.gateway.streams.manager import StreamManager
+from services.gateway.streams.stream import GenerationStream
 
 
-class WatchedPreprocess(PreprocessClient):
+class ObservedPreprocess(PreprocessClient):
     """Says how long prompts take, and whether they fail."""
 
-    ledger: Ledger | None = None
+    ledger: RequestHistory | None = None
 
-    async def tokenize(self, *args: Any, **more: Any) -> Tokenized:
+    async def tokenize(self, *args: Any, **more: Any) -> TokenizedPrompt:
         """As the client's own."""
         if self.ledger is None:
             return await super().tokenize(*args, **more)
@@ -36,11 +36,11 @@ class WatchedPreprocess(PreprocessClient):
             times.answered = perf_counter()
 
 
-class WatchedRouter(RouterClient):
+class ObservedRouter(RouterClient):
     """Counts decisions, and has one of them explained now and then."""
 
-    ledger: Ledger | None = None
-    explanations: Explanations | None = None
+    ledger: RequestHistory | None = None
+    explanations: RoutingExplanations | None = None
 
     async def route(self, request_id: str, *args: Any, **more: Any) -> Route:
         """As the client's own."""
@@ -57,31 +57,31 @@ class WatchedRouter(RouterClient):
         return route
 
 
-class WatchedSwitchboard(Switchboard):
+class ObservedStreamManager(StreamManager):
     """Tells when streams begin and how they end."""
 
-    ledger: Ledger | None = None
+    ledger: RequestHistory | None = None
 
-    def connect(self, *args: Any, **more: Any) -> LiveStream:
+    def connect(self, *args: Any, **more: Any) -> GenerationStream:
         """As the switchboard's own."""
         stream = super().connect(*args, **more)
         if self.ledger is not None and stream.worker is not None:
             self.ledger.began(stream, stream.worker.worker_id)
         return stream
 
-    def cancel(self, stream: LiveStream) -> None:
+    def cancel(self, stream: GenerationStream) -> None:
         """As the switchboard's own."""
         if self.ledger is not None:
             self.ledger.over(stream, "cancelled")
         super().cancel(stream)
 
-    def give_up(self, stream: LiveStream, error: SluiceError) -> None:
+    def give_up(self, stream: GenerationStream, error: SluiceError) -> None:
         """As the switchboard's own."""
         if self.ledger is not None:
             self.ledger.over(stream, error.code or error.kind.name.lower())
         super().give_up(stream, error)
 
-    def on_finished(self, stream: LiveStream, finish: Finish) -> None:
+    def on_finished(self, stream: GenerationStream, finish: Finish) -> None:
         """As the switchboard's own."""
         live = stream.slot in self._streams
         super().on_finished(stream, finish)
@@ -89,7 +89,7 @@ class WatchedSwitchboard(Switchboard):
             self.ledger.over(stream, "finished")
 
 
-def _note(ledger: Ledger, service: str, error: SluiceError) -> None:
+def _note(ledger: RequestHistory, service: str, error: SluiceError) -> None:
     """Counts what is the service's fault, not the caller's."""
     if error.http_status >= 500:
         ledger.troubled[service] += 1

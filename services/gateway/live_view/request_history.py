@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from time import perf_counter
 
-from services.gateway.streams.stream import LiveStream
+from services.gateway.streams.stream import GenerationStream
 
 KEPT = 512
 FRESH = 20
@@ -76,7 +76,7 @@ class Totals:
 
 @dataclass(slots=True)
 class _Live:
-    stream: LiveStream
+    stream: GenerationStream
     began_unix_ms: int
     times: PromptTimes | None
     workers: tuple[str, ...]
@@ -93,7 +93,7 @@ class OfWorker:
 
 
 @dataclass
-class Ledger:
+class RequestHistory:
     """Everything is bounded: a gateway that runs for a year holds no more than after its first hour.
 
     Attributes:
@@ -111,14 +111,14 @@ class Ledger:
     troubled: Counter[str] = field(default_factory=Counter)
     _live: dict[int, _Live] = field(default_factory=dict)
 
-    def began(self, stream: LiveStream, worker_id: str) -> None:
+    def began(self, stream: GenerationStream, worker_id: str) -> None:
         """A worker got a stream."""
         self.totals.requests += 1
         self.totals.prompt_tokens += stream.prompt_tokens
         self._of(worker_id).requests += 1
         self._live[stream.slot] = _Live(stream, int(time.time() * 1000), prompt_times.get(), (worker_id,))
 
-    def over(self, stream: LiveStream, outcome: str) -> None:
+    def over(self, stream: GenerationStream, outcome: str) -> None:
         """A stream came to its end; one that is over already, or was never seen to begin, stays as it is."""
         self._meter(stream.slot)
         live = self._live.pop(stream.slot, None)

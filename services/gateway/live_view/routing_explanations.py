@@ -23,7 +23,7 @@ class Explanation:
     scores: tuple[Score, ...]
 
 
-class Explanations:
+class RoutingExplanations:
     """Samples decisions.
 
     Args:

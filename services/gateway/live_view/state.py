@@ -11,9 +11,9 @@ from typing import Any
 import orjson
 
 from services.gateway.live_view.rates import RateMeter, Rates
-from services.gateway.live_view.request_history import Finished, Ledger
-from services.gateway.live_view.routing_explanations import Explanation, Explanations
-from services.gateway.live_view.worker_table import Board, Row
+from services.gateway.live_view.request_history import Finished, RequestHistory
+from services.gateway.live_view.routing_explanations import Explanation, RoutingExplanations
+from services.gateway.live_view.worker_table import Row, WorkerTable
 
 SHOWN_REQUESTS = 40
 DEGRADED_OVER_S = 60
@@ -38,7 +38,12 @@ class State:
     """Collects a second of news and writes it down."""
 
     def __init__(
-        self, ledger: Ledger, meter: RateMeter, board: Board, explanations: Explanations, version: str
+        self,
+        ledger: RequestHistory,
+        meter: RateMeter,
+        board: WorkerTable,
+        explanations: RoutingExplanations,
+        version: str,
     ) -> None:
         self._ledger = ledger
         self._meter = meter

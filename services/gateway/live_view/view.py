@@ -10,15 +10,15 @@ from typing import Any
 
 from services.common.errors import SluiceError
 from services.gateway.live_view.feed import Feed
-from services.gateway.live_view.observers import WatchedPreprocess, WatchedRouter, WatchedSwitchboard
+from services.gateway.live_view.observers import ObservedPreprocess, ObservedRouter, ObservedStreamManager
 from services.gateway.live_view.rates import RateMeter
-from services.gateway.live_view.request_history import Finished, Ledger
-from services.gateway.live_view.routing_explanations import Explanations
+from services.gateway.live_view.request_history import Finished, RequestHistory
+from services.gateway.live_view.routing_explanations import RoutingExplanations
 from services.gateway.live_view.state import Node, State
-from services.gateway.live_view.worker_table import Board, LinkState
-from services.gateway.workers.connections import Fleet
+from services.gateway.live_view.worker_table import LinkState, WorkerTable
+from services.gateway.workers.connections import ConnectionManager
 from services.gateway.workers.overview import WorkerState, worker_states
-from services.gateway.workers.registry import Catalogue
+from services.gateway.workers.registry import WorkerRegistry
 from sluice import __version__
 
 log = logging.getLogger(__name__)
@@ -36,11 +36,11 @@ class LiveView:
 
     def __init__(
         self,
-        preprocess: WatchedPreprocess,
-        router: WatchedRouter,
-        switchboard: WatchedSwitchboard,
-        catalogue: Catalogue,
-        fleet: Fleet,
+        preprocess: ObservedPreprocess,
+        router: ObservedRouter,
+        switchboard: ObservedStreamManager,
+        catalogue: WorkerRegistry,
+        fleet: ConnectionManager,
         most_viewers: int,
     ) -> None:
         self._preprocess = preprocess
@@ -48,10 +48,10 @@ class LiveView:
         self._switchboard = switchboard
         self._catalogue = catalogue
         self._fleet = fleet
-        self._ledger = preprocess.ledger = router.ledger = switchboard.ledger = Ledger()
-        self._board = Board(self._ledger)
+        self._ledger = preprocess.ledger = router.ledger = switchboard.ledger = RequestHistory()
+        self._board = WorkerTable(self._ledger)
         self._feed = Feed(most_viewers, lambda: self._state.whole_event())
-        explanations = router.explanations = Explanations(lambda: self._feed.viewers > 0)
+        explanations = router.explanations = RoutingExplanations(lambda: self._feed.viewers > 0)
         self._state = State(self._ledger, RateMeter(), self._board, explanations, __version__)
         self._looked_at = monotonic()
         self._told: Sequence[WorkerState] = ()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from time import monotonic
 
-from services.gateway.live_view.request_history import Finished, Ledger
+from services.gateway.live_view.request_history import Finished, RequestHistory
 from services.gateway.workers.overview import WorkerState
 
 GONE_SHOWN_S = 60.0
@@ -59,10 +59,10 @@ class Row:
     tokens_s: float
 
 
-class Board:
+class WorkerTable:
     """Keeps rows in step with who is there; a worker that leaves stays for a minute, marked as gone."""
 
-    def __init__(self, ledger: Ledger, clock: Callable[[], float] = monotonic) -> None:
+    def __init__(self, ledger: RequestHistory, clock: Callable[[], float] = monotonic) -> None:
         self._ledger = ledger
         self._clock = clock
         self._rows: dict[str, Row] = {}

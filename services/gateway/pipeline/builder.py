@@ -6,14 +6,14 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from services.gateway.clients.preprocess import PreprocessClient
-from services.gateway.core.request import GenerationRequest, Tokenized
+from services.gateway.core.request import GenerationRequest, TokenizedPrompt
 from services.gateway.pipeline.config import PipelineConfig
-from services.gateway.pipeline.engine_preprocessing import EngineTokenizing
-from services.gateway.pipeline.plugins import Hooks
-from services.gateway.pipeline.postprocess_plugin import OwnTextLink
+from services.gateway.pipeline.engine_preprocessing import EngineTokenizeStage
+from services.gateway.pipeline.plugins import Plugins
+from services.gateway.pipeline.postprocess_plugin import CustomPostprocessAdapter
 from services.gateway.pipeline.stages import Components, PlaceStage, TokenizeStage
-from services.gateway.placement.direct import DirectPlacement
-from services.gateway.placement.selector import Placement
+from services.gateway.placement.direct import DirectSelector
+from services.gateway.placement.selector import WorkerSelector
 from services.gateway.streams.disaggregation import DisaggOrchestrator, DisaggRules
 from services.gateway.streams.migration import Migrator
 from services.gateway.workers.registry import WorkerEntry
@@ -33,20 +33,20 @@ class Stages(NamedTuple):
 
     tokenizing: TokenizeStage
     placement: PlaceStage
-    router_asking: Placement
+    router_asking: WorkerSelector
     migrator: Migrator
     pairs: DisaggOrchestrator
-    text: OwnTextLink | None
+    text: CustomPostprocessAdapter | None
     own: tuple[object, ...]
 
 
-class FrontendTokenizing:
+class FrontendTokenizeStage:
     """Asks the preprocess services."""
 
     def __init__(self, preprocess: PreprocessClient) -> None:
         self._preprocess = preprocess
 
-    async def tokenize(self, request: GenerationRequest, worker: WorkerEntry) -> Tokenized:
+    async def tokenize(self, request: GenerationRequest, worker: WorkerEntry) -> TokenizedPrompt:
         """See TokenizeStage."""
         return await self._preprocess.tokenize(
             request.model, request.prompt, worker.block_size, request.lora, request.cache_salt
@@ -59,9 +59,9 @@ def assembled(config: PipelineConfig, components: Components) -> Stages:
     Raises:
         ValueError: a stage of the operator's cannot take the place it is to have.
     """
-    hooks = Hooks(config, components)
+    hooks = Plugins(config, components)
     rules = DisaggRules(config.disaggregation, config.disagg_min_tokens)
-    asking = Placement(
+    asking = WorkerSelector(
         components.router, components.catalogue, components.fleet, components.tasks, components.route_timeout_s, rules
     )
     if hooks.route is not None:
@@ -70,10 +70,10 @@ def assembled(config: PipelineConfig, components: Components) -> Stages:
     if hooks.place is not None:
         placement = hooks.place
     elif config.routing == "direct":
-        placement = DirectPlacement(components.catalogue, components.fleet, rules.mode != "off")
-    tokenizing: TokenizeStage = FrontendTokenizing(components.preprocess)
+        placement = DirectSelector(components.catalogue, components.fleet, rules.mode != "off")
+    tokenizing: TokenizeStage = FrontendTokenizeStage(components.preprocess)
     if config.preprocessing == "engine":
-        tokenizing = EngineTokenizing()
+        tokenizing = EngineTokenizeStage()
     board, parts = components.switchboard, components
     policy = replace(parts.migration, enabled=config.migration)
     return Stages(
@@ -82,6 +82,6 @@ def assembled(config: PipelineConfig, components: Components) -> Stages:
         asking,
         Migrator(policy, placement, parts.catalogue, parts.fleet, board, parts.metrics, parts.tasks),
         DisaggOrchestrator(rules, parts.catalogue, parts.fleet, board, parts.metrics, config.migration),
-        None if hooks.postprocess is None else OwnTextLink(hooks.postprocess, board),
+        None if hooks.postprocess is None else CustomPostprocessAdapter(hooks.postprocess, board),
         hooks.all,
     )

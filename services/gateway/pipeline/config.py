@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
-Place = Literal["frontend", "engine"]
+StageLocation = Literal["frontend", "engine"]
 Routing = Literal["discover", "direct", "query-only"]
 Disaggregation = Literal["auto", "require", "off"]
 PresetName = Literal["full_discovery", "direct_execution", "query_only"]
@@ -45,8 +45,8 @@ class PipelineConfig:
         models: by served name, configurations that differ from this one.
     """
 
-    preprocessing: Place = "frontend"
-    postprocessing: Place = "frontend"
+    preprocessing: StageLocation = "frontend"
+    postprocessing: StageLocation = "frontend"
     routing: Routing = "discover"
     migration: bool = True
     disaggregation: Disaggregation = "auto"
@@ -199,8 +199,8 @@ def _parsed(file: Path) -> Any:
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "preset": get_args(PresetName),
-    "preprocessing": get_args(Place),
-    "postprocessing": get_args(Place),
+    "preprocessing": get_args(StageLocation),
+    "postprocessing": get_args(StageLocation),
     "routing": get_args(Routing),
     "disaggregation": get_args(Disaggregation),
 }

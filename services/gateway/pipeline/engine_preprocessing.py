@@ -14,7 +14,7 @@ from services.gateway.core.request import (
     EmbedsPrompt,
     GenerationRequest,
     TextPrompt,
-    Tokenized,
+    TokenizedPrompt,
     TokenPrompt,
 )
 from services.gateway.workers.registry import WorkerEntry
@@ -25,10 +25,10 @@ BYTES_A_TOKEN = 4
 """For the load book only: how long such a prompt may be."""
 
 
-class EngineTokenizing:
+class EngineTokenizeStage:
     """Leaves prompts to the worker; ids that the client sent are passed on as they are."""
 
-    async def tokenize(self, request: GenerationRequest, worker: WorkerEntry) -> Tokenized:
+    async def tokenize(self, request: GenerationRequest, worker: WorkerEntry) -> TokenizedPrompt:
         """See TokenizeStage; SluiceError(INVALID_ARGUMENT) names what a worker cannot be told."""
         prompt = request.prompt
         if isinstance(prompt, TextPrompt) and prompt.add_special_tokens is not None:
@@ -37,7 +37,7 @@ class EngineTokenizing:
                 param="add_special_tokens",
                 code="unsupported_parameter",
             )
-        return Tokenized(
+        return TokenizedPrompt(
             token_ids=prompt.token_ids if isinstance(prompt, TokenPrompt) else b"",
             block_hashes=b"",
             hash_scheme="",
@@ -50,7 +50,7 @@ class EngineTokenizing:
         )
 
 
-def check_able(workers: Sequence[WorkerEntry], prompt: Tokenized, text_out: bool) -> None:
+def check_able(workers: Sequence[WorkerEntry], prompt: TokenizedPrompt, text_out: bool) -> None:
     """SluiceError(UNAVAILABLE) when no worker does what this gateway leaves to them.
 
     Args:
@@ -67,7 +67,7 @@ def check_able(workers: Sequence[WorkerEntry], prompt: Tokenized, text_out: bool
             )
 
 
-def capabilities(prompt: Tokenized, text_out: bool) -> list[str]:
+def capabilities(prompt: TokenizedPrompt, text_out: bool) -> list[str]:
     """What a worker must be able to do beside generating."""
     needed = []
     if prompt.raw is not None:
@@ -77,7 +77,7 @@ def capabilities(prompt: Tokenized, text_out: bool) -> list[str]:
     return needed
 
 
-def guessed_tokens(prompt: Tokenized) -> int:
+def guessed_tokens(prompt: TokenizedPrompt) -> int:
     """About how long a prompt is."""
     if prompt.raw is None:
         return prompt.length

@@ -22,8 +22,8 @@ from services.gateway.core.request import GenerationRequest
 from services.gateway.pipeline.config import PipelineConfig
 from services.gateway.pipeline.pipeline import Pipeline, build_pipeline, named
 from services.gateway.pipeline.stages import Components
-from services.gateway.streams.stream import LiveStream
-from services.gateway.workers.registry import Catalogue
+from services.gateway.streams.stream import GenerationStream
+from services.gateway.workers.registry import WorkerRegistry
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class Pipelines:
         set_up_s: float = 15.0,
     ) -> None:
         self.config = config
-        self.catalogue: Catalogue = components.catalogue
+        self.catalogue: WorkerRegistry = components.catalogue
         self.preprocess: PreprocessClient = components.preprocess
         self._every = build_pipeline(config, components)
         self._of_model = {name: build_pipeline(own, components) for name, own in config.models.items()}
@@ -92,13 +92,13 @@ class Pipelines:
         """Installs what becomes of a stream, by its model, where streams are kept."""
         board = components.switchboard
 
-        def migrate(stream: LiveStream, worker: WorkerLink, error: SluiceError) -> bool:
+        def migrate(stream: GenerationStream, worker: WorkerLink, error: SluiceError) -> bool:
             return self.of(stream.model).stages.migrator.take_over(stream, worker, error)
 
-        def rescue(stream: LiveStream, worker: WorkerLink, error: SluiceError) -> SluiceError | None:
+        def rescue(stream: GenerationStream, worker: WorkerLink, error: SluiceError) -> SluiceError | None:
             return self.of(stream.model).stages.pairs.rescue(stream, worker, error)
 
-        def hand_over(stream: LiveStream, handoff: bytes) -> None:
+        def hand_over(stream: GenerationStream, handoff: bytes) -> None:
             self.of(stream.model).stages.pairs.hand_over(stream, handoff)
 
         board.migrate, board.rescue, board.hand_over = migrate, rescue, hand_over
@@ -134,7 +134,7 @@ class ModelLifecycle:
         set_up_s: longest wait of a request, seconds.
     """
 
-    def __init__(self, listeners: Sequence[Any], catalogue: Catalogue, tasks: TaskOwner, set_up_s: float) -> None:
+    def __init__(self, listeners: Sequence[Any], catalogue: WorkerRegistry, tasks: TaskOwner, set_up_s: float) -> None:
         self._listeners = listeners
         self._catalogue = catalogue
         self._tasks = tasks

@@ -31,7 +31,7 @@ from services.gateway.core.request import (
     Route,
     Sink,
     TextPrompt,
-    Tokenized,
+    TokenizedPrompt,
     TokenPrompt,
 )
 from services.gateway.pipeline import plugins as hooks
@@ -41,10 +41,10 @@ from services.gateway.pipeline.capabilities import able, holding
 from services.gateway.pipeline.config import PipelineConfig
 from services.gateway.pipeline.engine_preprocessing import check_able, guessed_tokens
 from services.gateway.pipeline.stages import Components
-from services.gateway.placement.selector import Wanted
-from services.gateway.streams.manager import Switchboard
-from services.gateway.streams.stream import LiveStream
-from services.gateway.workers.registry import Catalogue, WorkerEntry
+from services.gateway.placement.selector import PlacementRequest
+from services.gateway.streams.manager import StreamManager
+from services.gateway.streams.stream import GenerationStream
+from services.gateway.workers.registry import WorkerEntry, WorkerRegistry
 
 TEXT_SHARE = 0.5
 UNBOUNDED = 1 << 30
@@ -63,11 +63,11 @@ def build_pipeline(config: PipelineConfig, components: Components) -> Pipeline:
         raise SluiceError(ErrorKind.FAILED_PRECONDITION, str(error)) from error
 
 
-def named(request: GenerationRequest, catalogue: Catalogue) -> GenerationRequest:
+def named(request: GenerationRequest, catalogue: WorkerRegistry) -> GenerationRequest:
     """Returns the request by the model that runs it: a LoRA adapter's name stands for its model with that adapter.
 
     Raises:
-        SluiceError: as `Catalogue.model`, INVALID_ARGUMENT when it names two adapters.
+        SluiceError: as `WorkerRegistry.model`, INVALID_ARGUMENT when it names two adapters.
     """
     entry = catalogue.model(request.model)
     if entry.model == request.model:
@@ -85,10 +85,10 @@ def named(request: GenerationRequest, catalogue: Catalogue) -> GenerationRequest
 class Generation:
     """One prompt's choices under way."""
 
-    def __init__(self, switchboard: Switchboard, prompt: Tokenized) -> None:
+    def __init__(self, switchboard: StreamManager, prompt: TokenizedPrompt) -> None:
         self._switchboard = switchboard
         self._prompt = prompt
-        self.streams: list[LiveStream] = []
+        self.streams: list[GenerationStream] = []
 
     @property
     def degraded(self) -> set[str]:
@@ -111,7 +111,7 @@ class Generation:
         return sum(stream.completion_tokens for stream in self.streams)
 
     @property
-    def prompt(self) -> Tokenized:
+    def prompt(self) -> TokenizedPrompt:
         """What was generated from; of a prompt that the worker makes, its ids once they are known."""
         return self.streams[0].prompt if self.streams else self._prompt
 
@@ -222,7 +222,7 @@ class Pipeline:
         """Whether the request at hand is answered with who would run it."""
         return self.config.routing == "query-only" or directions.current().query_only
 
-    async def query(self, request: GenerationRequest) -> tuple[Tokenized, Route]:
+    async def query(self, request: GenerationRequest) -> tuple[TokenizedPrompt, Route]:
         """What `start` would run, and where; runs and books nothing.
 
         Raises:
@@ -240,7 +240,7 @@ class Pipeline:
         wanted = self._wanted(request, 0, prompt, entry, _fit(request, prompt, entry))
         return prompt, await self._router_asking.ask(wanted)
 
-    async def _prepared(self, request: GenerationRequest) -> tuple[GenerationRequest, WorkerEntry, Tokenized]:
+    async def _prepared(self, request: GenerationRequest) -> tuple[GenerationRequest, WorkerEntry, TokenizedPrompt]:
         """The request as it runs, one of the workers that can run it, and the prompt's ids."""
         said = directions.current()
         request = named(request, self.catalogue)
@@ -257,9 +257,9 @@ class Pipeline:
         return replace(request, sampling=request.sampling.or_else(prompt.defaults)), entry, prompt
 
     def _wanted(
-        self, request: GenerationRequest, index: int, prompt: Tokenized, entry: WorkerEntry, max_tokens: int
-    ) -> Wanted:
-        return Wanted(
+        self, request: GenerationRequest, index: int, prompt: TokenizedPrompt, entry: WorkerEntry, max_tokens: int
+    ) -> PlacementRequest:
+        return PlacementRequest(
             request=request,
             booking=f"{request.request_id}-{index}",
             prompt=prompt,
@@ -283,7 +283,7 @@ async def _at_once(model: str) -> None:
 _PROMPT_FIELDS = {ChatPrompt: "messages", EmbedsPrompt: "prompt_embeds"}
 
 
-def _fit(request: GenerationRequest, prompt: Tokenized, entry: WorkerEntry) -> int:
+def _fit(request: GenerationRequest, prompt: TokenizedPrompt, entry: WorkerEntry) -> int:
     """How many tokens may be generated; SluiceError(INVALID_ARGUMENT) when the prompt leaves no room."""
     field = _PROMPT_FIELDS.get(type(request.prompt), "prompt")
     if prompt.raw is not None:  # the worker checks the rest

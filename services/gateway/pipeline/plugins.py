@@ -20,7 +20,7 @@ H = TypeVar("H")
 _METHODS = {"tokenize": "tokenize", "route": "route", "place": "place", "postprocess": "open", "handler": "start"}
 
 
-class Hooks:
+class Plugins:
     """The stages that a configuration names, made; None where it names none.
 
     Raises:

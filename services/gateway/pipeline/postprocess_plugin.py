@@ -10,9 +10,9 @@ from typing import Any
 from services.common.errors import SluiceError, internal
 from services.common.packing import unpack_u32
 from services.gateway.clients.postprocess_link import Sent, TextEvents
-from services.gateway.core.request import Finish, FinishReason, GenerationRequest, Tokenized
-from services.gateway.pipeline.stages import OwnStream, PostprocessStage, Said
-from services.gateway.streams.stream import LiveStream
+from services.gateway.core.request import Finish, FinishReason, GenerationRequest, TokenizedPrompt
+from services.gateway.pipeline.stages import CustomStream, PostprocessStage, TextDelta
+from services.gateway.streams.stream import GenerationStream
 
 log = logging.getLogger(__name__)
 
@@ -22,13 +22,13 @@ class _Open:
 
     __slots__ = ("request_id", "seen", "stream")
 
-    def __init__(self, stream: OwnStream, request_id: str) -> None:
+    def __init__(self, stream: CustomStream, request_id: str) -> None:
         self.stream = stream
         self.request_id = request_id
         self.seen = 0
 
 
-class OwnTextLink:
+class CustomPostprocessAdapter:
     """Stands where the link to a postprocess replica stands."""
 
     connected = True
@@ -37,7 +37,7 @@ class OwnTextLink:
     address = "own stage"
 
     def __init__(self, stage: PostprocessStage, events: TextEvents) -> None:
-        self.streams: dict[int, LiveStream] = {}
+        self.streams: dict[int, GenerationStream] = {}
         self._stage = stage
         self._events = events
         self._open: dict[int, _Open] = {}
@@ -47,11 +47,11 @@ class OwnTextLink:
         """Streams whose text the stage makes."""
         return len(self.streams)
 
-    def adopt(self, stream: LiveStream) -> None:
+    def adopt(self, stream: GenerationStream) -> None:
         """From now on the stage makes this stream's text."""
         self.streams[stream.slot] = stream
 
-    def release(self, stream: LiveStream) -> None:
+    def release(self, stream: GenerationStream) -> None:
         """The stream's text is made elsewhere, or the stream is over."""
         self.streams.pop(stream.slot, None)
 
@@ -60,7 +60,7 @@ class OwnTextLink:
         slot: int,
         request_id: str,
         request: GenerationRequest,
-        prompt: Tokenized,
+        prompt: TokenizedPrompt,
         trace: Any,
         max_tokens: int,
         tokens: array[int] | None = None,
@@ -111,7 +111,7 @@ class OwnTextLink:
         if said.stopped:
             self._finish(slot, Finish(FinishReason.STOP, completion_tokens=opened.seen))
 
-    def _say(self, slot: int, said: Said) -> None:
+    def _say(self, slot: int, said: TextDelta) -> None:
         stream = self.streams.get(slot)
         if stream is None:
             return

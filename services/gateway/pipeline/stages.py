@@ -9,31 +9,31 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from services.common.tasks import TaskOwner
 from services.gateway.clients.preprocess import PreprocessClient
 from services.gateway.clients.router import RouterClient
-from services.gateway.core.request import Finish, FinishReason, GenerationRequest, Role, Route, Sink, Tokenized
+from services.gateway.core.request import Finish, FinishReason, GenerationRequest, Role, Route, Sink, TokenizedPrompt
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.placement.selector import Placed, Wanted
-from services.gateway.streams.manager import Switchboard
+from services.gateway.placement.selector import Placement, PlacementRequest
+from services.gateway.streams.manager import StreamManager
 from services.gateway.streams.migration import MigrationPolicy
-from services.gateway.workers.connections import Fleet
-from services.gateway.workers.registry import Catalogue, WorkerEntry
+from services.gateway.workers.connections import ConnectionManager
+from services.gateway.workers.registry import WorkerEntry, WorkerRegistry
 
 __all__ = [
     "Components",
+    "CustomStream",
     "Finish",
     "FinishReason",
     "GenerationRequest",
-    "OwnStream",
     "PlaceStage",
-    "Placed",
+    "Placement",
+    "PlacementRequest",
     "PostprocessStage",
     "Role",
     "Route",
     "RouteStage",
-    "Said",
     "Sink",
+    "TextDelta",
     "TokenizeStage",
-    "Tokenized",
-    "Wanted",
+    "TokenizedPrompt",
     "WorkerEntry",
 ]
 
@@ -54,9 +54,9 @@ class Components:
 
     preprocess: PreprocessClient
     router: RouterClient
-    catalogue: Catalogue
-    fleet: Fleet
-    switchboard: Switchboard
+    catalogue: WorkerRegistry
+    fleet: ConnectionManager
+    switchboard: StreamManager
     metrics: GatewayMetrics
     tasks: TaskOwner
     migration: MigrationPolicy
@@ -68,7 +68,7 @@ class Components:
 class TokenizeStage(Protocol):
     """Makes token ids of prompts. Made as `Class(components)`."""
 
-    async def tokenize(self, request: GenerationRequest, worker: WorkerEntry) -> Tokenized:
+    async def tokenize(self, request: GenerationRequest, worker: WorkerEntry) -> TokenizedPrompt:
         """The prompt of a request.
 
         Args:
@@ -83,7 +83,7 @@ class TokenizeStage(Protocol):
 class RouteStage(Protocol):
     """Chooses workers, in place of the router. Made as `Class(components)`."""
 
-    async def route(self, wanted: Wanted, workers: Sequence[WorkerEntry]) -> Route:
+    async def route(self, wanted: PlacementRequest, workers: Sequence[WorkerEntry]) -> Route:
         """One of the workers, or a pair of them; SluiceError when none will do.
 
         Args:
@@ -95,7 +95,7 @@ class RouteStage(Protocol):
 class PlaceStage(Protocol):
     """Chooses workers and sees to their connections. Made as `Class(components)`."""
 
-    async def place(self, wanted: Wanted, excluded: Collection[str] = ()) -> Placed:
+    async def place(self, wanted: PlacementRequest, excluded: Collection[str] = ()) -> Placement:
         """A worker with a connection.
 
         Args:
@@ -106,7 +106,7 @@ class PlaceStage(Protocol):
         """
 
 
-class Said(NamedTuple):
+class TextDelta(NamedTuple):
     """The next text of a choice; `stopped`: this is where it ends, and the engine may stop."""
 
     text: str = ""
@@ -114,13 +114,13 @@ class Said(NamedTuple):
     stopped: bool = False
 
 
-class OwnStream(Protocol):
+class CustomStream(Protocol):
     """The text of one choice. Called on the event loop for each batch of its tokens: no waiting, no I/O."""
 
-    def feed(self, token_ids: Sequence[int]) -> Said:
+    def feed(self, token_ids: Sequence[int]) -> TextDelta:
         """What the next tokens say."""
 
-    def end(self, reason: FinishReason, stop_token_id: int | None) -> Said:
+    def end(self, reason: FinishReason, stop_token_id: int | None) -> TextDelta:
         """What was held back; the engine is done."""
 
 
@@ -128,5 +128,5 @@ class OwnStream(Protocol):
 class PostprocessStage(Protocol):
     """Makes text of tokens. Made as `Class(components)`."""
 
-    def open(self, request: GenerationRequest, prompt: Tokenized) -> OwnStream:
+    def open(self, request: GenerationRequest, prompt: TokenizedPrompt) -> CustomStream:
         """A choice begins. Called again for the same choice when its text is taken up anew."""

@@ -8,27 +8,27 @@ from math import inf
 from services.common.errors import ErrorKind, SluiceError, invalid
 from services.gateway.clients.worker_link import WorkerLink
 from services.gateway.core.request import Role, Route
-from services.gateway.core.routing_hints import Directions, described
-from services.gateway.placement.selector import CONNECT_SHARE, Placed, Wanted, no_such_worker
-from services.gateway.workers.connections import Fleet
-from services.gateway.workers.registry import Catalogue, WorkerEntry
+from services.gateway.core.routing_hints import RoutingHints, described
+from services.gateway.placement.selector import CONNECT_SHARE, Placement, PlacementRequest, no_such_worker
+from services.gateway.workers.connections import ConnectionManager
+from services.gateway.workers.registry import WorkerEntry, WorkerRegistry
 
 WORKER_HEADER = "x-sluice-worker"
 
 
-class DirectPlacement:
+class DirectSelector:
     """Takes the worker, or the pair, that a request names; of several names the first that can be reached.
 
     Args:
         pairs: whether a prefill worker may be named.
     """
 
-    def __init__(self, catalogue: Catalogue, fleet: Fleet, pairs: bool) -> None:
+    def __init__(self, catalogue: WorkerRegistry, fleet: ConnectionManager, pairs: bool) -> None:
         self._catalogue = catalogue
         self._fleet = fleet
         self._pairs = pairs
 
-    async def place(self, wanted: Wanted, excluded: Collection[str] = ()) -> Placed:
+    async def place(self, wanted: PlacementRequest, excluded: Collection[str] = ()) -> Placement:
         """See PlaceStage.
 
         Raises:
@@ -55,10 +55,10 @@ class DirectPlacement:
             prefill_worker_id=prefill.worker_id if prefill else "",
             prefill_rank=said.prefill_rank,
         )
-        return Placed(route, link, prefill_link)
+        return Placement(route, link, prefill_link)
 
     async def _prefill(
-        self, said: Directions, wanted: Wanted, excluded: Collection[str]
+        self, said: RoutingHints, wanted: PlacementRequest, excluded: Collection[str]
     ) -> tuple[WorkerEntry | None, WorkerLink | None]:
         if not said.prefill:
             return None, None
@@ -70,7 +70,7 @@ class DirectPlacement:
         return await self._first(said.prefill, source, wanted, excluded)
 
     async def _first(
-        self, names: Sequence[str], source: str, wanted: Wanted, excluded: Collection[str]
+        self, names: Sequence[str], source: str, wanted: PlacementRequest, excluded: Collection[str]
     ) -> tuple[WorkerEntry, WorkerLink]:
         workers = self._catalogue.of_model(wanted.request.model)
         failure: SluiceError | None = None
@@ -93,7 +93,7 @@ class DirectPlacement:
             del failure  # it holds this call, which must not hold it as well
 
 
-def _check_roles(said: Directions, entry: WorkerEntry, prefill: WorkerEntry | None) -> None:
+def _check_roles(said: RoutingHints, entry: WorkerEntry, prefill: WorkerEntry | None) -> None:
     answering, prefilling = said.answering_source, said.source("prefill")
     if entry.role is Role.PREFILL:
         raise _wrong_role(entry, answering, "only computes prompts; name a worker that answers")

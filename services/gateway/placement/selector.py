@@ -15,12 +15,12 @@ from services.common.tasks import TaskOwner
 from services.gateway.clients.router import RouterClient
 from services.gateway.clients.worker_link import WorkerLink
 from services.gateway.core.deadlines import Deadline
-from services.gateway.core.request import GenerationRequest, Role, Route, Tokenized
-from services.gateway.core.routing_hints import NOWHERE, described
+from services.gateway.core.request import GenerationRequest, Role, Route, TokenizedPrompt
+from services.gateway.core.routing_hints import NO_HINTS, described
 from services.gateway.pipeline.capabilities import able, holding
 from services.gateway.pipeline.engine_preprocessing import POLICY, capabilities
-from services.gateway.workers.connections import Fleet
-from services.gateway.workers.registry import Catalogue, WorkerEntry
+from services.gateway.workers.connections import ConnectionManager
+from services.gateway.workers.registry import WorkerEntry, WorkerRegistry
 
 log = logging.getLogger(__name__)
 
@@ -28,14 +28,14 @@ ATTEMPTS = 3
 ROUTER_LAG_S = 1.5
 ROUTER_RETRY_S = 0.1
 ROUTER_AWAY = "router_unavailable"
-BEHIND = ("no_workers", "model_not_found")
+STALE_ROUTER_CODES = ("no_workers", "model_not_found")
 """What a router says that has not heard of the workers."""
 ROUTE_SHARE = 0.5
 CONNECT_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class PlacementRequest:
     """What is to be placed.
 
     Attributes:
@@ -48,7 +48,7 @@ class Wanted:
 
     request: GenerationRequest
     booking: str
-    prompt: Tokenized
+    prompt: TokenizedPrompt
     block_size: int
     output_tokens: int
     deadline: Deadline
@@ -61,7 +61,7 @@ class Wanted:
         return self.prompt.raw is not None or self.request.engine_text
 
 
-class Placed(NamedTuple):
+class Placement(NamedTuple):
     """A worker with a connection and a booking; `prefill` computes the prompt for it, if it is not None."""
 
     route: Route
@@ -69,7 +69,7 @@ class Placed(NamedTuple):
     prefill: WorkerLink | None = None
 
 
-class Sharing(Protocol):
+class DisaggregationPolicy(Protocol):
     """Which requests two workers share, as `disaggregation.DisaggRules` says."""
 
     def eligible(
@@ -79,10 +79,10 @@ class Sharing(Protocol):
     def judged(self, route: Route, chosen: WorkerEntry | None, prompt_tokens: int) -> Route: ...
 
 
-OwnRoute = Callable[[Wanted, Sequence[WorkerEntry]], Awaitable[Route]]
+OwnRoute = Callable[[PlacementRequest, Sequence[WorkerEntry]], Awaitable[Route]]
 
 
-class Placement:
+class WorkerSelector:
     """Finds workers for generations.
 
     Args:
@@ -96,11 +96,11 @@ class Placement:
     def __init__(
         self,
         router: RouterClient,
-        catalogue: Catalogue,
-        fleet: Fleet,
+        catalogue: WorkerRegistry,
+        fleet: ConnectionManager,
         tasks: TaskOwner,
         route_timeout_s: float,
-        sharing: Sharing,
+        sharing: DisaggregationPolicy,
     ) -> None:
         self._router = router
         self._catalogue = catalogue
@@ -110,7 +110,7 @@ class Placement:
         self._sharing = sharing
         self.own_route: OwnRoute | None = None
 
-    async def place(self, wanted: Wanted, excluded: Collection[str] = ()) -> Placed:
+    async def place(self, wanted: PlacementRequest, excluded: Collection[str] = ()) -> Placement:
         """A worker, or a pair, with connections and a booking.
 
         Args:
@@ -131,7 +131,7 @@ class Placement:
                 if route.prefill_worker_id:
                     trying = route.prefill_worker_id
                     prefill = await self._connected(trying, wanted)
-                return Placed(route, worker, prefill)
+                return Placement(route, worker, prefill)
             except BaseException as error:
                 if route.reservation_id:
                     self._router.free(route.reservation_id)
@@ -141,25 +141,25 @@ class Placement:
                 log.warning("%s Trying another worker.", error.message)
         raise AssertionError("the last attempt returns or raises")
 
-    async def ask(self, wanted: Wanted) -> Route:
+    async def ask(self, wanted: PlacementRequest) -> Route:
         """Who would be chosen; nothing is booked. SluiceError as `place`."""
         wanted = replace(wanted, book=False)
         route = await self._route(wanted, wanted.booking, set())
         return self._sharing.judged(route, self._catalogue.workers.get(route.worker_id), wanted.prompt.length)
 
-    async def _connected(self, worker_id: str, wanted: Wanted) -> WorkerLink:
+    async def _connected(self, worker_id: str, wanted: PlacementRequest) -> WorkerLink:
         worker = self._fleet.worker(worker_id)
         await worker.ready(wanted.deadline.share(CONNECT_SHARE, inf))
         return worker
 
-    async def _route(self, wanted: Wanted, booking: str, avoided: set[str]) -> Route:
+    async def _route(self, wanted: PlacementRequest, booking: str, avoided: set[str]) -> Route:
         candidates = self._candidates(wanted, avoided)
         try:
             with telemetry.stage("gateway.route"):
                 return await self._ask_router(wanted, booking, candidates)
         except SluiceError as error:
             unanswered = error.kind in (ErrorKind.UNAVAILABLE, ErrorKind.DEADLINE_EXCEEDED)
-            behind = error.code in BEHIND and self._catalogue.doubted
+            behind = error.code in STALE_ROUTER_CODES and self._catalogue.doubted
             if not behind and (not unanswered or error.code in ("no_workers", "request_timeout")):
                 raise
             route = self._without_router(wanted, candidates)
@@ -167,7 +167,7 @@ class Placement:
                 raise
             return route
 
-    def _candidates(self, wanted: Wanted, avoided: set[str]) -> list[str] | None:
+    def _candidates(self, wanted: PlacementRequest, avoided: set[str]) -> list[str] | None:
         """Ids of the workers that may be chosen; None when all of the model may.
 
         Raises:
@@ -179,7 +179,7 @@ class Placement:
         if avoided and not left:
             raise unavailable(f"No worker of model {model!r} can be reached.", code="no_workers")
         said = wanted.request.directions
-        if said is not NOWHERE:
+        if said is not NO_HINTS:
             left = [one for one in left if said.allows(one.worker_id, one.address, one.role is Role.PREFILL)]
             if not any(one.role is not Role.PREFILL for one in left):
                 raise (
@@ -199,7 +199,7 @@ class Placement:
         left = sound or left  # all of them troubled: better than none
         return None if len(left) == len(workers) else [worker.worker_id for worker in left]
 
-    async def _ask_router(self, wanted: Wanted, booking: str, candidates: list[str] | None) -> Route:
+    async def _ask_router(self, wanted: PlacementRequest, booking: str, candidates: list[str] | None) -> Route:
         """The router's choice. A replica that has not heard yet of workers another one announced gets a moment."""
         loop = asyncio.get_running_loop()
         patience = loop.time() + ROUTER_LAG_S
@@ -212,7 +212,7 @@ class Placement:
                 raise
             if isinstance(answer, Route):
                 return answer
-            behind = answer.code in BEHIND
+            behind = answer.code in STALE_ROUTER_CODES
             if not behind or loop.time() > patience or not self._catalogue.of_model(wanted.request.model):
                 try:
                     raise answer
@@ -220,7 +220,9 @@ class Placement:
                     del answer, asking  # its traceback holds this call, which must not hold it as well
             await asyncio.sleep(ROUTER_RETRY_S)
 
-    async def _ask_once(self, wanted: Wanted, booking: str, candidates: list[str] | None) -> Route | SluiceError:
+    async def _ask_once(
+        self, wanted: PlacementRequest, booking: str, candidates: list[str] | None
+    ) -> Route | SluiceError:
         """What is chosen; goes on when whoever asked is gone, so that no booking is made unseen."""
         request = wanted.request
         try:
@@ -246,7 +248,7 @@ class Placement:
         except SluiceError as error:
             return error
 
-    async def _ask_own_route(self, route: OwnRoute, wanted: Wanted, allowed: Sequence[WorkerEntry]) -> Route:
+    async def _ask_own_route(self, route: OwnRoute, wanted: PlacementRequest, allowed: Sequence[WorkerEntry]) -> Route:
         try:
             return await route(wanted, allowed)
         except SluiceError:
@@ -262,7 +264,7 @@ class Placement:
         if isinstance(answer, Route) and answer.reservation_id:
             self._router.free(answer.reservation_id)
 
-    def _without_router(self, wanted: Wanted, candidates: list[str] | None) -> Route | None:
+    def _without_router(self, wanted: PlacementRequest, candidates: list[str] | None) -> Route | None:
         """No router answers: the worker last seen that has least to do, or the pair when none runs alone."""
         if candidates is None:
             candidates = [worker.worker_id for worker in self._catalogue.of_model(wanted.request.model)]

@@ -13,13 +13,13 @@ from typing import Literal
 
 from services.common.errors import ErrorKind, SluiceError, unavailable
 from services.gateway.clients.worker_link import WorkerLink
-from services.gateway.core.request import Part, Role, Route
+from services.gateway.core.request import DisaggregationPart, Role, Route
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.streams.manager import Switchboard
+from services.gateway.streams.manager import StreamManager
 from services.gateway.streams.migration import INEXACT, RESUME, RESUME_GUIDED, is_history_dependent
-from services.gateway.streams.stream import LiveStream
-from services.gateway.workers.connections import Fleet
-from services.gateway.workers.registry import Catalogue, WorkerEntry
+from services.gateway.streams.stream import GenerationStream
+from services.gateway.workers.connections import ConnectionManager
+from services.gateway.workers.registry import WorkerEntry, WorkerRegistry
 
 log = logging.getLogger(__name__)
 
@@ -101,9 +101,9 @@ class DisaggOrchestrator:
     def __init__(
         self,
         rules: DisaggRules,
-        catalogue: Catalogue,
-        fleet: Fleet,
-        switchboard: Switchboard,
+        catalogue: WorkerRegistry,
+        fleet: ConnectionManager,
+        switchboard: StreamManager,
         metrics: GatewayMetrics,
         migrates: bool,
     ) -> None:
@@ -114,7 +114,7 @@ class DisaggOrchestrator:
         self._metrics = metrics
         self._migrates = migrates
 
-    def hand_over(self, stream: LiveStream, handoff: bytes) -> None:
+    def hand_over(self, stream: GenerationStream, handoff: bytes) -> None:
         """The prefill worker is done: the decode worker goes on, unless it is gone."""
         pair = stream.pair
         assert pair is not None
@@ -127,9 +127,11 @@ class DisaggOrchestrator:
         if stream.span is not None:
             stream.span.add_event("handed over", {"to": pair.worker.worker_id, "bytes": len(handoff)})
         self._metrics.disaggregated("pair")
-        self._switchboard.go_on(stream, pair.worker, pair.rank, pair.name, pair.resumed, Part(Role.DECODE, handoff))
+        self._switchboard.go_on(
+            stream, pair.worker, pair.rank, pair.name, pair.resumed, DisaggregationPart(Role.DECODE, handoff)
+        )
 
-    def rescue(self, stream: LiveStream, worker: WorkerLink, error: SluiceError) -> SluiceError | None:
+    def rescue(self, stream: GenerationStream, worker: WorkerLink, error: SluiceError) -> SluiceError | None:
         """What to do about a pair that broke: None when the decode worker does it alone, else the error to go on with.
 
         A prefill worker that is lost is replaced by another one if there is one; its loss costs the prompt, not the
@@ -157,13 +159,13 @@ class DisaggOrchestrator:
             return error
         return unavailable("The two workers of this request could not agree on it; try again.", code=reason)
 
-    def _can_run_alone(self, stream: LiveStream, worker: WorkerLink) -> bool:
+    def _can_run_alone(self, stream: GenerationStream, worker: WorkerLink) -> bool:
         entry = self._catalogue.workers.get(worker.worker_id)
         if self._rules.mode != "auto" or entry is None or not entry.runs_alone or not worker.connected:
             return False
         return not (stream.tokens and stream.request.guided is not None) or RESUME_GUIDED in entry.capabilities
 
-    def _other_prefill(self, stream: LiveStream, lost: WorkerLink) -> bool:
+    def _other_prefill(self, stream: GenerationStream, lost: WorkerLink) -> bool:
         """Whether another prefill worker can take the place of one that was lost."""
         if stream.handed_over or not self._migrates:
             return False
@@ -173,7 +175,7 @@ class DisaggOrchestrator:
             for one in others
         )
 
-    def _alone(self, stream: LiveStream, worker: WorkerLink, rank: int | None, name: str, reason: str) -> None:
+    def _alone(self, stream: GenerationStream, worker: WorkerLink, rank: int | None, name: str, reason: str) -> None:
         board = self._switchboard
         board.on_degraded(stream, reason)
         entry = self._catalogue.workers[worker.worker_id]

@@ -21,27 +21,27 @@ from services.gateway.clients.worker_link import WorkerLink
 from services.gateway.core import deadlines
 from services.gateway.core.deadlines import NO_DEADLINE, Deadline
 from services.gateway.core.request import (
+    DisaggregationPart,
     Finish,
     FinishReason,
     GenerationRequest,
-    Part,
     PositionLogprobs,
     Role,
     Route,
     Sink,
-    Tokenized,
+    TokenizedPrompt,
 )
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.streams.postprocess_pool import TextReplicas
-from services.gateway.streams.stream import EngineEnd, LiveStream, Pair
-from services.gateway.streams.token_forwarder import TokenPath
+from services.gateway.streams.postprocess_pool import PostprocessPool
+from services.gateway.streams.stream import EngineEnd, GenerationStream, Pair
+from services.gateway.streams.token_forwarder import TokenForwarder
 
 log = logging.getLogger(__name__)
 
 POST_WAIT_S = 10.0
 
 
-class Switchboard:
+class StreamManager:
     """Every generation under way in this process.
 
     Args:
@@ -74,12 +74,12 @@ class Switchboard:
         self._metrics = metrics
         self._slots = count(1)
         self._expected = 0
-        self._streams: dict[int, LiveStream] = {}
-        self.texts = TextReplicas(self.give_up, self.on_degraded, self._guarded, metrics, post_wait_s)
-        self.path = TokenPath(self.texts)
-        self.migrate: Callable[[LiveStream, WorkerLink, SluiceError], bool] = lambda stream, worker, error: False
-        self.hand_over: Callable[[LiveStream, bytes], None] = lambda stream, handoff: None
-        self.rescue: Callable[[LiveStream, WorkerLink, SluiceError], SluiceError | None] = (
+        self._streams: dict[int, GenerationStream] = {}
+        self.texts = PostprocessPool(self.give_up, self.on_degraded, self._guarded, metrics, post_wait_s)
+        self.path = TokenForwarder(self.texts)
+        self.migrate: Callable[[GenerationStream, WorkerLink, SluiceError], bool] = lambda stream, worker, error: False
+        self.hand_over: Callable[[GenerationStream, bytes], None] = lambda stream, handoff: None
+        self.rescue: Callable[[GenerationStream, WorkerLink, SluiceError], SluiceError | None] = (
             lambda stream, worker, error: error
         )
 
@@ -114,14 +114,14 @@ class Switchboard:
         self,
         request: GenerationRequest,
         index: int,
-        prompt: Tokenized,
+        prompt: TokenizedPrompt,
         route: Route,
         worker: WorkerLink,
         max_tokens: int,
         sink: Sink,
         deadline: Deadline = NO_DEADLINE,
         prefill: WorkerLink | None = None,
-    ) -> LiveStream:
+    ) -> GenerationStream:
         """Starts choice `index` of a request: from now on its text goes to the sink.
 
         Args:
@@ -129,7 +129,7 @@ class Switchboard:
             prefill: who computes the prompt for it; None: the worker does all.
         """
         slot = next(self._slots) & 0xFFFFFFFF
-        stream = LiveStream(slot, request, index, prompt, max_tokens, sink, deadline)
+        stream = GenerationStream(slot, request, index, prompt, max_tokens, sink, deadline)
         stream.span = telemetry.start_span(
             "gateway.generate", request_id=stream.request_id, worker=worker.worker_id, choice=index
         )
@@ -145,13 +145,15 @@ class Switchboard:
             (self.texts.open if prompt.raw is None else self.texts.hold)(stream)
         return stream
 
-    def resume(self, stream: LiveStream, route: Route, worker: WorkerLink, prefill: WorkerLink | None = None) -> None:
+    def resume(
+        self, stream: GenerationStream, route: Route, worker: WorkerLink, prefill: WorkerLink | None = None
+    ) -> None:
         """Goes on with a stream on another worker, or pair of workers, after the tokens it has."""
         stream.mover = None
         self._book(stream, route, worker, prefill, f"{stream.request_id}-m{stream.migrations}")
 
     def _book(
-        self, stream: LiveStream, route: Route, worker: WorkerLink, prefill: WorkerLink | None, name: str
+        self, stream: GenerationStream, route: Route, worker: WorkerLink, prefill: WorkerLink | None, name: str
     ) -> None:
         for mark in (route.degraded, route.split_skipped):
             if mark:
@@ -161,17 +163,29 @@ class Switchboard:
             self._start(stream, worker, route.rank, name, stream.resumed, None)
             return
         stream.pair = Pair(worker, route.rank, name, stream.resumed)
-        self._start(stream, prefill, route.prefill_rank, name, stream.resumed, Part(Role.PREFILL))
+        self._start(stream, prefill, route.prefill_rank, name, stream.resumed, DisaggregationPart(Role.PREFILL))
 
     def go_on(
-        self, stream: LiveStream, worker: WorkerLink, rank: int | None, name: str, resumed: int, part: Part | None
+        self,
+        stream: GenerationStream,
+        worker: WorkerLink,
+        rank: int | None,
+        name: str,
+        resumed: int,
+        part: DisaggregationPart | None,
     ) -> None:
         """Starts another worker of the same booking, with the first `resumed` tokens."""
         stream.shift(worker)
         self._start(stream, worker, rank, name, resumed, part)
 
     def _start(
-        self, stream: LiveStream, worker: WorkerLink, rank: int | None, name: str, resumed: int, part: Part | None
+        self,
+        stream: GenerationStream,
+        worker: WorkerLink,
+        rank: int | None,
+        name: str,
+        resumed: int,
+        part: DisaggregationPart | None,
     ) -> None:
         if not worker.connected:  # gone since it was chosen; a start would wait for a session that may never come
             gone = SluiceError(ErrorKind.CANNOT_CONNECT, f"The {worker.peer} cannot be reached.")
@@ -196,7 +210,7 @@ class Switchboard:
         except SluiceError as error:
             self.interrupted(stream, error)
 
-    def cancel(self, stream: LiveStream) -> None:
+    def cancel(self, stream: GenerationStream) -> None:
         """The client is gone: engine and postprocess forget the stream, the sink hears nothing more."""
         worker, post = stream.worker, stream.post
         if self._forget(stream):
@@ -215,7 +229,7 @@ class Switchboard:
         """
         self.path.pass_on(link, slots, counts, token_ids)
 
-    def on_prompt(self, stream: LiveStream, token_ids: bytes) -> None:
+    def on_prompt(self, stream: GenerationStream, token_ids: bytes) -> None:
         """A worker made a prompt's ids, so the tokens that the text of the answer follows on are known."""
         if stream.prompt.raw is None:
             return
@@ -223,17 +237,17 @@ class Switchboard:
         if not stream.request.engine_text:
             self.texts.open(stream)
 
-    def on_logprobs(self, stream: LiveStream, positions: list[PositionLogprobs]) -> None:
+    def on_logprobs(self, stream: GenerationStream, positions: list[PositionLogprobs]) -> None:
         """Log-probabilities of the next tokens of a stream, before the tokens' text."""
         stream.take_logprobs(positions)
         stream.sink.logprobs(positions)
 
-    def on_prompt_logprobs(self, stream: LiveStream, positions: list[PositionLogprobs]) -> None:
+    def on_prompt_logprobs(self, stream: GenerationStream, positions: list[PositionLogprobs]) -> None:
         """Log-probabilities of a stream's prompt."""
         stream.take_prompt_logprobs(positions)
         stream.sink.prompt_logprobs(positions)
 
-    def on_started(self, stream: LiveStream, cached_tokens: int) -> None:
+    def on_started(self, stream: GenerationStream, cached_tokens: int) -> None:
         """The prompt of a stream is computed; counts once per worker that computes it."""
         if stream.worker is not None:
             stream.worker.breaker.succeeded()
@@ -251,7 +265,7 @@ class Switchboard:
             self._prefill_complete(stream.reservation_id)
 
     def on_ended(
-        self, stream: LiveStream, reason: FinishReason, stop_token_id: int | None, completion_tokens: int
+        self, stream: GenerationStream, reason: FinishReason, stop_token_id: int | None, completion_tokens: int
     ) -> None:
         """The engine is done; the rest of the text still comes from postprocess."""
         if reason is FinishReason.CANCELLED:
@@ -261,14 +275,14 @@ class Switchboard:
         stream.completion_tokens = min(stream.resumed + completion_tokens, stream.max_tokens)
         self._engine_done(stream, EngineEnd(reason, stop_token_id))
 
-    def on_handoff(self, stream: LiveStream, handoff: bytes) -> None:
+    def on_handoff(self, stream: GenerationStream, handoff: bytes) -> None:
         """A prefill worker has done its part of a stream."""
         if stream.pair is None or stream.handed_over:
             self.interrupted(stream, internal("The worker handed a request over that it was to finish."))
         else:
             self.hand_over(stream, handoff)
 
-    def _engine_done(self, stream: LiveStream, end: EngineEnd) -> None:
+    def _engine_done(self, stream: GenerationStream, end: EngineEnd) -> None:
         stream.end = end
         if stream.worker is not None:
             stream.worker.release(stream)  # nothing may follow the end
@@ -277,11 +291,11 @@ class Switchboard:
         elif stream.request.engine_text:  # the end carried the last text
             self.on_finished(stream, Finish(end.reason, "", end.stop_token_id, stream.completion_tokens))
 
-    def on_failed(self, stream: LiveStream, error: SluiceError) -> None:
+    def on_failed(self, stream: GenerationStream, error: SluiceError) -> None:
         """A worker could not finish a stream."""
         self.interrupted(stream, error)
 
-    def on_broken(self, stream: LiveStream, error: Exception) -> None:
+    def on_broken(self, stream: GenerationStream, error: Exception) -> None:
         """Handling what a peer sent for a stream raised: this stream ends, and no other one does."""
         if isinstance(error, SluiceError):
             self.give_up(stream, error)
@@ -294,7 +308,7 @@ class Switchboard:
         for stream in list(link.streams.values()):
             self._guarded(stream, lambda lost: self.interrupted(lost, error))
 
-    def interrupted(self, stream: LiveStream, error: SluiceError) -> None:
+    def interrupted(self, stream: GenerationStream, error: SluiceError) -> None:
         """The worker of a stream cannot go on with it."""
         worker = stream.worker
         if worker is None:
@@ -316,12 +330,12 @@ class Switchboard:
 
     # --- from postprocess ---
 
-    def on_token_texts(self, stream: LiveStream, pieces: list[bytes], offsets: Sequence[int]) -> None:
+    def on_token_texts(self, stream: GenerationStream, pieces: list[bytes], offsets: Sequence[int]) -> None:
         """The bytes of a stream's next tokens, before their text."""
         stream.sent.tokens += len(pieces)
         stream.sink.tokens(pieces, offsets)
 
-    def on_text(self, stream: LiveStream, piece: str) -> None:
+    def on_text(self, stream: GenerationStream, piece: str) -> None:
         """The next text of a stream."""
         stream.active = True
         stream.text_sent += len(piece)
@@ -329,20 +343,20 @@ class Switchboard:
             stream.first_text_at = perf_counter()
         stream.sink.text(piece)
 
-    def on_reasoning(self, stream: LiveStream, piece: str) -> None:
+    def on_reasoning(self, stream: GenerationStream, piece: str) -> None:
         """The next reasoning of a stream."""
         _active(stream)
         stream.sent.reasoning += len(piece)
         stream.sink.reasoning(piece)
 
-    def on_tool_call(self, stream: LiveStream, call: int, call_id: str, name: str, arguments: str) -> None:
+    def on_tool_call(self, stream: GenerationStream, call: int, call_id: str, name: str, arguments: str) -> None:
         """The next piece of a tool call of a stream."""
         _active(stream)
         calls = stream.sent.calls
         calls[call] = calls.get(call, 0) + len(arguments)
         stream.sink.tool_call(call, call_id, name, arguments)
 
-    def on_degraded(self, stream: LiveStream, reason: str) -> None:
+    def on_degraded(self, stream: GenerationStream, reason: str) -> None:
         """A stream goes on with a fallback."""
         if reason not in stream.degraded and stream.slot in self._streams:
             stream.degraded += (reason,)
@@ -350,7 +364,7 @@ class Switchboard:
             if stream.span is not None:
                 stream.span.add_event("degraded", {"reason": reason})
 
-    def on_finished(self, stream: LiveStream, finish: Finish) -> None:
+    def on_finished(self, stream: GenerationStream, finish: Finish) -> None:
         """Postprocess has sent everything; when it found the end itself, the engine is stopped."""
         worker = stream.worker
         stream.completion_tokens = finish.completion_tokens
@@ -371,7 +385,7 @@ class Switchboard:
             log.error("an answer could not be finished", extra={"request": stream.request_id}, exc_info=error)
             self._fail_sink(stream, _broken())
 
-    def on_text_failed(self, stream: LiveStream, error: SluiceError) -> None:
+    def on_text_failed(self, stream: GenerationStream, error: SluiceError) -> None:
         """A replica could not make the text of a stream."""
         if not self.texts.refused(stream, error):
             self.give_up(stream, error)
@@ -407,7 +421,7 @@ class Switchboard:
             if stream.request.engine_text:
                 self.give_up(stream, internal("The worker sent more tokens than were requested."))
 
-    def give_up(self, stream: LiveStream, error: SluiceError) -> None:
+    def give_up(self, stream: GenerationStream, error: SluiceError) -> None:
         """A stream cannot go on; one that is over already stays as it is."""
         worker, post = stream.worker, stream.post
         if not self._forget(stream):
@@ -417,13 +431,13 @@ class Switchboard:
         stream.end_spans(error)
         self._fail_sink(stream, error)
 
-    def _fail_sink(self, stream: LiveStream, error: SluiceError) -> None:
+    def _fail_sink(self, stream: GenerationStream, error: SluiceError) -> None:
         try:
             stream.part().fail(error)
         except Exception as broken:
             log.error("an answer could not be failed", extra={"request": stream.request_id}, exc_info=broken)
 
-    def _guarded(self, stream: LiveStream, job: Callable[[LiveStream], None]) -> None:
+    def _guarded(self, stream: GenerationStream, job: Callable[[GenerationStream], None]) -> None:
         """What goes wrong with one stream is no reason for the others to be left."""
         try:
             job(stream)
@@ -436,7 +450,7 @@ class Switchboard:
         for stream in list(self._streams.values()):
             self.give_up(stream, error)
 
-    def _forget(self, stream: LiveStream) -> bool:
+    def _forget(self, stream: GenerationStream) -> bool:
         """Drops a stream and gives its reservation back; False when that has happened already."""
         if self._streams.pop(stream.slot, None) is None:
             return False
@@ -449,7 +463,7 @@ class Switchboard:
             stream.mover = None
         return True
 
-    def _leave_worker(self, stream: LiveStream) -> None:
+    def _leave_worker(self, stream: GenerationStream) -> None:
         """The stream's booking on its worker is over."""
         worker, stream.worker = stream.worker, None
         if worker is not None:
@@ -460,7 +474,7 @@ class Switchboard:
             self._free(reservation_id, stream.attempt_cached, output)
 
     @staticmethod
-    def _stop(stream: LiveStream, worker: WorkerLink | None, post: PostLink | None) -> None:
+    def _stop(stream: GenerationStream, worker: WorkerLink | None, post: PostLink | None) -> None:
         """Stops the work on a stream that is over."""
         if worker is not None and stream.end is None:
             worker.cancel(stream.slot)
@@ -468,7 +482,7 @@ class Switchboard:
             post.close_stream(stream.slot)
 
 
-def _active(stream: LiveStream) -> None:
+def _active(stream: GenerationStream) -> None:
     stream.active = True
     stream.first_text_at = stream.first_text_at or perf_counter()
 

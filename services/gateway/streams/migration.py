@@ -21,14 +21,14 @@ from services.common.packing import pack_u32
 from services.common.tasks import TaskOwner
 from services.gateway.clients.worker_link import WorkerLink
 from services.gateway.core.deadlines import overdue
-from services.gateway.core.request import Sampling, Tokenized
+from services.gateway.core.request import SamplingParams, TokenizedPrompt
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.placement.selector import Placed, Wanted
-from services.gateway.streams.manager import Switchboard
+from services.gateway.placement.selector import Placement, PlacementRequest
+from services.gateway.streams.manager import StreamManager
 from services.gateway.streams.migration_policy import MigrationPolicy
-from services.gateway.streams.stream import LiveStream, Loss
-from services.gateway.workers.connections import Fleet
-from services.gateway.workers.registry import Catalogue
+from services.gateway.streams.stream import GenerationStream, Loss
+from services.gateway.workers.connections import ConnectionManager
+from services.gateway.workers.registry import WorkerRegistry
 
 log = logging.getLogger(__name__)
 
@@ -45,9 +45,9 @@ __all__ = ["MigrationPolicy", "Migrator"]
 
 
 class Placing(Protocol):
-    """Finds workers, as `placement.Placement`."""
+    """Finds workers, as `placement.WorkerSelector`."""
 
-    async def place(self, wanted: Wanted, excluded: Collection[str] = ()) -> Placed: ...
+    async def place(self, wanted: PlacementRequest, excluded: Collection[str] = ()) -> Placement: ...
 
 
 class Migrator:
@@ -61,9 +61,9 @@ class Migrator:
         self,
         policy: MigrationPolicy,
         placement: Placing,
-        catalogue: Catalogue,
-        fleet: Fleet,
-        switchboard: Switchboard,
+        catalogue: WorkerRegistry,
+        fleet: ConnectionManager,
+        switchboard: StreamManager,
         metrics: GatewayMetrics,
         tasks: TaskOwner,
     ) -> None:
@@ -76,7 +76,7 @@ class Migrator:
         self._tasks = tasks
         self._at_once = asyncio.Semaphore(AT_ONCE)
 
-    def take_over(self, stream: LiveStream, lost: WorkerLink, error: SluiceError) -> bool:
+    def take_over(self, stream: GenerationStream, lost: WorkerLink, error: SluiceError) -> bool:
         """Whether the stream goes on, on another worker and some time later."""
         obstacle = self._obstacle(stream, error)
         if obstacle:
@@ -93,7 +93,7 @@ class Migrator:
         stream.mover = self._tasks.spawn(self._move(stream, lost), f"migration-{stream.slot}")
         return True
 
-    def _obstacle(self, stream: LiveStream, error: SluiceError) -> str:
+    def _obstacle(self, stream: GenerationStream, error: SluiceError) -> str:
         """Why a stream has to stay, as a word for the metric; empty when it may move."""
         policy, generated = self._policy, len(stream.tokens)
         if not policy.enabled:
@@ -110,10 +110,10 @@ class Migrator:
             return "guided"
         return ""
 
-    def _resuming(self, stream: LiveStream, capability: str) -> bool:
+    def _resuming(self, stream: GenerationStream, capability: str) -> bool:
         return any(capability in worker.capabilities for worker in self._catalogue.of_model(stream.model))
 
-    async def _move(self, stream: LiveStream, lost: WorkerLink) -> None:
+    async def _move(self, stream: GenerationStream, lost: WorkerLink) -> None:
         logs.request_id.set(stream.request_id)
         try:
             async with asyncio.timeout(min(self._policy.wait_s, stream.deadline.left_s)):
@@ -127,7 +127,7 @@ class Migrator:
             log.exception("a migration failed")
             self._give_up(stream, internal("Unexpected failure in the gateway; its log has the details."))
 
-    async def _find(self, stream: LiveStream) -> Placed:
+    async def _find(self, stream: GenerationStream) -> Placement:
         """Asks until a worker takes it."""
         attempt = 0
         while True:
@@ -140,7 +140,7 @@ class Migrator:
             attempt += 1
             await asyncio.sleep(PAUSE_S)
 
-    def _distrusted(self, stream: LiveStream) -> list[str]:
+    def _distrusted(self, stream: GenerationStream) -> list[str]:
         """The worker that lost it, until it is back, and for a moment those that did before: workers die together."""
         *_, last = stream.losses
         since = monotonic() - DISTRUST_S
@@ -156,11 +156,11 @@ class Migrator:
             return False
         return link is not loss.worker or link.sessions > loss.sessions
 
-    def _wanted(self, stream: LiveStream, attempt: int) -> Wanted:
+    def _wanted(self, stream: GenerationStream, attempt: int) -> PlacementRequest:
         request, generated = stream.request, len(stream.tokens)
         entry = self._catalogue.model(stream.model)
         guided = generated and request.guided is not None
-        return Wanted(
+        return PlacementRequest(
             request=request,
             booking=f"{stream.request_id}-m{stream.migrations}" + (f".{attempt}" if attempt else ""),
             prompt=_with_generated(stream.prompt, stream),
@@ -170,7 +170,7 @@ class Migrator:
             needs=((RESUME_GUIDED, "response_format"),) if guided else (),
         )
 
-    def _resume(self, stream: LiveStream, lost: WorkerLink, placed: Placed) -> None:
+    def _resume(self, stream: GenerationStream, lost: WorkerLink, placed: Placement) -> None:
         worker = placed.worker
         self._metrics.migration("moved")
         if stream.tokens and is_history_dependent(stream.request.sampling) and not self._resumes(worker):
@@ -183,25 +183,25 @@ class Migrator:
         entry = self._catalogue.workers.get(worker.worker_id)
         return entry is not None and RESUME in entry.capabilities
 
-    def _give_up(self, stream: LiveStream, error: SluiceError) -> None:
+    def _give_up(self, stream: GenerationStream, error: SluiceError) -> None:
         stream.mover = None  # this is it: there is nothing left to be cancelled
         self._metrics.migration("nobody")
         self._switchboard.give_up(stream, error)
 
 
-def _with_generated(prompt: Tokenized, stream: LiveStream) -> Tokenized:
+def _with_generated(prompt: TokenizedPrompt, stream: GenerationStream) -> TokenizedPrompt:
     """The prompt as the next worker gets it; the router makes its block hashes itself."""
     if not stream.tokens:
         return prompt
     return replace(prompt, token_ids=prompt.token_ids + pack_u32(stream.tokens), block_hashes=b"", hash_scheme="")
 
 
-def is_history_dependent(sampling: Sampling) -> bool:
+def is_history_dependent(sampling: SamplingParams) -> bool:
     """The next token depends on more than the tokens before it: on which of them were generated, or how many."""
     return sampling.seed is not None or bool(sampling.frequency_penalty or sampling.presence_penalty)
 
 
-def _trace(stream: LiveStream, lost: WorkerLink, worker: WorkerLink) -> None:
+def _trace(stream: GenerationStream, lost: WorkerLink, worker: WorkerLink) -> None:
     """An event on the generation's span, and a span for its further way that links to the way so far."""
     assert stream.span is not None
     stream.span.add_event(

@@ -15,7 +15,7 @@ from services.common.observability import telemetry
 from services.common.rpc.least_loaded import idlest
 from services.gateway.clients.postprocess_link import PostLink
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.streams.stream import LiveStream
+from services.gateway.streams.stream import GenerationStream
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ REPLACED = "postprocess_replaced"
 DRAINING = "draining"
 
 
-class TextReplicas:
+class PostprocessPool:
     """The links to postprocess, and the streams on them.
 
     Args:
@@ -40,9 +40,9 @@ class TextReplicas:
 
     def __init__(
         self,
-        fail: Callable[[LiveStream, SluiceError], None],
-        degrade: Callable[[LiveStream, str], None],
-        guarded: Callable[[LiveStream, Callable[[LiveStream], None]], None],
+        fail: Callable[[GenerationStream, SluiceError], None],
+        degrade: Callable[[GenerationStream, str], None],
+        guarded: Callable[[GenerationStream, Callable[[GenerationStream], None]], None],
         metrics: GatewayMetrics,
         wait_s: float,
     ) -> None:
@@ -52,7 +52,7 @@ class TextReplicas:
         self._guarded = guarded
         self._metrics = metrics
         self._wait_s = wait_s
-        self._waiting: dict[int, LiveStream] = {}
+        self._waiting: dict[int, GenerationStream] = {}
         self._held: set[int] = set()
         self._apart: set[int] = set()  # streams whose text no replica makes
         self.custom: Callable[[str], PostLink | None] = _no_stage
@@ -74,15 +74,15 @@ class TextReplicas:
         links = [link for link in self.links.values() if link.connected and not link.retired and not link.leaving]
         return idlest(links, lambda link: link.live)
 
-    def keep_apart(self, stream: LiveStream) -> None:
+    def keep_apart(self, stream: GenerationStream) -> None:
         """Notes a stream whose worker makes its text."""
         self._apart.add(stream.slot)
 
-    def hold(self, stream: LiveStream) -> None:
+    def hold(self, stream: GenerationStream) -> None:
         """A stream's text will begin later, with the tokens that it has then."""
         self._held.add(stream.slot)
 
-    def open(self, stream: LiveStream) -> None:
+    def open(self, stream: GenerationStream) -> None:
         """Begins a stream's text, or goes on with it; when there is no replica, as soon as there is one."""
         self._held.discard(stream.slot)
         link = self.custom(stream.model)
@@ -116,7 +116,7 @@ class TextReplicas:
         if stream.end is not None:
             link.end(stream.slot, *stream.end)
 
-    def forget(self, stream: LiveStream) -> None:
+    def forget(self, stream: GenerationStream) -> None:
         """A stream is over."""
         self._held.discard(stream.slot)
         self._apart.discard(stream.slot)
@@ -151,7 +151,7 @@ class TextReplicas:
             if stream.post is link:  # else it ended with another choice of its answer
                 self._guarded(stream, lambda lost: self._replay(lost, error))
 
-    def refused(self, stream: LiveStream, error: SluiceError) -> bool:
+    def refused(self, stream: GenerationStream, error: SluiceError) -> bool:
         """A replica gave a stream up; False unless another one may do better."""
         if not error.retryable:
             return False
@@ -170,7 +170,7 @@ class TextReplicas:
                 error = unavailable("No postprocess replica is ready; try again soon.", code="service_unavailable")
                 self._fail(stream, error)
 
-    def _replay(self, stream: LiveStream, error: SluiceError) -> None:
+    def _replay(self, stream: GenerationStream, error: SluiceError) -> None:
         stream.replays += 1
         if stream.replays > MOST_REPLAYS:  # it may be this stream that they die of
             self._fail(stream, error)
@@ -179,18 +179,18 @@ class TextReplicas:
         self._degrade(stream, REPLACED)
         self._reopen(stream)
 
-    def _reopen(self, stream: LiveStream) -> None:
+    def _reopen(self, stream: GenerationStream) -> None:
         self._leave(stream)
         if stream.span is not None:
             stream.span.add_event("text replayed", {"tokens": len(stream.tokens)})
         self.open(stream)
 
-    def _leave(self, stream: LiveStream) -> None:
+    def _leave(self, stream: GenerationStream) -> None:
         post, stream.post = stream.post, None
         if post is not None:
             post.release(stream)
 
-    def _streams_of(self, link: PostLink) -> list[LiveStream]:
+    def _streams_of(self, link: PostLink) -> list[GenerationStream]:
         return list(link.streams.values())
 
 

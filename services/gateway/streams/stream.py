@@ -18,13 +18,13 @@ from services.gateway.clients.postprocess_link import PostLink, Sent
 from services.gateway.clients.worker_link import WorkerLink
 from services.gateway.core.deadlines import Deadline
 from services.gateway.core.request import (
-    NOBODY,
+    NULL_SINK,
     FinishReason,
     GenerationRequest,
     PositionLogprobs,
     Route,
     Sink,
-    Tokenized,
+    TokenizedPrompt,
 )
 from services.gateway.http.middleware import audit as auditing
 
@@ -62,7 +62,7 @@ class Loss(NamedTuple):
     at: float
 
 
-class LiveStream:
+class GenerationStream:
     """One choice of a request.
 
     Attributes:
@@ -134,7 +134,7 @@ class LiveStream:
         slot: int,
         request: GenerationRequest,
         index: int,
-        prompt: Tokenized,
+        prompt: TokenizedPrompt,
         max_tokens: int,
         sink: Sink,
         deadline: Deadline,
@@ -210,7 +210,7 @@ class LiveStream:
 
     def part(self) -> Sink:
         """The sink, which hears of the end only from now on: it knows the answer, and the answer knows this stream."""
-        sink, self.sink = self.sink, NOBODY
+        sink, self.sink = self.sink, NULL_SINK
         return sink
 
     def end_spans(self, error: SluiceError | None = None, gone: bool = False) -> None:

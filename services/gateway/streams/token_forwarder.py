@@ -13,20 +13,20 @@ from array import array
 from services.common.packing import pack_u32, unpack_u32
 from services.gateway.clients.postprocess_link import PostLink
 from services.gateway.clients.worker_link import WorkerLink
-from services.gateway.streams.postprocess_pool import TextReplicas
-from services.gateway.streams.stream import LiveStream
+from services.gateway.streams.postprocess_pool import PostprocessPool
+from services.gateway.streams.stream import GenerationStream
 
 _ONES = pack_u32([1]) * 16_384
 
 
-class TokenPath:
+class TokenForwarder:
     """Keeps tokens with their streams and passes their columns on.
 
     Args:
         texts: where text is made.
     """
 
-    def __init__(self, texts: TextReplicas) -> None:
+    def __init__(self, texts: PostprocessPool) -> None:
         self._texts = texts
 
     def pass_on(self, link: WorkerLink, slots: bytes, counts: bytes, token_ids: bytes) -> None:
@@ -88,7 +88,7 @@ class TokenPath:
 def _extended(link: WorkerLink, slots: bytes, counts: bytes, token_ids: bytes) -> bool:
     """Keeps the tokens of rows of several; False, and nothing is kept, where rows have to be dropped or cut."""
     ids, numbers = unpack_u32(token_ids), unpack_u32(counts)
-    streams: list[LiveStream] = []
+    streams: list[GenerationStream] = []
     for stream, number in zip(map(link.streams.get, unpack_u32(slots)), numbers, strict=True):
         if stream is None or number > stream.max_tokens + 1 - len(stream.tokens):
             return False

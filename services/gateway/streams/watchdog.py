@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 LOOK_EVERY_S = 1.0
 
 
-class SilentWorkers:
+class WorkerWatchdog:
     """Looks at all workers together: one that preempts or queues a request still speaks of others.
 
     Args:

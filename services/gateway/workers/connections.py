@@ -16,7 +16,7 @@ from services.common.rpc.replicas import ReplicaSet
 from services.common.tasks import TaskOwner
 from services.gateway.clients.postprocess_link import PostLink
 from services.gateway.clients.worker_link import BATCH_TOKENS, MOST_START_BYTES, WorkerLink
-from services.gateway.streams.manager import Switchboard
+from services.gateway.streams.manager import StreamManager
 from services.gateway.workers.registry import WorkerEntry
 from sluice.v1 import postprocess_pb2_grpc
 
@@ -26,7 +26,7 @@ SWEEP_S = 1.0
 LOOK_AGAIN_S = 0.05
 
 
-class Fleet:
+class ConnectionManager:
     """Opens a link when a worker or replica appears; a link whose peer left is closed after its last stream."""
 
     def __init__(
@@ -34,7 +34,7 @@ class Fleet:
         postprocess: Sequence[str],
         credentials: grpc.ChannelCredentials | None,
         connect_timeout_s: float,
-        switchboard: Switchboard,
+        switchboard: StreamManager,
         tasks: TaskOwner,
         worker_message_bytes: int = MOST_START_BYTES,
         batch_tokens: Budget = BATCH_TOKENS,

@@ -55,7 +55,7 @@ class WorkerEntry:
         return self.role is Role.AGGREGATED or (self.role is Role.DECODE and LOCAL_PREFILL in self.capabilities)
 
 
-class Catalogue:
+class WorkerRegistry:
     """Follows one router replica's worker list; keeps the last known one while no router answers.
 
     Args:

@@ -61,7 +61,7 @@ def compare(ours: TokenizerIdentity | None, theirs: Worker) -> str:
     return SAME_FILES if ours.fingerprint == theirs.fingerprint else DIFFERS
 
 
-class Parity:
+class TokenizerParity:
     """Compares for every model; make it after telemetry is configured.
 
     Args:

@@ -65,7 +65,7 @@ def _covers(native: ParserNames, built_in: ParserNames) -> bool:
     return bool(native.tool) >= bool(built_in.tool) and bool(native.reasoning) >= bool(built_in.reasoning)
 
 
-class VocabularyLibrary:
+class VocabularyRegistry:
     """Vocabularies by served name.
 
     Args:

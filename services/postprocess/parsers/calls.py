@@ -12,7 +12,7 @@ from typing import ClassVar, NamedTuple
 from services.postprocess.parsers.base import Parser, ParserContext
 from services.postprocess.parsers.events import CallArguments, CallStart, Content, Degraded, Event
 from services.postprocess.parsers.json_scan import Malformed
-from services.postprocess.parsers.markers import PIECE_CHARS, Markers, SpaceGate, TextBuffer, pieces_of
+from services.postprocess.parsers.markers import PIECE_CHARS, Markers, TextBuffer, WhitespaceBuffer, pieces_of
 
 HEAD_AT_MOST = 65_536
 """Characters that may be held until a call's name is known; longer ones are text."""
@@ -118,7 +118,7 @@ class CallParser(Parser):
     def __init__(self, context: ParserContext) -> None:
         super().__init__(context)
         self._calls = Calls(context, self.id_prefix, self.id_length)
-        self._gate = SpaceGate()
+        self._gate = WhitespaceBuffer()
         self._buffer = ""
         self._raw = TextBuffer()  # of the call under way, read and not told
         self._body: Body | None = None

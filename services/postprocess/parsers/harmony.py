@@ -14,7 +14,7 @@ from services.postprocess.parsers.base import Parser, ParserContext
 from services.postprocess.parsers.calls import INCOMPLETE, MALFORMED, NOT_CHOSEN, Calls, Named
 from services.postprocess.parsers.events import CallArguments, Content, Degraded, Event, Reasoning
 from services.postprocess.parsers.json_scan import JsonValue, Malformed, skip_spaces
-from services.postprocess.parsers.markers import PIECE_CHARS, Markers, SpaceGate, pieces_of
+from services.postprocess.parsers.markers import PIECE_CHARS, Markers, WhitespaceBuffer, pieces_of
 from services.postprocess.parsers.objects import is_name
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
@@ -48,7 +48,7 @@ class HarmonyParser(Parser):
         self._empty = True  # the call under way has no arguments yet
         self._value: JsonValue | None = None
         self._buffer = ""
-        self._gate = SpaceGate()  # for what stands between messages
+        self._gate = WhitespaceBuffer()  # for what stands between messages
         self._state = _HEADER
         _, begun, header = context.prompt_tail.rpartition(START)
         self._given = self._header = header if begun else ""  # the prompt may have begun the message

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from services.postprocess.parsers.calls import Body
 from services.postprocess.parsers.objects import CallObject
-from services.postprocess.parsers.unmarked import BareCallParser
+from services.postprocess.parsers.unmarked import UnmarkedCallParser
 
 
-class LlamaJsonParser(BareCallParser):
+class LlamaJsonParser(UnmarkedCallParser):
     """Calls of Llama 3.1 to 3.3. An answer in JSON that names none of the tools is an answer."""
 
     starts = ("<|python_tag|>",)

@@ -88,7 +88,7 @@ class Markers:
         return Found(text, "", "")
 
 
-class SpaceGate:
+class WhitespaceBuffer:
     """Holds white space back until it is known whether text follows it or a marker."""
 
     __slots__ = ("_over", "held")

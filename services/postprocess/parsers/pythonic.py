@@ -10,7 +10,7 @@ from services.postprocess.parsers.calls import Body, Named
 from services.postprocess.parsers.json_scan import Malformed, skip_spaces
 from services.postprocess.parsers.objects import NAME_AT_MOST
 from services.postprocess.parsers.py_literal import PyLiteral
-from services.postprocess.parsers.unmarked import BareCallParser
+from services.postprocess.parsers.unmarked import UnmarkedCallParser
 
 _WORD = re.compile(r"[A-Za-z_0-9.\-]*").match
 _IS_FUNCTION = re.compile(r"[A-Za-z_][A-Za-z_0-9.\-]*").fullmatch
@@ -98,7 +98,7 @@ class PythonicBody(Body):
         return at + 1, None
 
 
-class PythonicParser(BareCallParser):
+class PythonicParser(UnmarkedCallParser):
     """Calls of Llama 3.2 and 4. A list that calls none of the tools is an answer."""
 
     starts = ("<|python_start|>", "<|python_tag|>")

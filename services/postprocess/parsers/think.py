@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from services.postprocess.parsers.base import Parser, ParserContext
 from services.postprocess.parsers.events import Content, Event, Reasoning
-from services.postprocess.parsers.markers import PIECE_CHARS, Markers, SpaceGate, TextBuffer, pieces_of
+from services.postprocess.parsers.markers import PIECE_CHARS, Markers, TextBuffer, WhitespaceBuffer, pieces_of
 
 _OPENING, _THINKING, _AFTER, _ANSWER = range(4)
 
@@ -45,7 +45,7 @@ class ThinkParser(Parser):
         self._told = False  # some reasoning
         self._lead = TextBuffer()  # white space at the beginning, until what follows shows whose it is
         self._buffer = ""
-        self._gate = SpaceGate()
+        self._gate = WhitespaceBuffer()
 
     def feed(self, text: str) -> list[Event]:
         """See Parser."""

@@ -15,7 +15,7 @@ _SPACES = re.compile(r"\s*").match
 _SEPARATORS = (";", ",")
 
 
-class BareCallParser(CallParser):
+class UnmarkedCallParser(CallParser):
     """A CallParser whose calls may also stand at the beginning of the answer, or after another call, without a marker.
 
     What begins like one and turns out to be none is an ordinary answer, not a degraded one.

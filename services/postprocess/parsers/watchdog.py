@@ -14,7 +14,7 @@ class Expired(BaseException):
     """A parser used up its time for one piece of text. No `except Exception` of a parser's own catches it."""
 
 
-class Watch:
+class ParserWatchdog:
     """Looks every `time_s` seconds of this process' CPU time whether a parser is still at the same piece of text.
 
     So a parser has between once and twice that time. Nothing is done for each piece but to count it: the timer goes
@@ -55,4 +55,4 @@ class Watch:
         self._seen = self.begun
 
 
-WATCH = Watch()
+WATCH = ParserWatchdog()

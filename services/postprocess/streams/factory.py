@@ -18,7 +18,7 @@ from services.postprocess.parsers.isolated.remote import RemoteStream
 from services.postprocess.parsers.registry import ParserNames, Registry, build, markers_of
 from services.postprocess.parsers.watchdog import WATCH
 from services.postprocess.streams.parsed import ParsedStream
-from services.postprocess.streams.parser_selection import Plan, plan_of
+from services.postprocess.streams.parser_selection import ParserSelection, plan_of
 from services.postprocess.streams.stream import Finish, FinishReason, Limits, Stream, StreamOptions
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ AnyStream = Stream | AnyParsed
 
 
 @dataclass(frozen=True, slots=True)
-class OwnParsers:
+class CustomParsers:
     """The user's own parsers and what they may use.
 
     Attributes:
@@ -51,7 +51,7 @@ class OwnParsers:
     later: Mapping[str, str] = field(default_factory=dict)
 
 
-class Opener:
+class StreamFactory:
     """What begins streams in this process.
 
     Args:
@@ -63,10 +63,10 @@ class Opener:
     def __init__(
         self,
         limits: Limits,
-        own: OwnParsers | None = None,
+        own: CustomParsers | None = None,
         on_death: Callable[[str, BaseException], None] | None = None,
     ) -> None:
-        own = own or OwnParsers()
+        own = own or CustomParsers()
         self._limits = limits
         self._time_s = own.time_s
         engines = {**own.engines, **own.later}
@@ -90,16 +90,16 @@ class Opener:
         WATCH.stop()
         await asyncio.gather(*(host.close() for host in (*self._hosts.values(), *self._engines.values())))
 
-    def plan(self, options: StreamOptions, vocabulary: Vocabulary, identity: str) -> Plan:
+    def plan(self, options: StreamOptions, vocabulary: Vocabulary, identity: str) -> ParserSelection:
         """See plan_of."""
         return plan_of(options, vocabulary, self._registry, self._limits, identity)
 
-    def ready(self, plan: Plan) -> bool:
+    def ready(self, plan: ParserSelection) -> bool:
         """Whether `begin` can be called now; `prepare` makes it so."""
         engine = self._engine(plan.names)
         return engine is None or engine.facts(pair_of(plan.context.source, plan.names)) is not None
 
-    async def prepare(self, plan: Plan) -> None:
+    async def prepare(self, plan: ParserSelection) -> None:
         """Loads what an engine's parsers need; SluiceError when it cannot be, or not in time."""
         engine = self._engine(plan.names)
         if engine is not None:
@@ -117,7 +117,7 @@ class Opener:
         names = vocabulary.parsers
         try:
             for pair in {names, replace(names, tool="")} - {NO_PARSERS}:
-                await self.prepare(Plan(pair, ParserContext(source=vocabulary.source)))
+                await self.prepare(ParserSelection(pair, ParserContext(source=vocabulary.source)))
         except SluiceError as error:
             missing = error.kind is not ErrorKind.FAILED_PRECONDITION or error.code == "missing_extra"
             if missing or vocabulary.built_in is None:
@@ -142,13 +142,13 @@ class Opener:
     def _engine(self, names: ParserNames) -> EngineHost | None:
         return self._engines.get(engine_of(names.tool) or engine_of(names.reasoning))
 
-    def begin(self, options: StreamOptions, vocabulary: Vocabulary, plan: Plan) -> AnyStream:
+    def begin(self, options: StreamOptions, vocabulary: Vocabulary, plan: ParserSelection) -> AnyStream:
         """A stream, with a parser where the plan has one."""
         if plan.names == NO_PARSERS:
             return Stream(options, vocabulary, self._limits)
         return self.parsed(options, vocabulary, plan)
 
-    def parsed(self, options: StreamOptions, vocabulary: Vocabulary, plan: Plan) -> AnyParsed:
+    def parsed(self, options: StreamOptions, vocabulary: Vocabulary, plan: ParserSelection) -> AnyParsed:
         """A stream with a parser, wherever that one runs."""
         engine = self._engine(plan.names)
         if engine is not None:

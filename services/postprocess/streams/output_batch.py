@@ -28,7 +28,7 @@ class Batch:
     draining: bool = False
 
 
-class Answers:
+class OutputBatch:
     """Collects answers until they are taken together.
 
     Attributes:

@@ -19,7 +19,7 @@ NO_PARSER = "tool_parser_unknown"
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ParserSelection:
     """How a stream is parsed.
 
     Attributes:
@@ -33,10 +33,12 @@ class Plan:
     degraded: str = ""
 
 
-_PLAIN = Plan(ParserNames(), ParserContext())
+_PLAIN = ParserSelection(ParserNames(), ParserContext())
 
 
-def plan_of(options: StreamOptions, vocabulary: Vocabulary, registry: Registry, limits: Limits, identity: str) -> Plan:
+def plan_of(
+    options: StreamOptions, vocabulary: Vocabulary, registry: Registry, limits: Limits, identity: str
+) -> ParserSelection:
     """What the options come to.
 
     Args:
@@ -70,7 +72,7 @@ def plan_of(options: StreamOptions, vocabulary: Vocabulary, registry: Registry, 
     )
     wanted = calls and bool(options.tool_parser) and bool(tools) and options.tool_parser != NONE
     degraded = NO_PARSER if wanted and not names.tool else ""
-    return Plan(names, context, NOT_CHOSEN if degraded and (only or context.required) else degraded)
+    return ParserSelection(names, context, NOT_CHOSEN if degraded and (only or context.required) else degraded)
 
 
 def _resolve(names: ParserNames, tools: bool, vocabulary: Vocabulary) -> ParserNames:

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 from services.common.errors import SluiceError, internal, overloaded
 from services.common.tasks import TaskOwner
-from services.postprocess.detokenize.registry import VocabularyLibrary
-from services.postprocess.streams.factory import INLINE_TOKENS, AnyStream, Opener, fed
-from services.postprocess.streams.parser_selection import Plan
+from services.postprocess.detokenize.registry import VocabularyRegistry
+from services.postprocess.streams.factory import INLINE_TOKENS, AnyStream, StreamFactory, fed
+from services.postprocess.streams.parser_selection import ParserSelection
 from services.postprocess.streams.resume import Resume
 from services.postprocess.streams.stream import FinishReason, StreamOptions
 
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class WaitingStream:
+class PendingStream:
     """One of them, with what came for it meanwhile.
 
     Attributes:
@@ -42,10 +42,10 @@ class WaitingStream:
         return self.resume is not None and len(self.resume.token_ids) > INLINE_TOKENS
 
 
-Begun = Callable[[int, WaitingStream, AnyStream, Plan, str], None]
+Begun = Callable[[int, PendingStream, AnyStream, ParserSelection, str], None]
 
 
-class WaitingStreams:
+class PendingStreams:
     """Those of one session, by slot.
 
     Args:
@@ -59,8 +59,8 @@ class WaitingStreams:
 
     def __init__(
         self,
-        library: VocabularyLibrary,
-        opener: Opener,
+        library: VocabularyRegistry,
+        opener: StreamFactory,
         max_tokens: int,
         begun: Begun,
         refused: Callable[[int, SluiceError], None],
@@ -72,7 +72,7 @@ class WaitingStreams:
         self._begun = begun
         self._refused = refused
         self._tasks = TaskOwner(on_death)
-        self._streams: dict[int, WaitingStream] = {}
+        self._streams: dict[int, PendingStream] = {}
         self._settling: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
@@ -81,7 +81,7 @@ class WaitingStreams:
     def __contains__(self, slot: int) -> bool:
         return slot in self._streams
 
-    def add(self, slot: int, stream: WaitingStream) -> None:
+    def add(self, slot: int, stream: PendingStream) -> None:
         """Begins the stream as soon as that is possible."""
         self._streams[slot] = stream
         settling = self._tasks.spawn(self._settle(slot, stream), f"postprocess stream {slot}")
@@ -103,7 +103,7 @@ class WaitingStreams:
         """Nobody wants to hear of it any more; unknown slots are ignored."""
         self._streams.pop(slot, None)
 
-    async def _settle(self, slot: int, waiting: WaitingStream) -> None:
+    async def _settle(self, slot: int, waiting: PendingStream) -> None:
         """Begins the stream, or refuses it: whatever is wrong with one of them must not end the service."""
         try:
             stream, plan, text = await self._made(waiting)
@@ -121,7 +121,7 @@ class WaitingStreams:
             stream.close()
             self._refused(slot, _told(error, waiting))
 
-    async def _made(self, waiting: WaitingStream) -> tuple[AnyStream, Plan, str]:
+    async def _made(self, waiting: PendingStream) -> tuple[AnyStream, ParserSelection, str]:
         """The stream, and the text that its past gave."""
         vocabulary = await self._library.get(waiting.options.model)
         plan = self._opener.plan(waiting.options, vocabulary, waiting.identity)
@@ -145,7 +145,7 @@ class WaitingStreams:
         self._streams.clear()
 
 
-def _told(error: Exception, waiting: WaitingStream) -> SluiceError:
+def _told(error: Exception, waiting: PendingStream) -> SluiceError:
     """What the caller hears; the log hears the rest."""
     if isinstance(error, SluiceError):
         return error

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from services.common.errors import ErrorKind, SluiceError, invalid, overloaded, unavailable
-from services.postprocess.detokenize.registry import VocabularyLibrary
+from services.postprocess.detokenize.registry import VocabularyRegistry
 from services.postprocess.metrics import Metrics
 from services.postprocess.parsers.events import Degraded
 from services.postprocess.parsers.isolated.remote import RemoteStream
-from services.postprocess.streams.factory import AnyParsed, AnyStream, Opener, waiting
-from services.postprocess.streams.output_batch import Answers, Batch
-from services.postprocess.streams.parser_selection import Plan
-from services.postprocess.streams.pending import WaitingStream, WaitingStreams
+from services.postprocess.streams.factory import AnyParsed, AnyStream, StreamFactory, waiting
+from services.postprocess.streams.output_batch import Batch, OutputBatch
+from services.postprocess.streams.parser_selection import ParserSelection
+from services.postprocess.streams.pending import PendingStream, PendingStreams
 from services.postprocess.streams.resume import Remainder, Resume, mismatch
 from services.postprocess.streams.slots import Slots
 from services.postprocess.streams.stream import Finish, FinishReason, Limits, Stream, StreamOptions
@@ -51,12 +51,12 @@ class PostSession:
 
     def __init__(
         self,
-        library: VocabularyLibrary,
+        library: VocabularyRegistry,
         limits: SessionLimits,
         metrics: Metrics,
         wake: Callable[[], None],
         on_death: Callable[[str, BaseException], None] | None = None,
-        opener: Opener | None = None,
+        opener: StreamFactory | None = None,
     ) -> None:
         self._library = library
         self._limits = limits
@@ -64,14 +64,14 @@ class PostSession:
         self._wake = wake
         self._streams: dict[int, Stream] = {}
         self._parsed: dict[int, AnyParsed] = {}
-        self._opener = opener or Opener(limits.stream)
+        self._opener = opener or StreamFactory(limits.stream)
         self._parsed_news = asyncio.Event()
-        self._waiting = WaitingStreams(
+        self._waiting = PendingStreams(
             library, self._opener, limits.max_waiting_tokens, self._begun, self._not_begun, on_death
         )
         self._slots = Slots(metrics)
         self._remainders: dict[int, Remainder] = {}  # of resumed streams with a parser
-        self._answers = Answers()
+        self._answers = OutputBatch()
         self._backlog = 0
         self._draining = False
         self.drained = asyncio.Event()
@@ -96,7 +96,7 @@ class PostSession:
         try:
             self._admit(slot)
             vocabulary = self._library.ready(options.model)
-            waiting = WaitingStream(options, request_id or secrets.token_hex(12), resume)
+            waiting = PendingStream(options, request_id or secrets.token_hex(12), resume)
             plan = None if vocabulary is None else self._opener.plan(options, vocabulary, waiting.identity)
             if vocabulary is None or plan is None or not self._opener.ready(plan) or waiting.long:
                 self._waiting.add(slot, waiting)
@@ -117,7 +117,7 @@ class PostSession:
         if len(self) >= self._limits.max_streams:
             raise overloaded(f"The session has {len(self)} streams, which is its limit.")
 
-    def _join(self, slot: int, stream: AnyStream, plan: Plan, resume: Resume | None, text: str) -> None:
+    def _join(self, slot: int, stream: AnyStream, plan: ParserSelection, resume: Resume | None, text: str) -> None:
         """A stream takes part; what a resumed one said so far goes out as far as its caller has not got it.
 
         Args:
@@ -150,7 +150,7 @@ class PostSession:
         stream = self._streams.get(slot) or self._parsed.get(slot)
         self._finished(slot, Finish(FinishReason.ERROR, stream.tokens_seen if stream else 0, error=error))
 
-    def _begun(self, slot: int, waiting: WaitingStream, stream: AnyStream, plan: Plan, text: str) -> None:
+    def _begun(self, slot: int, waiting: PendingStream, stream: AnyStream, plan: ParserSelection, text: str) -> None:
         """A stream that waited takes part, and gets what came meanwhile."""
         try:
             self._join(slot, stream, plan, waiting.resume, text)

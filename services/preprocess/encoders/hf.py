@@ -13,10 +13,10 @@ from tokenizers import Tokenizer
 from services.common.packing import pack_u32
 from services.preprocess.encoders.backend import Backend, fastest
 from services.preprocess.encoders.fastokens_backend import FastokensBackend
-from services.preprocess.encoders.options import CACHE_OFF, Speed
+from services.preprocess.encoders.options import CACHE_OFF, EncoderOptions
 from services.preprocess.encoders.samples import SAMPLES
 from services.preprocess.encoders.segment_cache import CacheStats, SegmentCache
-from services.preprocess.encoders.split_points import Cut, cut_before, find_cut
+from services.preprocess.encoders.split_points import SplitPoint, cut_before, find_cut
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class HfEncoder:
         speed: what may be used to be fast.
     """
 
-    def __init__(self, file: Path, tokenizer: Tokenizer, probe: str, speed: Speed) -> None:
+    def __init__(self, file: Path, tokenizer: Tokenizer, probe: str, speed: EncoderOptions) -> None:
         self._tokenizer = tokenizer
         content = orjson.loads(file.read_bytes())
         added = [entry["content"] for entry in content.get("added_tokens") or []]
@@ -57,7 +57,7 @@ class HfEncoder:
             spelled = [f"x {token}y\n{token} " for token in _spread(added, _MAX_ADDED_SAMPLES)]
             backend = fastest(backend, lambda: FastokensBackend.of_file(file), spelled)
         self.backend = backend.name
-        self._cut = find_cut(content, _most_used(added, probe)) if speed.cache_bytes else Cut(refusal=CACHE_OFF)
+        self._cut = find_cut(content, _most_used(added, probe)) if speed.cache_bytes else SplitPoint(refusal=CACHE_OFF)
         self._cache: SegmentCache | None = None
         if self._cut.token:
             backend = self._cache = SegmentCache(backend, speed.cache_bytes)

@@ -15,7 +15,7 @@ from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 from services.common.packing import pack_u32, unpack_u32
 from services.preprocess.encoders.backend import Backend, fastest
 from services.preprocess.encoders.fastokens_backend import FastokensBackend
-from services.preprocess.encoders.options import Speed
+from services.preprocess.encoders.options import EncoderOptions
 from services.preprocess.encoders.segment_cache import CacheStats, SegmentCache
 
 log = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class MistralEncoder:
         speed: what may be used to be fast.
     """
 
-    def __init__(self, text: Tokenizer, speed: Speed) -> None:
+    def __init__(self, text: Tokenizer, speed: EncoderOptions) -> None:
         backend: Backend
         if isinstance(text, Tekkenizer):
             tekken = text

@@ -8,7 +8,7 @@ CACHE_OFF = "the cache is off"
 
 
 @dataclass(frozen=True)
-class Speed:
+class EncoderOptions:
     """Ways to be faster.
 
     Attributes:

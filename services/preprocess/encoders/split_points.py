@@ -53,14 +53,14 @@ _PRE_TOKENIZERS = frozenset(
 _MODELS = frozenset(("BPE", "Unigram", "WordLevel", "WordPiece"))
 
 
-class Cut(NamedTuple):
+class SplitPoint(NamedTuple):
     """The token to cut before, or why there is none."""
 
     token: str = ""
     refusal: str = ""
 
 
-def find_cut(tokenizer: dict[str, Any], candidates: Iterable[str]) -> Cut:
+def find_cut(tokenizer: dict[str, Any], candidates: Iterable[str]) -> SplitPoint:
     """The first candidate that cuts are exact at.
 
     Args:
@@ -68,10 +68,10 @@ def find_cut(tokenizer: dict[str, Any], candidates: Iterable[str]) -> Cut:
         candidates: texts of tokens, the best first; those that are no added tokens are passed over.
     """
     if refusal := _looks_across_pieces(tokenizer):
-        return Cut(refusal=refusal)
+        return SplitPoint(refusal=refusal)
     added = [entry for entry in tokenizer.get("added_tokens") or [] if entry.get("content")]
     if any(entry.get("single_word") for entry in added):
-        return Cut(refusal="an added token asks for word boundaries")
+        return SplitPoint(refusal="an added token asks for word boundaries")
     by_text = {entry["content"]: entry for entry in added}
     reason = "the chat template writes no token of the vocabulary"
     for text in candidates:
@@ -80,8 +80,8 @@ def find_cut(tokenizer: dict[str, Any], candidates: Iterable[str]) -> Cut:
             continue
         reason = _not_exact(entry, by_text)
         if not reason:
-            return Cut(text)
-    return Cut(refusal=reason)
+            return SplitPoint(text)
+    return SplitPoint(refusal=reason)
 
 
 def cut_before(text: str, token: str) -> list[str]:

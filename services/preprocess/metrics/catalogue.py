@@ -1,5 +1,5 @@
 """The catalogue of what preprocess measures; its instruments are declared where they are made."""
 
-from services.common.observability.declarations import Catalogue
+from services.common.observability.declarations import MetricDeclarations
 
-METRICS = Catalogue("preprocess")
+METRICS = MetricDeclarations("preprocess")

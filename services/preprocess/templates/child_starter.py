@@ -123,7 +123,7 @@ class Child(asyncio.Protocol):
         self.on_lost()
 
 
-class Nursery:
+class ChildStarter:
     """The process that has Jinja loaded, of which the others are copies; started when first needed, and again if it
     ended.
 

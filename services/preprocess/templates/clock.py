@@ -17,7 +17,7 @@ TICK, KEPT = "sluice_tick", "sluice_kept"
 directly, where any other call would go through the sandbox first."""
 
 
-class Overtime(Exception):
+class TemplateTimeout(Exception):
     """The template has run longer than it may."""
 
 
@@ -29,7 +29,7 @@ class Clock(local):
     def tick(self) -> None:
         """Raises Overtime when the time is up."""
         if monotonic() > self.deadline:
-            raise Overtime
+            raise TemplateTimeout
 
 
 def watched(tree: nodes.Template) -> nodes.Template:

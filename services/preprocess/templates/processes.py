@@ -20,7 +20,7 @@ from services.common.budgets import Budget, BudgetPool
 from services.common.errors import ErrorKind, SluiceError, overloaded, unavailable
 from services.common.tasks import TaskOwner
 from services.preprocess.templates import templates
-from services.preprocess.templates.child_starter import START_S, Child, ChildLimits, Nursery
+from services.preprocess.templates.child_starter import START_S, Child, ChildLimits, ChildStarter
 from services.preprocess.templates.lane import COMPILE_ONLY, GRACE_S, Home, Lane
 from services.preprocess.templates.runner import TemplateRunner
 from services.preprocess.validation import as_json
@@ -70,7 +70,7 @@ class TemplateProcesses(Home):
         self._models: set[Lane] = set()
         self._holding: set[Lane] = set()
         self._hungry = 0
-        self._nursery: Nursery | None = None
+        self._nursery: ChildStarter | None = None
         self.tasks = TaskOwner()
 
     # --- what callers use ---
@@ -174,7 +174,7 @@ class TemplateProcesses(Home):
         if lane in self._models:
             await self._take_slot(lane)
         try:
-            self._nursery = self._nursery or Nursery(self._limits)
+            self._nursery = self._nursery or ChildStarter(self._limits)
             return await self._nursery.child()
         except BaseException:
             self.ended(lane)

@@ -15,7 +15,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
 from services.common.errors import SluiceError, invalid
-from services.preprocess.templates.clock import KEPT, TICK, Clock, Overtime, watched
+from services.preprocess.templates.clock import KEPT, TICK, Clock, TemplateTimeout, watched
 from services.preprocess.templates.guards import BOUND, LEAST_MOST, MOST_ATTRIBUTE, GuardedEnvironment, check_json, kept
 from services.preprocess.templates.normalize_messages import ContentFormat, as_templates_expect
 
@@ -138,7 +138,7 @@ def render(source: str, variables: dict[str, Any], limit_s: float, max_chars: in
         return "".join(pieces)
     except SluiceError:
         raise
-    except Overtime:
+    except TemplateTimeout:
         raise took_too_long(limit_s) from None
     except Exception as error:  # a template is a program: it can fail in every way
         raise _failure(error) from error

@@ -14,7 +14,7 @@ from services.common.errors import SluiceError, invalid
 from services.common.models import fingerprint, read_json
 from services.common.packing import unpack_u32
 from services.preprocess.encoders.hf import HfEncoder
-from services.preprocess.encoders.options import Speed
+from services.preprocess.encoders.options import EncoderOptions
 from services.preprocess.encoders.segment_cache import CacheStats
 from services.preprocess.limits import Limits
 from services.preprocess.templates.runner import InThisProcess, TemplateRunner
@@ -64,7 +64,7 @@ class HfTokenizer(TokenizerProtocol):
         self,
         path: Path,
         limits: Limits,
-        speed: Speed | None = None,
+        speed: EncoderOptions | None = None,
         chat_template: str = "",
         own: TemplateRunner | None = None,
     ) -> None:
@@ -87,7 +87,7 @@ class HfTokenizer(TokenizerProtocol):
             raise invalid(f"The model has more than {MOST_TEMPLATES} chat templates.", param="model")
         for source in self._templates.values():
             self._own.compile(source)
-        self._encoder = HfEncoder(file, self._tokenizer, self._probe(), speed or Speed())
+        self._encoder = HfEncoder(file, self._tokenizer, self._probe(), speed or EncoderOptions())
         self.facts = TokenizerFacts(
             processor="hf",
             fingerprint=fingerprint(path),

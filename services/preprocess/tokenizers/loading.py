@@ -10,20 +10,20 @@ from types import MappingProxyType
 
 from services.common.errors import ErrorKind, SluiceError, invalid
 from services.common.models import ENGINE_PROCESSORS, ModelSpec, detect_processor, resolve
-from services.preprocess.encoders.options import Speed
+from services.preprocess.encoders.options import EncoderOptions
 from services.preprocess.limits import Limits
 from services.preprocess.tokenizers.engine import EngineOptions, EngineTokenizer
 from services.preprocess.tokenizers.protocol import TokenizerProtocol
 
 NO_OPTIONS: Mapping[str, EngineOptions] = MappingProxyType({})
-USUAL_SPEED = Speed()
+USUAL_SPEED = EncoderOptions()
 
 
 def load_tokenizer(
     spec: ModelSpec,
     limits: Limits,
     engines: Mapping[str, EngineOptions] = NO_OPTIONS,
-    speed: Speed = USUAL_SPEED,
+    speed: EncoderOptions = USUAL_SPEED,
     template_file: Path | None = None,
 ) -> TokenizerProtocol:
     """Finds the model's files, downloading them if need be, and loads the implementation that reads them.
@@ -66,7 +66,7 @@ def _load(
     path: Path,
     limits: Limits,
     engines: Mapping[str, EngineOptions],
-    speed: Speed,
+    speed: EncoderOptions,
     template: str,
 ) -> TokenizerProtocol:
     if processor in ENGINE_PROCESSORS:

@@ -10,7 +10,7 @@ import grpc
 
 from services.common.errors import SluiceError
 from services.common.packing import pack_u32, unpack_u32
-from services.worker.conformance.heard import Heard
+from services.worker.conformance.heard import ObservedStream
 from services.worker.conformance.patience import Patience
 from services.worker.conformance.rule import Broken
 from sluice.v1 import worker_pb2, worker_pb2_grpc
@@ -29,7 +29,7 @@ class Caller:
     def __init__(self, stub: worker_pb2_grpc.WorkerAsyncStub, patience: Patience) -> None:
         self._call: grpc.aio.StreamStreamCall[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch] = stub.Session()
         self._patience = patience
-        self._by_slot: dict[int, Heard] = {}
+        self._by_slot: dict[int, ObservedStream] = {}
         self._next_slot = 1
         self._lost = asyncio.Event()
         self._why_lost = ""
@@ -37,26 +37,26 @@ class Caller:
         self.batches = 0
         self._reading = asyncio.get_running_loop().create_task(self._read())
 
-    async def start(self, *requests: worker_pb2.GenerateRequest, slot: int | None = None) -> list[Heard]:
+    async def start(self, *requests: worker_pb2.GenerateRequest, slot: int | None = None) -> list[ObservedStream]:
         """Starts requests in one message, each in a slot of its own; `slot` names that of the first."""
         fresh = []
         for request in requests:
             chosen = self._next_slot if slot is None else slot
             slot, self._next_slot = None, max(self._next_slot, chosen) + 1
-            heard = Heard(request, chosen)
+            heard = ObservedStream(request, chosen)
             self._by_slot[chosen] = heard
             fresh.append(heard)
         starts = [worker_pb2.SessionStart(slot=heard.slot, request=heard.request) for heard in fresh]
         await self._write(worker_pb2.WorkerSessionRequest(starts=starts))
         return fresh
 
-    async def ask(self, *requests: worker_pb2.GenerateRequest, slot: int | None = None) -> list[Heard]:
+    async def ask(self, *requests: worker_pb2.GenerateRequest, slot: int | None = None) -> list[ObservedStream]:
         """Starts requests and waits until each has its terminal delta."""
         heard = await self.start(*requests, slot=slot)
         await self.ended(*heard)
         return heard
 
-    async def ask_one(self, request: worker_pb2.GenerateRequest, slot: int | None = None) -> Heard:
+    async def ask_one(self, request: worker_pb2.GenerateRequest, slot: int | None = None) -> ObservedStream:
         """Starts one request and waits for its end."""
         return (await self.ask(request, slot=slot))[0]
 
@@ -64,11 +64,11 @@ class Caller:
         """One message that cancels slots."""
         await self._write(worker_pb2.WorkerSessionRequest(cancels=pack_u32(slots)))
 
-    async def began(self, *requests: Heard) -> None:
+    async def began(self, *requests: ObservedStream) -> None:
         """Waits until each request has a token, or has ended."""
         await self._all_of([heard.began for heard in requests], "sent no token", self._patience.generation_s)
 
-    async def ended(self, *requests: Heard, within_s: float | None = None) -> None:
+    async def ended(self, *requests: ObservedStream, within_s: float | None = None) -> None:
         """Waits until each request has its terminal delta."""
         waited = self._patience.generation_s if within_s is None else within_s
         await self._all_of([heard.ended for heard in requests], "sent no terminal delta", waited)
@@ -159,7 +159,7 @@ class Caller:
             start += count
         return rows
 
-    def _named(self, slot: int) -> Heard | None:
+    def _named(self, slot: int) -> ObservedStream | None:
         heard = self._by_slot.get(slot)
         if heard is None:
             self.violations.append(f"A batch speaks of slot {slot}, which was never started.")

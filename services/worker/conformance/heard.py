@@ -18,7 +18,7 @@ def reason_name(reason: int) -> str:
 
 
 @dataclass(slots=True)
-class Heard:
+class ObservedStream:
     """One request and what came back for it.
 
     Attributes:

@@ -10,7 +10,7 @@ import grpc
 
 from services.common.errors import ErrorKind
 from services.common.rpc.errors import DETAIL_KEY, from_rpc_error
-from services.worker.conformance.heard import REASONS, Heard
+from services.worker.conformance.heard import REASONS, ObservedStream
 from services.worker.conformance.rule import Broken, NotClaimed, expect
 from services.worker.conformance.subject import Subject
 from sluice.v1 import common_pb2, worker_pb2
@@ -81,7 +81,7 @@ def _status(error: grpc.aio.AioRpcError, kinds: tuple[ErrorKind, ...]) -> str:
     return typed.message
 
 
-def refusal_of(heard: Heard, kinds: tuple[ErrorKind, ...]) -> str:
+def refusal_of(heard: ObservedStream, kinds: tuple[ErrorKind, ...]) -> str:
     """The sentence of a terminal delta that refuses; Broken when it is none, or not of these kinds."""
     expect(
         heard.reason == REASONS.FINISH_REASON_ERROR,

@@ -16,7 +16,7 @@ from services.common.packing import pack_u32, unpack_u32
 from services.common.rpc.channels import open_channel
 from services.common.rpc.errors import from_rpc_error
 from services.worker.conformance.caller import Caller
-from services.worker.conformance.heard import Heard
+from services.worker.conformance.heard import ObservedStream
 from services.worker.conformance.patience import Patience
 from services.worker.conformance.rule import Broken
 from services.worker.conformance.watching import Watcher
@@ -165,14 +165,14 @@ class Subject:
         finally:
             await channel.close()
 
-    async def ask(self, request: worker_pb2.GenerateRequest) -> Heard:
+    async def ask(self, request: worker_pb2.GenerateRequest) -> ObservedStream:
         """One request on a session of its own, to its end."""
         async with self.session() as caller:
             return await caller.ask_one(request)
 
-    async def generate(self, request: worker_pb2.GenerateRequest) -> Heard:
+    async def generate(self, request: worker_pb2.GenerateRequest) -> ObservedStream:
         """One request by the server-streaming twin, to the end of the stream."""
-        heard = Heard(request)
+        heard = ObservedStream(request)
         call = self.stub.Generate(request, timeout=self.patience.generation_s)
         async for delta in call:
             late = bool(heard.token_ids)

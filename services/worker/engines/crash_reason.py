@@ -9,7 +9,7 @@ from pathlib import Path
 LONGEST = 500
 
 
-class LastWords(logging.Filter):
+class CrashReason(logging.Filter):
     """Of the traceback with which an engine's process ends, its last line.
 
     Args:

@@ -15,7 +15,7 @@ BlockKey = tuple[int, EngineHash]
 """Cache group and engine hash."""
 
 
-class Span:
+class BlockRun:
     """Blocks of ours that are there as long as all of some engine blocks are.
 
     One engine block makes one or several of ours, or, where the engine's blocks are smaller, several make one.
@@ -55,7 +55,7 @@ class Block:
         self.rest: bytes = parent.rest if parent else b""
         self.unfinished: tuple[Block, ...] = parent.unfinished if parent else ()
         self.copies: Counter[CacheTier] = Counter()
-        self.spans: list[Span] = []
+        self.spans: list[BlockRun] = []
 
     def fill(self, token_ids: array[int], block_size: int) -> None:
         """Works out which blocks of ours end within these tokens, which follow those of the parent."""
@@ -64,7 +64,7 @@ class Block:
         members = (*self.unfinished, self)
         if hashes:
             self.tail = hashes[-1]
-            span = Span(hashes, members)
+            span = BlockRun(hashes, members)
             for member in members:
                 member.spans.append(span)
         self.rest = packed[len(hashes) * block_size * 4 :]

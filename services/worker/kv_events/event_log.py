@@ -21,7 +21,7 @@ class NumberedBatch:
     events: Sequence[KvEvent]
 
 
-class CacheLog:
+class KvEventLog:
     """Follows one event source for the life of the process.
 
     Events collect in an open batch until someone takes it, so that engine steps faster than the connection share a

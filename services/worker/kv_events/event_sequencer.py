@@ -27,7 +27,7 @@ def _counters() -> tuple[Counter, Counter, Counter]:
     return Counter(EVENT_GAPS), Counter(EVENT_LOSSES), Counter(EVENT_ORPHANS)
 
 
-class Follower:
+class EventSequencer:
     """The order of one rank's batches, without any input or output of its own.
 
     Whoever reads the engine calls `live`; when `replay_from` is set, asks the engine for everything from that number

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.worker.kv_events.cache_events import KvEventSource, KvListener
-from services.worker.kv_events.event_sequencer import Follower
+from services.worker.kv_events.event_sequencer import EventSequencer
 from services.worker.kv_events.translation import Translator
 
 
@@ -16,7 +16,7 @@ class EngineCacheSource(KvEventSource):
         rank: data-parallel rank.
         block_size: tokens in a block, as on the model card.
         counts_copies: as in `Translator`.
-        can_replay: as in `Follower`.
+        can_replay: as in `EventSequencer`.
 
     Attributes:
         follower: gets the engine's batches.
@@ -26,7 +26,7 @@ class EngineCacheSource(KvEventSource):
     def __init__(self, rank: int, block_size: int, *, counts_copies: bool, can_replay: bool) -> None:
         super().__init__(rank)
         self.translator = Translator(block_size, counts_copies=counts_copies)
-        self.follower = Follower(self.translator, self.publish, can_replay=can_replay)
+        self.follower = EventSequencer(self.translator, self.publish, can_replay=can_replay)
 
     def subscribe(self, listener: KvListener) -> None:
         super().subscribe(listener)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from services.common.errors import invalid
-from services.worker.kv_events.blocks import Block, BlockKey, BlockTable, Span
+from services.worker.kv_events.blocks import Block, BlockKey, BlockRun, BlockTable
 from services.worker.kv_events.cache_events import BlocksRemoved, BlocksStored, CacheCleared, CacheTier, KvEvent
 from services.worker.kv_events.events import (
     PREFIX_KINDS,
@@ -168,7 +168,7 @@ class Translator:
                     self._tell_removed(span, tier)
             self._table.settle(block)
 
-    def _tell_stored(self, span: Span, tier: CacheTier) -> None:
+    def _tell_stored(self, span: BlockRun, tier: CacheTier) -> None:
         held = self._held.setdefault(tier, Counter())
         fresh = [block_hash for block_hash in span.hashes if not held[block_hash]]
         held.update(span.hashes)
@@ -180,7 +180,7 @@ class Translator:
         else:
             self._out.append(BlocksStored(array("Q", fresh), tier))
 
-    def _tell_removed(self, span: Span, tier: CacheTier) -> None:
+    def _tell_removed(self, span: BlockRun, tier: CacheTier) -> None:
         held = self._held[tier]
         held.subtract(span.hashes)
         gone = [block_hash for block_hash in span.hashes if not held[block_hash]]

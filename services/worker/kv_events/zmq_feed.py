@@ -7,7 +7,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from services.common.errors import ErrorKind, SluiceError
-from services.worker.kv_events.event_sequencer import Follower
+from services.worker.kv_events.event_sequencer import EventSequencer
 from services.worker.kv_events.events import EngineBatch, MalformedEvents
 from services.worker.kv_events.wire import decode
 
@@ -40,7 +40,13 @@ class ZmqFeed:
     """
 
     def __init__(
-        self, follower: Follower, endpoint: str, replay_endpoint: str = "", topic: str = "", *, binds: bool = False
+        self,
+        follower: EventSequencer,
+        endpoint: str,
+        replay_endpoint: str = "",
+        topic: str = "",
+        *,
+        binds: bool = False,
     ) -> None:
         self._follower = follower
         self._endpoint = endpoint

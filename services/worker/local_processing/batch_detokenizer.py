@@ -13,11 +13,11 @@ from services.postprocess.streams.session import PostSession
 from services.postprocess.streams.stream import Finish
 from services.postprocess.streams.stream import FinishReason as TextReason
 from services.worker.engines.contract.generation import FinishReason, GenerateRequest, PositionLogprobs
-from services.worker.local_processing.pending_parses import Lagging
+from services.worker.local_processing.pending_parses import PendingParses
 from services.worker.local_processing.text_delta import TextDelta, by_slot
 from services.worker.local_processing.text_sink import TextSink
-from services.worker.local_processing.token_batch import Columns
-from services.worker.serving.response_sink import Delivery, Terms
+from services.worker.local_processing.token_batch import StepTokens
+from services.worker.serving.response_sink import ResponseSink, SinkParams
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ MOST_SLOTS = 1 << 32
 NO_TRACE: Mapping[str, str] = {}
 
 
-class TextDesk:
+class BatchDetokenizer:
     """The texts of one worker.
 
     Tokens collect while an engine steps and are turned into text in the event loop's next round. None of it waits for
@@ -43,17 +43,19 @@ class TextDesk:
         self._sinks: dict[int, TextSink] = {}
         self._slots: dict[str, int] = {}
         self._last_slot = 0
-        self._step = Columns()
+        self._step = StepTokens()
         self._ended: list[TextSink] = []
         self._early: list[tuple[TextSink, Finish]] = []
-        self._lagging = Lagging(lambda slot: self._session.behind(slot))
+        self._lagging = PendingParses(lambda slot: self._session.behind(slot))
         self._due: asyncio.Handle | None = None
 
     def __len__(self) -> int:
         """Texts that have not ended."""
         return len(self._sinks)
 
-    def open(self, request: GenerateRequest, target: Delivery, terms: Terms, stop: Callable[[], None]) -> TextSink:
+    def open(
+        self, request: GenerateRequest, target: ResponseSink, terms: SinkParams, stop: Callable[[], None]
+    ) -> TextSink:
         """Begins a request's text; where it goes on from resumed tokens, their own text is not said again.
 
         Args:
@@ -132,7 +134,7 @@ class TextDesk:
             self._due.cancel()
             self._due = None
         step, ended, early = self._step, self._ended, self._early
-        self._step, self._ended, self._early = Columns(), [], []
+        self._step, self._ended, self._early = StepTokens(), [], []
         try:
             if self._lagging:
                 step = self._lagging.due(step)
@@ -166,7 +168,7 @@ class TextDesk:
             self._pass_tokens(tokens, {slot: text})
             self._pass_texts({slot: text})
 
-    def _said(self, step: Columns, ended: Iterable[TextSink]) -> dict[int, TextDelta]:
+    def _said(self, step: StepTokens, ended: Iterable[TextSink]) -> dict[int, TextDelta]:
         if step.rows:
             self._session.feed(array("I", [sink.slot for sink, _ in step.rows]), step.counts, step.token_ids)
         for sink in ended:
@@ -175,7 +177,7 @@ class TextDesk:
                 self._session.end(sink.slot, TextReason(terminal.finish_reason), terminal.stop_token_id)
         return by_slot(self._session.drain())
 
-    def _pass_tokens(self, step: Columns, said: Mapping[int, TextDelta]) -> None:
+    def _pass_tokens(self, step: StepTokens, said: Mapping[int, TextDelta]) -> None:
         """The tokens go on, but none after the end of their text."""
         end, token_ids = 0, step.token_ids
         for (sink, logprobs), count in zip(step.rows, step.counts, strict=True):
@@ -217,9 +219,9 @@ class TextDesk:
             self._finish(sink, Finish(TextReason.ERROR, 0, error=internal("The text could not be made.")))
 
 
-def _passed_on(terms: Terms, target: Delivery) -> Terms:
+def _passed_on(terms: SinkParams, target: ResponseSink) -> SinkParams:
     """What the engine is held to, for a sink before the delivery of which the worker hears everything else."""
-    return Terms(
+    return SinkParams(
         lambda sink, reason, usage: None,
         lambda sink, rule: terms.on_broken(target, rule),
         vocab_size=terms.vocab_size,

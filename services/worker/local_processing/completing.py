@@ -11,7 +11,7 @@ import orjson
 from services.postprocess.streams.stream import StreamOptions
 from services.preprocess.tokenizers.generation_defaults import GenerationDefaults
 from services.preprocess.tokenizers.protocol import TokenizerFacts
-from services.worker.engines.contract.generation import GenerateRequest, Sampling, Stop
+from services.worker.engines.contract.generation import GenerateRequest, SamplingParams, Stop
 from services.worker.local_processing.body import ChatBody
 
 PROMPT_TAIL_TOKENS = 16
@@ -49,7 +49,7 @@ def completed(
     )
 
 
-def _sampling(given: Sampling, defaults: GenerationDefaults) -> Sampling:
+def _sampling(given: SamplingParams, defaults: GenerationDefaults) -> SamplingParams:
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     unset = {name: getattr(defaults, name) for name in names if getattr(given, name) is None}
     return replace(given, **unset)

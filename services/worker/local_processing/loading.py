@@ -8,19 +8,19 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from services.common.models import ENGINE_PROCESSORS, ModelSpec
-from services.postprocess.detokenize.registry import VocabularyLibrary
+from services.postprocess.detokenize.registry import VocabularyRegistry
 from services.postprocess.metrics import Metrics
 from services.postprocess.parsers.engines import engine_of
 from services.postprocess.parsers.registry import ParserNames
-from services.postprocess.streams.factory import Opener, OwnParsers
+from services.postprocess.streams.factory import CustomParsers, StreamFactory
 from services.postprocess.streams.session import PostSession, SessionLimits
-from services.preprocess.encoders.options import Speed
+from services.preprocess.encoders.options import EncoderOptions
 from services.preprocess.limits import Limits
 from services.preprocess.templates.processes import TemplateProcesses
 from services.preprocess.tokenizers.loading import load_tokenizer
 from services.preprocess.tokenizers.probes import prompt_fingerprint
 from services.preprocess.tokenizers.protocol import TokenizerProtocol
-from services.worker.local_processing.batch_detokenizer import TextDesk
+from services.worker.local_processing.batch_detokenizer import BatchDetokenizer
 from services.worker.local_processing.prompts import PromptMaker
 
 __all__ = ["ParserNames", "PromptMaker", "load_prompts", "load_texts", "off_loop", "spec_for", "template_limits"]
@@ -47,7 +47,7 @@ def load_prompts(spec: ModelSpec, limits: Limits, cache_bytes: int) -> Tokenizer
     Raises:
         SluiceError: as `load_tokenizer`.
     """
-    tokenizer = load_tokenizer(spec, limits, speed=Speed(cache_bytes=cache_bytes))
+    tokenizer = load_tokenizer(spec, limits, speed=EncoderOptions(cache_bytes=cache_bytes))
     tokenizer.facts = replace(tokenizer.facts, prompt_fingerprint=prompt_fingerprint(tokenizer))
     return tokenizer
 
@@ -76,7 +76,7 @@ def _end(tokenizer: TokenizerProtocol) -> None:
 
 async def load_texts(
     spec: ModelSpec, parsers: ParserNames, on_death: Callable[[str, BaseException], None]
-) -> tuple[TextDesk, Opener]:
+) -> tuple[BatchDetokenizer, StreamFactory]:
     """What makes a model's texts; the opener is to be closed after the desk.
 
     Args:
@@ -87,9 +87,9 @@ async def load_texts(
         SluiceError: the vocabulary cannot be read, or there is no such parser.
     """
     limits = SessionLimits(max_row_tokens=ROW_TOKENS)
-    library = VocabularyLibrary([spec], LOAD_S, parsers={spec.name: parsers})
+    library = VocabularyRegistry([spec], LOAD_S, parsers={spec.name: parsers})
     engines = {engine: "" for engine in map(engine_of, (parsers.tool, parsers.reasoning)) if engine}
-    opener = Opener(limits.stream, OwnParsers(engines=engines), on_death)
+    opener = StreamFactory(limits.stream, CustomParsers(engines=engines), on_death)
     try:
         vocabulary = await library.get(spec.name)
         await opener.start()
@@ -102,4 +102,4 @@ async def load_texts(
     def session(wake: Callable[[], None]) -> PostSession:
         return PostSession(library, limits, metrics, wake, on_death, opener)
 
-    return TextDesk(session, spec.name), opener
+    return BatchDetokenizer(session, spec.name), opener

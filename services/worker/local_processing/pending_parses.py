@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from services.worker.local_processing.text_delta import TextDelta
-from services.worker.local_processing.token_batch import Columns
+from services.worker.local_processing.token_batch import StepTokens
 
 
 @dataclass
@@ -17,12 +17,12 @@ class _Lag:
     """
 
     resumes: bool
-    tokens: Columns = field(default_factory=Columns)
+    tokens: StepTokens = field(default_factory=StepTokens)
     text: TextDelta = field(default_factory=TextDelta)
-    later: Columns = field(default_factory=Columns)
+    later: StepTokens = field(default_factory=StepTokens)
 
 
-class Lagging:
+class PendingParses:
     """Keeps their tokens and texts together: a caller has both or neither, so that another worker can go on from there.
 
     Args:
@@ -48,21 +48,21 @@ class Lagging:
         """Whether this is one of them, and its parser has been given tokens that are not answered."""
         return slot in self._lags and self._behind(slot)
 
-    def given(self, tokens: Columns) -> None:
+    def given(self, tokens: StepTokens) -> None:
         """Their parsers were given these."""
         for sink, token_ids, logprobs in tokens:
             self._lags[sink.slot].tokens.add(sink, token_ids, logprobs)
 
-    def due(self, tokens: Columns) -> Columns:
+    def due(self, tokens: StepTokens) -> StepTokens:
         """Of tokens that came now, those that parsers can be given, after those that waited for it."""
         held, tokens = tokens.parted(self.busy)
         for sink, token_ids, logprobs in held:
             self._lags[sink.slot].later.add(sink, token_ids, logprobs)
-        found = Columns()
+        found = StepTokens()
         for slot, lag in self._lags.items():
             if lag.later.rows and not self._behind(slot):
                 found.extend(lag.later)
-                lag.later = Columns()
+                lag.later = StepTokens()
         found.extend(tokens)
         return found
 
@@ -71,7 +71,7 @@ class Lagging:
         if (lag := self._lags.get(slot)) is not None:
             lag.text.add(text)
 
-    def answered(self) -> list[tuple[int, Columns, TextDelta]]:
+    def answered(self) -> list[tuple[int, StepTokens, TextDelta]]:
         """Those that are not behind any more and were: their tokens, and the text of these."""
         found = []
         for slot, lag in self._lags.items():
@@ -80,7 +80,7 @@ class Lagging:
             tokens, text = lag.tokens, lag.text
             if lag.resumes:
                 text = TextDelta(finish=text.finish)
-            lag.tokens, lag.text, lag.resumes = Columns(), TextDelta(), False
+            lag.tokens, lag.text, lag.resumes = StepTokens(), TextDelta(), False
             if tokens.rows or text != TextDelta():
                 found.append((slot, tokens, text))
         return found

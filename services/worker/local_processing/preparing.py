@@ -13,7 +13,7 @@ from services.worker.engines.contract.generation import GenerateRequest
 log = logging.getLogger(__name__)
 
 
-class Preparing:
+class PromptPreparation:
     """Runs one task a request, from its arrival to the moment it has ids.
 
     Args:

@@ -15,14 +15,14 @@ from services.worker.engines.contract.capabilities import Capability
 from services.worker.engines.contract.engine import EngineConfig, Sink
 from services.worker.engines.contract.generation import GenerateRequest
 from services.worker.local_processing.options import ProcessingOptions
-from services.worker.local_processing.preparing import Preparing
-from services.worker.serving.response_sink import Delivery, Terms
+from services.worker.local_processing.preparing import PromptPreparation
+from services.worker.serving.response_sink import ResponseSink, SinkParams
 
 if TYPE_CHECKING:  # what these need is not there in every environment of an engine
-    from services.postprocess.streams.factory import Opener
+    from services.postprocess.streams.factory import StreamFactory
     from services.preprocess.templates.processes import TemplateProcesses
     from services.preprocess.tokenizers.protocol import TokenizerProtocol
-    from services.worker.local_processing.batch_detokenizer import TextDesk
+    from services.worker.local_processing.batch_detokenizer import BatchDetokenizer
     from services.worker.local_processing.prompts import PromptMaker
 
 log = logging.getLogger(__name__)
@@ -48,11 +48,11 @@ class Processing:
         self._templates: TemplateProcesses | None = None
         self._tokenizer: TokenizerProtocol | None = None
         self._prompts: PromptMaker | None = None
-        self._texts: TextDesk | None = None
-        self._opener: Opener | None = None
+        self._texts: BatchDetokenizer | None = None
+        self._opener: StreamFactory | None = None
         self._config: EngineConfig | None = None
         self._made_here: frozenset[str] = frozenset()
-        self.preparing = Preparing(self.prepare, self._tasks)
+        self.preparing = PromptPreparation(self.prepare, self._tasks)
 
     async def start(self, config: EngineConfig) -> EngineConfig:
         """Loads what it takes.
@@ -123,7 +123,7 @@ class Processing:
         assert self._config is not None
         return await self._prompts.prepare(request, self._config)
 
-    def sink(self, request: GenerateRequest, target: Delivery, terms: Terms, stop: Callable[[], None]) -> Sink:
+    def sink(self, request: GenerateRequest, target: ResponseSink, terms: SinkParams, stop: Callable[[], None]) -> Sink:
         """Where the engine puts the tokens of a request: before its delivery, if text is to be made of them.
 
         Args:

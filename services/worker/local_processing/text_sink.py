@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from services.worker.engines.contract.generation import Delta, PositionLogprobs, Usage
 from services.worker.local_processing.text_delta import TextDelta
-from services.worker.serving.response_sink import Delivery
+from services.worker.serving.response_sink import ResponseSink
 
 
-class TextSink(Delivery):
+class TextSink(ResponseSink):
     """Holds the engine to its word, as every delivery, and hands what it says to the desk.
 
     Args:
@@ -28,7 +28,7 @@ class TextSink(Delivery):
     def __init__(
         self,
         slot: int,
-        target: Delivery,
+        target: ResponseSink,
         stop: Callable[[], None],
         before: int,
         put: Callable[[TextSink, Sequence[int], Sequence[PositionLogprobs]], None],

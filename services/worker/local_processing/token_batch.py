@@ -11,7 +11,7 @@ from services.worker.local_processing.text_sink import TextSink
 
 
 @dataclass(slots=True)
-class Columns:
+class StepTokens:
     """Row i is the next `counts[i]` of `token_ids`, beside the sink they came to and their log-probabilities."""
 
     rows: list[tuple[TextSink, Sequence[PositionLogprobs]]] = field(default_factory=list)
@@ -24,15 +24,15 @@ class Columns:
         self.counts.append(len(token_ids))
         self.token_ids.extend(token_ids)
 
-    def extend(self, later: Columns) -> None:
+    def extend(self, later: StepTokens) -> None:
         """The rows of another one after these."""
         self.rows += later.rows
         self.counts += later.counts
         self.token_ids += later.token_ids
 
-    def parted(self, apart: Callable[[int], bool]) -> tuple[Columns, Columns]:
+    def parted(self, apart: Callable[[int], bool]) -> tuple[StepTokens, StepTokens]:
         """The rows whose slots are `apart`, and the others, each in order."""
-        found = Columns(), Columns()
+        found = StepTokens(), StepTokens()
         for sink, token_ids, logprobs in self:
             found[not apart(sink.slot)].add(sink, token_ids, logprobs)
         return found

@@ -12,7 +12,7 @@ from services.common.errors import ErrorKind, SluiceError
 from services.common.packing import pack_u64
 from services.worker.engines.contract.engine import Load
 from services.worker.kv_events.cache_events import BlocksRemoved, BlocksStored, CacheTier, KvEvent
-from services.worker.kv_events.event_log import CacheLog, NumberedBatch, chunks
+from services.worker.kv_events.event_log import KvEventLog, NumberedBatch, chunks
 from services.worker.serving.wire import write_loads
 from sluice.v1 import common_pb2, router_pb2
 
@@ -42,7 +42,7 @@ class Attachment:
         self,
         call: Call,
         registration: router_pb2.Registration,
-        logs: Sequence[CacheLog],
+        logs: Sequence[KvEventLog],
         load: Callable[[], Sequence[Load]],
         on_attached: Callable[[], None],
     ) -> None:
@@ -181,7 +181,7 @@ class Attachment:
                 yield router_pb2.AttachRequest(events=_write_batch(rank, batch))
 
 
-def _snapshot(kv_log: CacheLog) -> Iterator[router_pb2.Snapshot]:
+def _snapshot(kv_log: KvEventLog) -> Iterator[router_pb2.Snapshot]:
     tiers = kv_log.snapshot()
     parts = [(tier, piece) for tier, hashes in tiers.items() for piece in chunks(hashes, SNAPSHOT_HASHES)]
     for tier, piece in parts:

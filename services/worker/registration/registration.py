@@ -11,10 +11,10 @@ from collections.abc import Callable, Coroutine
 import grpc
 
 from services.common.errors import ErrorKind, SluiceError
-from services.common.observability.instruments import Counter, Level
+from services.common.observability.instruments import Counter, Gauge
 from services.common.rpc.errors import from_rpc_error
 from services.common.rpc.replicas import Replica, ReplicaSet
-from services.worker.kv_events.event_log import CacheLog
+from services.worker.kv_events.event_log import KvEventLog
 from services.worker.metrics import ATTACHES, ID_TAKEN
 from services.worker.registration.attachment import ATTACH_S, LEAVE_S, Attachment
 from services.worker.serving.wire import write_card, write_role
@@ -53,7 +53,7 @@ class Registration:
         self._worker = worker
         self._address = address
         self._routers = routers
-        self._logs = [CacheLog(source.rank) for source in worker.engine.kv_event_sources()]
+        self._logs = [KvEventLog(source.rank) for source in worker.engine.kv_event_sources()]
         for kv_log, source in zip(self._logs, worker.engine.kv_event_sources(), strict=True):
             source.subscribe(kv_log.record)
         self._lease_key = secrets.token_bytes(LEASE_KEY_BYTES)  # identifies this process to routers
@@ -68,7 +68,7 @@ class Registration:
         self._done = asyncio.Event()
         self.attached = asyncio.Event()
         self._attaches = Counter(ATTACHES)
-        self._taken = Level(ID_TAKEN)
+        self._taken = Gauge(ID_TAKEN)
 
     async def run(self) -> None:
         """Runs until `leave`."""

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from services.common.errors import ErrorKind, SluiceError, overloaded
-from services.worker.serving.status import Phases
+from services.worker.serving.status import WorkerStatus
 
 
-class Gate:
+class AdmissionGate:
     """Says no by raising.
 
     Args:
@@ -22,7 +22,7 @@ class Gate:
         idle: set while nothing is alive.
     """
 
-    def __init__(self, phases: Phases, max_live: int) -> None:
+    def __init__(self, phases: WorkerStatus, max_live: int) -> None:
         self._phases = phases
         self._max_live = max_live
         self._closed: SluiceError | None = SluiceError(

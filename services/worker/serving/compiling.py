@@ -9,14 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from services.common.errors import ErrorKind, SluiceError, internal, invalid, overloaded
-from services.worker.engines.contract.generation import Guided
+from services.worker.engines.contract.generation import StructuredOutput
 
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
 
-class Compiling:
+class GrammarCompiler:
     """Threads of one engine for schemas, patterns and grammars that callers sent.
 
     A thread cannot be ended: what runs in one needs bounds of its own, in steps and memory. The time here says when a
@@ -55,7 +55,7 @@ class Compiling:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-def naming_constraint(error: SluiceError, guided: Guided | None) -> SluiceError:
+def naming_constraint(error: SluiceError, guided: StructuredOutput | None) -> SluiceError:
     """Returns an engine's refusal of a request with the constraint as the field at fault, where it names no field.
 
     What else can be wrong with a request the worker has checked before.

@@ -47,7 +47,7 @@ def _teller(tell: Callable[[float], None]) -> type[Any]:
         def flush(self) -> None:
             pass
 
-    class Teller(tqdm):  # type: ignore[misc]  # has no types
+    class EventEncoder(tqdm):  # type: ignore[misc]  # has no types
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             self._counts_bytes = kwargs.get("unit") == "B"
             self._told = -1
@@ -62,4 +62,4 @@ def _teller(tell: Callable[[float], None]) -> type[Any]:
                 tell(min(percent / 100, 1.0))
             return done
 
-    return Teller
+    return EventEncoder

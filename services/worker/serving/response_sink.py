@@ -24,12 +24,12 @@ WAITING, BEGUN, ENDED = 0, 1, 2
 ANY_ID = 1 << 32
 
 
-class ContractBroken(Exception):
+class ContractViolation(Exception):
     """An engine did what the contract forbids; raised into the engine in tests, where it must not be overlooked."""
 
 
 @dataclass(slots=True)
-class Terms:
+class SinkParams:
     """What the worker holds an engine to, and what it hears of a request.
 
     Attributes:
@@ -40,14 +40,14 @@ class Terms:
         seal: puts an engine's handoff into its envelope.
     """
 
-    on_end: Callable[[Delivery, FinishReason, Usage], None]
-    on_broken: Callable[[Delivery, str], None]
+    on_end: Callable[[ResponseSink, FinishReason, Usage], None]
+    on_broken: Callable[[ResponseSink, str], None]
     seal: Callable[[bytes, str], bytes] = lambda payload, traceparent: payload
     vocab_size: int = ANY_ID
     strict: bool = False
 
 
-class Delivery(Sink):
+class ResponseSink(Sink):
     """A sink that holds an engine to its word: begin, pushes, exactly one finish, nothing after it.
 
     Attributes:
@@ -70,7 +70,7 @@ class Delivery(Sink):
         self._cached_tokens = 0
         self._traced = False
         self._span: GenerationSpan | None = None
-        self._terms: Terms | None = None
+        self._terms: SinkParams | None = None
 
     @property
     def ended(self) -> bool:
@@ -82,7 +82,9 @@ class Delivery(Sink):
         """The worker ended it, not the engine."""
         return self._overruled
 
-    def accept(self, context: GenerateContext, prompt_tokens: int, terms: Terms, span: GenerationSpan | None) -> None:
+    def accept(
+        self, context: GenerateContext, prompt_tokens: int, terms: SinkParams, span: GenerationSpan | None
+    ) -> None:
         """The worker takes the request; again, with more known, once it has made its prompt."""
         self.context = context
         self._prompt_tokens = prompt_tokens
@@ -171,7 +173,7 @@ class Delivery(Sink):
         if self._terms is not None:
             self._terms.on_broken(self, rule)
             if self._terms.strict:
-                raise ContractBroken(f"An engine {rule}.")
+                raise ContractViolation(f"An engine {rule}.")
         return False
 
     @abstractmethod
@@ -187,7 +189,7 @@ class Delivery(Sink):
         """The last thing the caller hears."""
 
 
-class StreamDelivery(Delivery):
+class StreamResponseSink(ResponseSink):
     """A delivery that is read as a stream by one caller."""
 
     def __init__(self) -> None:

@@ -31,7 +31,7 @@ FLUSH_S = 2.0
 STOP_SERVER_S = 0.2
 
 
-class WorkerHost:
+class WorkerServer:
     """Everything one worker process runs.
 
     The server listens from the first moment, so that probes see a worker that is starting; it takes requests when the

@@ -17,7 +17,7 @@ from services.common.rpc.errors import abort, answer
 from services.common.rpc.session import BatchWriter, serve_session
 from services.worker.serving.control import Controls
 from services.worker.serving.embedding import embed
-from services.worker.serving.response_sink import StreamDelivery
+from services.worker.serving.response_sink import StreamResponseSink
 from services.worker.serving.session import WorkerSession
 from services.worker.serving.tokenizer_files import TokenizerFiles
 from services.worker.serving.wire import (
@@ -105,7 +105,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     ) -> AsyncIterator[worker_pb2.GenerateDelta]:
         """See worker.proto."""
         carrier = telemetry.carrier_of_metadata(context.invocation_metadata()) or telemetry.carrier(request.trace)
-        delivery = StreamDelivery()
+        delivery = StreamResponseSink()
         with telemetry.stage("worker.generate", parent=carrier, model=request.model):
             try:
                 trace = {**read_trace(request.trace), **telemetry.headers()} if telemetry.tracing() else None

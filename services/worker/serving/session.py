@@ -10,13 +10,13 @@ from services.common.errors import SluiceError, invalid
 from services.worker.engines.contract.generation import Delta, FinishReason, GenerateRequest, PositionLogprobs, Usage
 from services.worker.local_processing.text_delta import TextDelta
 from services.worker.serving.outbox import Outbox, Page
-from services.worker.serving.response_sink import BEGUN, Delivery
+from services.worker.serving.response_sink import BEGUN, ResponseSink
 from services.worker.serving.worker import Worker
 
 log = logging.getLogger(__name__)
 
 
-class SlotDelivery(Delivery):
+class SessionResponseSink(ResponseSink):
     """A delivery into a row of the session's outbox."""
 
     def __init__(self, slot: int, outbox: Outbox, on_close: Callable[[int], None]) -> None:
@@ -86,7 +86,7 @@ class WorkerSession:
     def __init__(self, worker: Worker, wake: Callable[[], None], on_overflow: Callable[[], None]) -> None:
         self._worker = worker
         self._outbox = Outbox(wake, on_overflow)
-        self._open: dict[int, SlotDelivery] = {}
+        self._open: dict[int, SessionResponseSink] = {}
 
     async def flush(self) -> None:
         """Returns when everything said so far was sent; the caller sets the deadline."""
@@ -101,7 +101,7 @@ class WorkerSession:
         if slot in self._open:
             self._end_ambiguous(slot)
             return
-        delivery = SlotDelivery(slot, self._outbox, self._close_slot)
+        delivery = SessionResponseSink(slot, self._outbox, self._close_slot)
         self._open[slot] = delivery
         try:
             self._worker.submit(request, delivery, trace)

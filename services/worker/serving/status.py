@@ -19,7 +19,7 @@ on_change: Callable[[str, float | None], None] = silent
 """Called with every phase of this process's worker and its progress; for a terminal."""
 
 
-class Phases:
+class WorkerStatus:
     """The phase now.
 
     Attributes:

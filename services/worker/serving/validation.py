@@ -11,7 +11,13 @@ from services.common.budgets import Budget
 from services.common.errors import ErrorKind, SluiceError, invalid, not_found
 from services.worker.engines.contract.capabilities import Capability
 from services.worker.engines.contract.engine import EngineConfig
-from services.worker.engines.contract.generation import GenerateRequest, Guided, PromptEmbeds, Role, Sampling
+from services.worker.engines.contract.generation import (
+    GenerateRequest,
+    PromptEmbeds,
+    Role,
+    SamplingParams,
+    StructuredOutput,
+)
 from services.worker.engines.contract.required_capabilities import demands
 
 MOST_LOGPROBS = 1_024
@@ -40,7 +46,7 @@ def validate(request: GenerateRequest, config: EngineConfig) -> None:
     _validate_capabilities(request, config)
 
 
-def validate_grammar_size(guided: Guided, budget: Budget) -> None:
+def validate_grammar_size(guided: StructuredOutput, budget: Budget) -> None:
     """Refuses a constraint that is too long, before it is parsed.
 
     Raises:
@@ -142,7 +148,7 @@ def _validate_stop(request: GenerateRequest) -> None:
         raise invalid("min_tokens must not be above max_tokens.", param="min_tokens")
 
 
-def _validate_sampling(sampling: Sampling, vocab_size: int) -> None:
+def _validate_sampling(sampling: SamplingParams, vocab_size: int) -> None:
     for name, lowest, highest in _RANGES:
         value = getattr(sampling, name)
         if value is not None and not (lowest <= value <= highest and math.isfinite(value)):
@@ -199,7 +205,7 @@ def _validate_role(request: GenerateRequest, config: EngineConfig) -> None:
         )
 
 
-def _validate_guided(guided: Guided) -> None:
+def _validate_guided(guided: StructuredOutput) -> None:
     if guided.kind == "choice":
         if not guided.grammar or not all(guided.grammar):
             raise invalid("A choice needs at least one text, and no empty one.", param="response_format")
@@ -209,7 +215,7 @@ def _validate_guided(guided: Guided) -> None:
         _validate_json(guided)
 
 
-def _validate_json(guided: Guided) -> None:
+def _validate_json(guided: StructuredOutput) -> None:
     try:
         document = json.loads(str(guided.grammar))
     except (ValueError, RecursionError) as error:

@@ -21,12 +21,12 @@ from services.worker.engines.contract.generation import (
     Delta,
     Disaggregation,
     GenerateRequest,
-    Guided,
     PositionLogprobs,
     PromptEmbeds,
     Role,
-    Sampling,
+    SamplingParams,
     Stop,
+    StructuredOutput,
     TokenLogprob,
 )
 from services.worker.local_processing.text_delta import TextDelta
@@ -45,7 +45,7 @@ def read_request(message: worker_pb2.GenerateRequest) -> GenerateRequest:
         text=message.text if prompt == "text" else None,
         messages_json=message.messages_json if prompt == "messages_json" else None,
         embeds=_read_embeds(message.embeds) if prompt == "embeds" else None,
-        sampling=_read_sampling(message.sampling) if message.HasField("sampling") else Sampling(),
+        sampling=_read_sampling(message.sampling) if message.HasField("sampling") else SamplingParams(),
         stop=_read_stop(message.stop) if message.HasField("stop") else Stop(),
         logprobs=_optional(message.output, "logprobs"),
         prompt_logprobs=_optional(message.output, "prompt_logprobs"),
@@ -73,8 +73,8 @@ def _optional_float(message: Message, name: str) -> float | None:
     return cast(float, getattr(message, name)) if message.HasField(name) else None
 
 
-def _read_sampling(message: common_pb2.SamplingOptions) -> Sampling:
-    return Sampling(
+def _read_sampling(message: common_pb2.SamplingOptions) -> SamplingParams:
+    return SamplingParams(
         temperature=_optional_float(message, "temperature"),
         top_p=_optional_float(message, "top_p"),
         top_k=_optional(message, "top_k"),
@@ -125,15 +125,15 @@ def _read_stop(message: common_pb2.StopOptions) -> Stop:
     )
 
 
-def _read_guided(message: common_pb2.GuidedDecoding) -> Guided | None:
+def _read_guided(message: common_pb2.GuidedDecoding) -> StructuredOutput | None:
     kind = message.WhichOneof("grammar")
     if kind is None:
         return None
     if kind == "choice":
-        return Guided("choice", tuple(message.choice.choices))
+        return StructuredOutput("choice", tuple(message.choice.choices))
     if kind == "json_object":
-        return Guided("json_object") if message.json_object else None
-    return Guided(kind, getattr(message, kind))
+        return StructuredOutput("json_object") if message.json_object else None
+    return StructuredOutput(kind, getattr(message, kind))
 
 
 def _read_disaggregation(message: worker_pb2.DisaggregationParams) -> Disaggregation:

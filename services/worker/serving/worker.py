@@ -17,10 +17,10 @@ from services.worker.engines.contract.handoff import opened, seal
 from services.worker.local_processing.options import ProcessingOptions
 from services.worker.local_processing.processing import Processing
 from services.worker.metrics import WorkerMetrics
-from services.worker.serving.admission_gate import Gate
+from services.worker.serving.admission_gate import AdmissionGate
 from services.worker.serving.engine_start import started
-from services.worker.serving.response_sink import Delivery, Terms
-from services.worker.serving.status import Phases
+from services.worker.serving.response_sink import ResponseSink, SinkParams
+from services.worker.serving.status import WorkerStatus
 from services.worker.serving.tracing import open_span
 from services.worker.serving.validation import validate, validate_grammar_size
 
@@ -68,15 +68,15 @@ class Worker:
         self.epoch = time.time_ns() // 1000
         self.loaded_unix_s = 0
         self.draining = False
-        self.phases = Phases()
-        self.gate = Gate(self.phases, max_live)
+        self.phases = WorkerStatus()
+        self.gate = AdmissionGate(self.phases, max_live)
         self.on_card: Callable[[], None] = lambda: None
         self.last_finished_s = time.monotonic()
         self._delivered_before = 0  # to requests that have ended
         self._strict = strict
         self._grammar = grammar
         self._config: EngineConfig | None = None
-        self._live: dict[str, Delivery] = {}
+        self._live: dict[str, ResponseSink] = {}
         self.metrics = WorkerMetrics(self.load, self._total_blocks)
         self._report_failure = on_failure
         engine.on_failure = self._engine_failed
@@ -131,7 +131,7 @@ class Worker:
         log.info("engine is ready", extra={"engine": self._config.engine, "model": self._config.model})
         return self._config
 
-    def submit(self, request: GenerateRequest, delivery: Delivery, trace: Mapping[str, str] | None = None) -> None:
+    def submit(self, request: GenerateRequest, delivery: ResponseSink, trace: Mapping[str, str] | None = None) -> None:
         """Checks a request and gives it to the engine; from then on the delivery hears exactly one terminal delta.
 
         Raises:
@@ -165,11 +165,11 @@ class Worker:
         self._config = config
         self.on_card()
 
-    def _prepare(self, request: GenerateRequest, delivery: Delivery, trace: Mapping[str, str]) -> None:
+    def _prepare(self, request: GenerateRequest, delivery: ResponseSink, trace: Mapping[str, str]) -> None:
         """The request is alive while its prompt is made, and the engine hears of it after that."""
         self._live[request.request_id] = delivery
         self.gate.count(len(self._live))
-        delivery.accept(GenerateContext(request.request_id, trace), 0, Terms(self._ended, self._broken), None)
+        delivery.accept(GenerateContext(request.request_id, trace), 0, SinkParams(self._ended, self._broken), None)
 
         def go_on(prepared: GenerateRequest) -> None:
             delivery.made_prompt = prepared.token_ids
@@ -177,11 +177,11 @@ class Worker:
 
         self.processing.preparing.start(request, go_on, delivery.fail)
 
-    def _give_to_engine(self, request: GenerateRequest, delivery: Delivery, trace: Mapping[str, str]) -> None:
+    def _give_to_engine(self, request: GenerateRequest, delivery: ResponseSink, trace: Mapping[str, str]) -> None:
         request, handed_over_by = opened(request)
         span = open_span(request, self.config.role, trace, handed_over_by)
         context = GenerateContext(request.request_id, trace if span is None else span.carrier)
-        terms = Terms(
+        terms = SinkParams(
             self._ended,
             self._broken,
             lambda payload, traceparent: seal(request, self.worker_id, self.epoch, traceparent, payload),
@@ -202,7 +202,7 @@ class Worker:
             log.exception("the engine failed to take a request", extra={"request": request.request_id})
             raise internal("The engine failed on this request.") from error
 
-    def cancel(self, delivery: Delivery) -> None:
+    def cancel(self, delivery: ResponseSink) -> None:
         """The caller lost interest: the engine stops within a step and the delivery hears CANCELLED."""
         if delivery.ended:
             return
@@ -211,7 +211,7 @@ class Worker:
         else:
             self.engine.abort(delivery.context)
 
-    def fail(self, delivery: Delivery, error: SluiceError) -> None:
+    def fail(self, delivery: ResponseSink, error: SluiceError) -> None:
         """Ends a request with an error of the worker's own."""
         delivery.fail(error)
         self.engine.abort(delivery.context)
@@ -272,12 +272,12 @@ class Worker:
         if self._report_failure is not None:
             self._report_failure(name, error)
 
-    def _broken(self, delivery: Delivery, rule: str) -> None:
+    def _broken(self, delivery: ResponseSink, rule: str) -> None:
         self.metrics.record_broken_contract(rule)
         if not delivery.ended:
             self.fail(delivery, internal("The engine broke its contract on this request; the worker's log says how."))
 
-    def _ended(self, delivery: Delivery, reason: FinishReason, usage: Usage) -> None:
+    def _ended(self, delivery: ResponseSink, reason: FinishReason, usage: Usage) -> None:
         self._forget(delivery.context.request_id)
         now, first = time.monotonic(), delivery.first_token_s
         self._delivered_before += delivery.delivered

@@ -12,13 +12,13 @@ from urllib.parse import urlsplit
 from cryptography import x509
 
 from sluice.cli.doctor.finding import Finding, fail, ok, skipped, warn
-from sluice.cli.live.endpoint import Place
+from sluice.cli.live.endpoint import Endpoint
 
 SOON = timedelta(days=14)
 REACH_S = 3.0
 
 
-def examine(place: Place) -> list[Finding]:
+def examine(place: Endpoint) -> list[Finding]:
     """Reads files and shakes hands; blocks."""
     folder = place.trust.folder
     found = [] if folder is None else list(_folder(folder))
@@ -40,7 +40,7 @@ def _folder(folder: Path) -> Iterator[Finding]:
         yield judged(f"certificate {file.name}", certificates[0], f"sluice certs {folder} --renew")
 
 
-def shown(check: str, host: str, port: int, place: Place, grpc: bool = False) -> Finding:
+def shown(check: str, host: str, port: int, place: Endpoint, grpc: bool = False) -> Finding:
     """The certificate that a server shows; of a gRPC server the name was checked by the call before."""
     context = place.trust.context()
     if grpc:

@@ -13,13 +13,13 @@ from rich.table import Table
 
 from sluice.cli.doctor.checks import Finding, State, examine
 from sluice.cli.live.client import reached
-from sluice.cli.live.endpoint import Place
+from sluice.cli.live.endpoint import Endpoint
 
 WELL, ILL = 0, 1
 STYLES = {State.OK: "green", State.WARN: "yellow", State.FAIL: "bold red", State.SKIPPED: "dim"}
 
 
-def run(place: Place, redis_url: str, as_json: bool, console: Console) -> int:
+def run(place: Endpoint, redis_url: str, as_json: bool, console: Console) -> int:
     """Examines and prints; the exit code: 0 when nothing has failed, 1 when something has."""
     findings = asyncio.run(_examine(place, redis_url))
     failed = any(finding.state is State.FAIL for finding in findings)
@@ -31,7 +31,7 @@ def run(place: Place, redis_url: str, as_json: bool, console: Console) -> int:
     return ILL if failed else WELL
 
 
-async def _examine(place: Place, redis_url: str) -> Sequence[Finding]:
+async def _examine(place: Endpoint, redis_url: str) -> Sequence[Finding]:
     async with reached(place) as running:
         return await examine(running, redis_url)
 

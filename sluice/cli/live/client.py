@@ -18,7 +18,7 @@ from services.common.rpc.channels import open_channel
 from services.common.rpc.health import CLOCK_KEY, VERSION_KEY
 from services.common.rpc.replicas import ReplicaSet
 from services.gateway.workers.overview import WorkerState, worker_states
-from sluice.cli.live.endpoint import USUAL_GATEWAY, USUAL_ROUTER, Place
+from sluice.cli.live.endpoint import USUAL_GATEWAY, USUAL_ROUTER, Endpoint
 from sluice.v1 import router_pb2, router_pb2_grpc
 
 ANSWER_S = 10.0
@@ -75,7 +75,7 @@ class Verdict:
 class Running:
     """Asks a suite; use `reached`."""
 
-    def __init__(self, place: Place, http: httpx.AsyncClient, credentials: grpc.ChannelCredentials | None) -> None:
+    def __init__(self, place: Endpoint, http: httpx.AsyncClient, credentials: grpc.ChannelCredentials | None) -> None:
         self.place = place
         self.credentials = credentials
         self._http = http
@@ -223,7 +223,7 @@ class Running:
 
 
 @asynccontextmanager
-async def reached(place: Place) -> AsyncIterator[Running]:
+async def reached(place: Endpoint) -> AsyncIterator[Running]:
     """A suite to ask; nothing is sent before the first question."""
     place.check()
     headers = {"authorization": f"Bearer {place.api_key}"} if place.api_key else {}

@@ -17,7 +17,7 @@ USUAL_ROUTER = "127.0.0.1:50052"
 
 
 @dataclass(frozen=True)
-class Place:
+class Endpoint:
     """Where the suite is, as the flags say; an empty `router` is the one that the gateway names."""
 
     gateway: str = USUAL_GATEWAY

@@ -13,11 +13,11 @@ from rich.table import Table
 from services.common.packing import pack_u32
 from services.gateway.admission.tenants import salted
 from sluice.cli.live.client import NotReached, Running, Verdict, reached
-from sluice.cli.live.endpoint import Place
+from sluice.cli.live.endpoint import Endpoint
 from sluice.v1 import router_pb2
 
 
-def run(place: Place, text: str, model: str, raw: bool, tenant: str, as_json: bool, console: Console) -> int:
+def run(place: Endpoint, text: str, model: str, raw: bool, tenant: str, as_json: bool, console: Console) -> int:
     """Asks and prints; the exit code is 0. Raises NotReached when there is no answer.
 
     Args:
@@ -32,7 +32,7 @@ def run(place: Place, text: str, model: str, raw: bool, tenant: str, as_json: bo
     return 0
 
 
-async def _ask(place: Place, text: str, model: str, raw: bool, salt: str) -> Verdict:
+async def _ask(place: Endpoint, text: str, model: str, raw: bool, salt: str) -> Verdict:
     async with reached(place) as running:
         name = model or await _only_model(running)
         try:

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.live import Live
 
 from sluice.cli.live.client import NotReached, Running, reached
-from sluice.cli.live.endpoint import Place
+from sluice.cli.live.endpoint import Endpoint
 from sluice.cli.live.render import frame, summary
 
 AGAIN_S = 2.0
@@ -43,7 +43,7 @@ class Picture:
         self.state |= {**news, "workers": list(workers.values()), "requests": requests, "history": history}
 
 
-def run(place: Place, once: bool, as_json: bool, console: Console) -> int:
+def run(place: Endpoint, once: bool, as_json: bool, console: Console) -> int:
     """Shows until Ctrl-C, or until nobody reads any more; the exit code is 0.
 
     Args:
@@ -69,7 +69,7 @@ def _read_no_more() -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-async def _once(place: Place, as_json: bool, console: Console) -> None:
+async def _once(place: Endpoint, as_json: bool, console: Console) -> None:
     async with reached(place) as running:
         state = await running.state()
     if as_json:
@@ -78,7 +78,7 @@ async def _once(place: Place, as_json: bool, console: Console) -> None:
         console.print(frame(state, "", console.size.width, max(console.size.height, 60)))
 
 
-async def _lines(place: Place, as_json: bool) -> None:
+async def _lines(place: Endpoint, as_json: bool) -> None:
     async with reached(place) as running, aclosing(_follow(running)) as pictures:
         async for picture in pictures:
             if as_json:
@@ -88,7 +88,7 @@ async def _lines(place: Place, as_json: bool) -> None:
             print(line, flush=True)
 
 
-async def _screen(place: Place, console: Console) -> None:
+async def _screen(place: Endpoint, console: Console) -> None:
     async with reached(place) as running, aclosing(_follow(running)) as pictures:
         with Live(console=console, screen=True, auto_refresh=False) as live:
             async for picture in pictures:

@@ -13,14 +13,14 @@ from rich.table import Table
 
 from services.gateway.workers.overview import WorkerState
 from sluice.cli.live.client import reached
-from sluice.cli.live.endpoint import Place
+from sluice.cli.live.endpoint import Endpoint
 
 WELL, UNWELL = 0, 1
 NARROW = 110
 STYLES = {"serving": "green", "draining": "yellow"}
 
 
-def run(place: Place, as_json: bool, console: Console) -> int:
+def run(place: Endpoint, as_json: bool, console: Console) -> int:
     """Asks and prints; the exit code: 0 when every worker serves, 1 when one does not or there is none."""
     found = asyncio.run(_ask(place))
     if as_json:
@@ -32,7 +32,7 @@ def run(place: Place, as_json: bool, console: Console) -> int:
     return WELL if found and all(health in STYLES for _, health in found) else UNWELL
 
 
-async def _ask(place: Place) -> Sequence[tuple[WorkerState, str]]:
+async def _ask(place: Endpoint) -> Sequence[tuple[WorkerState, str]]:
     async with reached(place) as running:
         workers = await running.workers()
         seen = await asyncio.gather(*(running.look(worker.address) for worker in workers))

@@ -15,7 +15,7 @@ from sluice.cli import certs
 from sluice.cli.doctor import certificates as certificates
 from sluice.cli.doctor import redis as redis_checks
 from sluice.cli.doctor.finding import Finding, State, clock
-from sluice.cli.live.endpoint import Place
+from sluice.cli.live.endpoint import Endpoint
 from sluice.cli.main import main
 from sluice.cli.trust import Trust
 
@@ -48,14 +48,14 @@ def test_certificates(begins: datetime, ends: datetime, state: State, said: str)
 def test_every_certificate_of_the_folder_is_looked_at(tmp_path: Path) -> None:
     list(certs.make(tmp_path, certs.Options(names=("router",), hosts=(), days=5)))
     (tmp_path / "broken.pem").write_text("no certificate")
-    found = {one.check: one for one in certificates.examine(Place(trust=Trust(tmp_path)))}
+    found = {one.check: one for one in certificates.examine(Endpoint(trust=Trust(tmp_path)))}
     assert found["certificate router.pem"].state is State.WARN
     assert found["certificate broken.pem"].state is State.FAIL
     assert "--renew" in found["certificate router.pem"].advice
 
 
 def test_without_encryption_there_is_nothing_to_look_at() -> None:
-    assert [one.state for one in certificates.examine(Place())] == [State.SKIPPED]
+    assert [one.state for one in certificates.examine(Endpoint())] == [State.SKIPPED]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from sluice.cli.doctor.checks import _services
 from sluice.cli.doctor.finding import Finding, State
 from sluice.cli.doctor.servers import Server
 from sluice.cli.live.client import Running, Seen
-from sluice.cli.live.endpoint import Place
+from sluice.cli.live.endpoint import Endpoint
 
 WELL = Seen("SERVING", __version__, 0.01)
 
@@ -21,7 +21,7 @@ class Asked:
     """Stands for a running suite: every server says what is given."""
 
     def __init__(self, said: dict[str, Seen]) -> None:
-        self.place = Place()
+        self.place = Endpoint()
         self._said = said
 
     async def look(self, address: str) -> Seen:

@@ -16,7 +16,7 @@ from sluice.cli import certs
 from sluice.cli.doctor.checks import examine
 from sluice.cli.doctor.finding import State
 from sluice.cli.live.client import NotReached, Running, reached
-from sluice.cli.live.endpoint import Place
+from sluice.cli.live.endpoint import Endpoint
 from sluice.cli.trust import Trust
 from sluice.cli.up.plan import BadFlag
 
@@ -24,7 +24,7 @@ Answer = Callable[[httpx.Request], httpx.Response]
 
 
 @asynccontextmanager
-async def asked(place: Place, answer: Answer) -> AsyncIterator[Running]:
+async def asked(place: Endpoint, answer: Answer) -> AsyncIterator[Running]:
     """A suite whose gateway answers like this."""
     async with httpx.AsyncClient(base_url=place.gateway, transport=httpx.MockTransport(answer)) as http:
         running = Running(place, http, None)
@@ -46,19 +46,19 @@ def refuses(_: httpx.Request) -> httpx.Response:
 )
 async def test_what_is_no_url_is_a_wrong_flag(gateway: str) -> None:
     with pytest.raises(BadFlag, match=r"--gateway .* is no URL"):
-        async with reached(Place(gateway)):
+        async with reached(Endpoint(gateway)):
             pass
 
 
 @pytest.mark.parametrize("gateway", ["http://h", "https://h:8443/", "http://[::1]:8000", "http://h:8000/prefix"])
 async def test_what_is_a_url_is_taken(gateway: str) -> None:
-    async with reached(Place(gateway)) as running:
+    async with reached(Endpoint(gateway)) as running:
         assert running.place.gateway == gateway
 
 
 @pytest.mark.parametrize("secret", ["schlüssel", "one\ntwo", "sluice-1\n"])
 async def test_secrets_that_cannot_be_sent_are_a_wrong_flag_that_does_not_show_them(secret: str) -> None:
-    for place, flag in ((Place(api_key=secret), "--api-key"), (Place(router_token=secret), "--router-token")):
+    for place, flag in ((Endpoint(api_key=secret), "--api-key"), (Endpoint(router_token=secret), "--router-token")):
         with pytest.raises(BadFlag, match=flag) as refused:
             async with reached(place):
                 pass
@@ -94,29 +94,29 @@ async def test_files_that_do_not_fit_are_a_wrong_flag(
     shutil.copytree(sound, folder)
     spoil(folder)
     with pytest.raises(BadFlag, match=f"--tls {folder}: .*{said}"):
-        async with reached(Place("https://h", trust=Trust(folder))):
+        async with reached(Endpoint("https://h", trust=Trust(folder))):
             pass
 
 
 @pytest.mark.parametrize("body", [{}, [], None, "x", {"nodes": {}}, {"detail": "Not Found"}])
 async def test_another_service_that_answers_json_is_no_gateway(body: object) -> None:
-    async with asked(Place("http://other"), says(body)) as running:
+    async with asked(Endpoint("http://other"), says(body)) as running:
         for question in (running.state, running.workers, lambda: running.tokens("hi", "m", False)):
             with pytest.raises(NotReached, match="not as a Sluice gateway does"):
                 await question()
         findings = await examine(running, "")
         assert findings[0].state is State.FAIL
         assert "not as a Sluice gateway does" in findings[0].found
-        async with asked(Place("http://other"), says(body)) as other:
+        async with asked(Endpoint("http://other"), says(body)) as other:
             with pytest.raises(NotReached, match="not as a Sluice gateway does"):
                 await anext(other.deltas())
 
 
 async def test_a_gateway_that_is_away_is_never_replaced_by_the_router_of_this_machine() -> None:
-    async with asked(Place("http://production:8000"), refuses) as running:
+    async with asked(Endpoint("http://production:8000"), refuses) as running:
         with pytest.raises(NotReached, match=r"http://production:8000 cannot be reached.*--router"):
             await running.router_addresses()
-    async with asked(Place("http://127.0.0.1:8000/"), refuses) as running:
+    async with asked(Endpoint("http://127.0.0.1:8000/"), refuses) as running:
         assert await running.router_addresses() == ["127.0.0.1:50052"]
-    async with asked(Place("http://production:8000", router="production:50052"), refuses) as running:
+    async with asked(Endpoint("http://production:8000", router="production:50052"), refuses) as running:
         assert await running.router_addresses() == ["production:50052"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from services.common.rpc.breaker import COOL_DOWN_S, FAILURES_TO_OPEN, Breaker, Budget, UsualTime
+from services.common.rpc.breaker import COOL_DOWN_S, FAILURES_TO_OPEN, Breaker, LatencyQuantile, RetryBudget
 
 
 class Clock:
@@ -60,7 +60,7 @@ def test_pauses_grow_up_to_a_bound_and_start_small_again() -> None:
 
 
 def test_a_budget_is_a_share_of_the_calls() -> None:
-    budget = Budget(0.1, 5)
+    budget = RetryBudget(0.1, 5)
     assert [budget.spend() for _ in range(6)] == [True] * 5 + [False]
     spent = 0
     for _ in range(1000):
@@ -71,7 +71,7 @@ def test_a_budget_is_a_share_of_the_calls() -> None:
 
 def test_the_usual_time_is_longer_than_most_answers_and_follows_them() -> None:
     random = Random(1)
-    usual = UsualTime(0.0001, 0.5)
+    usual = LatencyQuantile(0.0001, 0.5)
     for scale in (0.01, 0.2):
         for _ in range(3000):
             usual.saw(random.uniform(0, scale))
@@ -81,7 +81,7 @@ def test_the_usual_time_is_longer_than_most_answers_and_follows_them() -> None:
 
 
 def test_the_usual_time_has_a_floor() -> None:
-    usual = UsualTime(0.02, 0.5)
+    usual = LatencyQuantile(0.02, 0.5)
     for _ in range(5000):
         usual.saw(0.0001)
     assert usual.seconds == 0.02

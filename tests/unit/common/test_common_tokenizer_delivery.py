@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from services.common.discovery import tokenizer_delivery
-from services.common.discovery.tokenizer_delivery import Learned, Staying, TokenizerDelivery
-from services.common.discovery.worker_watch import Served, WorkerWatch
+from services.common.discovery.tokenizer_delivery import DiscoveredModel, RetainedModel, TokenizerDelivery
+from services.common.discovery.worker_watch import ServedModel, WorkerWatch
 from services.common.errors import ErrorKind, SluiceError
 
 OLD, NEW = "0" * 64, "1" * 64
 
 
-class Kept:
+class StoredResponse:
     """A store that has every tokenizer, and knows which are held."""
 
     def __init__(self) -> None:
@@ -34,8 +34,8 @@ class Kept:
         return Path("/kept") / wanted
 
 
-def served(fingerprint: str, model: str = "m") -> Served:
-    return Served("127.0.0.1:1", model, "hf", fingerprint, "mock")
+def served(fingerprint: str, model: str = "m") -> ServedModel:
+    return ServedModel("127.0.0.1:1", model, "hf", fingerprint, "mock")
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -60,13 +60,13 @@ class Loaded:
         self.broken: set[str] = set()
         self.ended: list[str] = []
 
-    async def take(self, model: Learned) -> None:
+    async def take(self, model: DiscoveredModel) -> None:
         if model.spec.name in self.broken:
             raise SluiceError(ErrorKind.FAILED_PRECONDITION, "It is broken.")
         self.use(model.spec.name)
         self.most = max(self.most, len(self.models))
 
-    async def end(self, model: Learned) -> None:
+    async def end(self, model: DiscoveredModel) -> None:
         self.ended.append(model.spec.name)
         self.models.pop(model.spec.name, None)
 
@@ -79,8 +79,8 @@ class Loaded:
 
 
 def delivery_of(watch: WorkerWatch, loaded: Loaded, models: int, grace_s: float = 300.0) -> TokenizerDelivery:
-    store: Any = Kept()
-    staying = Staying(models, grace_s)
+    store: Any = StoredResponse()
+    staying = RetainedModel(models, grace_s)
     return TokenizerDelivery("test", watch, store, (), loaded.take, None, loaded.end, staying, loaded.by_use)
 
 
@@ -88,14 +88,14 @@ async def test_a_worker_that_changes_its_tokenizer_while_it_is_learned_is_learne
     learning, go, done = asyncio.Event(), asyncio.Event(), asyncio.Event()
     taken: list[str] = []
 
-    async def take(model: Learned) -> None:
+    async def take(model: DiscoveredModel) -> None:
         learning.set()
         await go.wait()
         taken.append(model.fingerprint)
         if len(taken) == 2:
             done.set()
 
-    watch, store = WorkerWatch(None), Kept()
+    watch, store = WorkerWatch(None), StoredResponse()
     bare: Any = store
     delivery = TokenizerDelivery("test", watch, bare, (), take)
     async with asyncio.timeout(20):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from services.common.discovery import tokenizer_store
-from services.common.discovery.tokenizer_store import Incoming, TokenizerStore
+from services.common.discovery.tokenizer_store import IncomingTokenizer, TokenizerStore
 from services.common.errors import ErrorKind, SluiceError
 from services.common.models import fingerprint
 
@@ -26,7 +26,7 @@ def store(tmp_path: Path) -> TokenizerStore:
     return TokenizerStore(tmp_path / "cache" / "tokenizers")
 
 
-def send(incoming: Incoming, files: dict[str, bytes]) -> None:
+def send(incoming: IncomingTokenizer, files: dict[str, bytes]) -> None:
     for name, data in files.items():
         half = len(data) // 2
         incoming.add(name, len(data), data[:half])

@@ -6,12 +6,12 @@ import asyncio
 
 import pytest
 
-from services.common.concurrency_limiter import Turnstile
+from services.common.concurrency_limiter import ConcurrencyLimiter
 from services.common.errors import ErrorKind, SluiceError
 
 
 async def test_few_at_a_time_and_in_order() -> None:
-    turnstile, through, most, order = Turnstile("x", at_once=3), 0, 0, list[int]()
+    turnstile, through, most, order = ConcurrencyLimiter("x", at_once=3), 0, 0, list[int]()
 
     async def call(number: int) -> None:
         nonlocal through, most
@@ -28,7 +28,7 @@ async def test_few_at_a_time_and_in_order() -> None:
 
 
 async def test_a_turn_that_does_not_come_is_a_typed_refusal() -> None:
-    turnstile = Turnstile("x", at_once=1, longest_s=0.01)
+    turnstile = ConcurrencyLimiter("x", at_once=1, longest_s=0.01)
     async with turnstile.turn():
         for most_s in (5.0, 0.001):
             with pytest.raises(SluiceError) as refused:
@@ -41,7 +41,7 @@ async def test_a_turn_that_does_not_come_is_a_typed_refusal() -> None:
 
 
 async def test_who_leaves_the_line_or_fails_keeps_no_turn() -> None:
-    turnstile = Turnstile("x", at_once=1)
+    turnstile = ConcurrencyLimiter("x", at_once=1)
 
     async def wait() -> None:
         async with turnstile.turn():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
 from services.common.observability import instruments
-from services.common.observability.declarations import MODEL, Catalogue, Declared
+from services.common.observability.declarations import MODEL, Declared, MetricDeclarations
 from services.common.observability.instruments import Counter, Histogram, Level, watch
 from services.common.observability.label_bounds import OTHER, Label, LabelBounds
 from sluice import metrics
@@ -97,7 +97,7 @@ def make_and_flood(one: Declared) -> None:
 
 
 def test_surplus_values_are_counted_together(scrape: Scrape) -> None:
-    catalogue = Catalogue("test")
+    catalogue = MetricDeclarations("test")
     counter = Counter(catalogue.counter("things", "things", Label("model", "of them", most=2)))
     for model in ("a", "b", "c", "d", "a"):
         counter.add(1, {"model": model})
@@ -105,7 +105,7 @@ def test_surplus_values_are_counted_together(scrape: Scrape) -> None:
 
 
 def test_values_that_are_not_declared_are_other(scrape: Scrape) -> None:
-    catalogue = Catalogue("test")
+    catalogue = MetricDeclarations("test")
     counter = Counter(catalogue.counter("ends", "ends", Label("how", "it ended", ("well", "badly"))))
     counter.add(3, {"how": "well"})
     counter.add(1, {"how": "strangely"})
@@ -116,7 +116,7 @@ def test_values_that_are_not_declared_are_other(scrape: Scrape) -> None:
 def test_gauges_make_room_for_those_that_come_later(scrape: Scrape) -> None:
     alive = ["a", "b"]
     watch(
-        Catalogue("test").gauge("alive", "models", Label("model", "that lives", most=2)),
+        MetricDeclarations("test").gauge("alive", "models", Label("model", "that lives", most=2)),
         lambda: [(1, {"model": model}) for model in alive],
     )
     assert scrape.points("sluice_test_alive") == {("a",): 1, ("b",): 1}
@@ -125,13 +125,15 @@ def test_gauges_make_room_for_those_that_come_later(scrape: Scrape) -> None:
 
 
 def test_ages_are_folded_to_the_oldest(scrape: Scrape) -> None:
-    gauge = Catalogue("test").gauge("age_seconds", "age", Label("model", "of it", most=1), unit="s", together="max")
+    gauge = MetricDeclarations("test").gauge(
+        "age_seconds", "age", Label("model", "of it", most=1), unit="s", together="max"
+    )
     watch(gauge, lambda: [(1, {"model": "a"}), (5, {"model": "b"}), (3, {"model": "c"})])
     assert scrape.points("sluice_test_age_seconds") == {("a",): 1, (OTHER,): 5}
 
 
 def test_levels_go_down_again(scrape: Scrape) -> None:
-    level = Level(Catalogue("test").gauge("streams", "alive"))
+    level = Level(MetricDeclarations("test").gauge("streams", "alive"))
     level.add(+2)
     level.add(-1)
     assert scrape.points("sluice_test_streams") == {(): 1}
@@ -139,7 +141,7 @@ def test_levels_go_down_again(scrape: Scrape) -> None:
 
 
 def test_histograms_say_how_values_are_spread(scrape: Scrape) -> None:
-    histogram = Histogram(Catalogue("test").histogram("wait_seconds", "wait", MODEL, buckets=(0.1, 1)))
+    histogram = Histogram(MetricDeclarations("test").histogram("wait_seconds", "wait", MODEL, buckets=(0.1, 1)))
     for value in (0.05, 0.1, 0.5, 7):
         histogram.record(value, {"model": "m"})
     lines = [line for line in scrape.text().splitlines() if line.startswith("sluice_test_wait")]
@@ -153,7 +155,7 @@ def test_histograms_say_how_values_are_spread(scrape: Scrape) -> None:
 
 
 def test_one_that_cannot_be_read_does_not_hide_the_others(scrape: Scrape, caplog: pytest.LogCaptureFixture) -> None:
-    catalogue = Catalogue("test")
+    catalogue = MetricDeclarations("test")
     watch(catalogue.gauge("broken", "b"), lambda: [(1 / 0, {})])
     Counter(catalogue.counter("sound", "s")).add(1)
     for _ in range(3):
@@ -170,7 +172,7 @@ def test_exposed_names_are_those_of_the_endpoint(scrape: Scrape) -> None:
 
 
 def test_counting_from_many_threads_loses_nothing(scrape: Scrape) -> None:
-    counter = Counter(Catalogue("test").counter("hits", "hits", MODEL))
+    counter = Counter(MetricDeclarations("test").counter("hits", "hits", MODEL))
 
     def count() -> None:
         for _ in range(2000):

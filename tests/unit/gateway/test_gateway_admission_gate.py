@@ -11,10 +11,10 @@ import pytest
 
 from services.common.errors import SluiceError
 from services.common.tasks import TaskOwner
-from services.gateway.admission.fair_queue import Line
+from services.gateway.admission.fair_queue import FairQueue
 from services.gateway.admission.gate import Gate
 from services.gateway.admission.keys import ANONYMOUS, ApiKey, KeyFile, create, write
-from services.gateway.admission.local_limiter import MemoryLimiter
+from services.gateway.admission.local_limiter import LocalLimiter
 from services.gateway.admission.permit import OPEN, current
 
 KEY = ApiKey("0" * 12, "k", "", requests_per_minute=100, tokens_per_minute=1000, concurrency=2, models=("m",))
@@ -38,9 +38,9 @@ class Clock:
         return self.now
 
 
-def make(line: Line | None = None) -> tuple[Gate, MemoryLimiter, TaskOwner]:
-    limiter, tasks = MemoryLimiter(Clock()), TaskOwner()
-    return Gate(None, limiter, line or Line(10, 10, 60), tasks), limiter, tasks
+def make(line: FairQueue | None = None) -> tuple[Gate, LocalLimiter, TaskOwner]:
+    limiter, tasks = LocalLimiter(Clock()), TaskOwner()
+    return Gate(None, limiter, line or FairQueue(10, 10, 60), tasks), limiter, tasks
 
 
 async def settled(tasks: TaskOwner) -> None:
@@ -48,7 +48,7 @@ async def settled(tasks: TaskOwner) -> None:
         await asyncio.sleep(0)
 
 
-async def left(limiter: MemoryLimiter) -> int:
+async def left(limiter: LocalLimiter) -> int:
     return (await limiter.charge(KEY, "", 0)).tokens.remaining
 
 
@@ -105,7 +105,7 @@ async def test_concurrency_is_bounded_and_given_back() -> None:
 
 
 async def test_whoever_is_refused_by_the_line_gives_its_place_back() -> None:
-    gate, limiter, tasks = make(Line(1, 0, 60))
+    gate, limiter, tasks = make(FairQueue(1, 0, 60))
     permit = await gate.enter(KEY, 1.0, inf, never)
     with pytest.raises(SluiceError, match="line is full"):
         await gate.enter(KEY, 1.0, inf, never)
@@ -117,7 +117,7 @@ async def test_whoever_is_refused_by_the_line_gives_its_place_back() -> None:
 
 
 async def test_a_client_that_goes_away_in_line_leaves_it() -> None:
-    gate, limiter, tasks = make(Line(1, 5, 60))
+    gate, limiter, tasks = make(FairQueue(1, 5, 60))
     permit = await gate.enter(KEY, 1.0, inf, never)
     left_now = asyncio.Event()
 
@@ -137,7 +137,7 @@ async def test_a_client_that_goes_away_in_line_leaves_it() -> None:
 
 async def test_the_task_in_line_can_be_cancelled_at_any_moment() -> None:
     for moments in range(12):
-        gate, limiter, tasks = make(Line(1, 5, 60))
+        gate, limiter, tasks = make(FairQueue(1, 5, 60))
         permit = await gate.enter(KEY, 1.0, inf, never)
         waiting = asyncio.create_task(gate.enter(KEY, 1.0, inf, never))
         for moment in range(12):
@@ -154,11 +154,11 @@ async def test_the_task_in_line_can_be_cancelled_at_any_moment() -> None:
 
 
 def test_keys_are_asked_for_only_where_there_are_some(tmp_path: Path) -> None:
-    gate, _, _ = (Gate(None, MemoryLimiter(), Line(1, 1, 1), TaskOwner()), None, None)
+    gate, _, _ = (Gate(None, LocalLimiter(), FairQueue(1, 1, 1), TaskOwner()), None, None)
     assert gate.authenticate(None) is ANONYMOUS
     shown, record = create("one")
     write(tmp_path / "keys.json", [record])
-    guarded = Gate(KeyFile(tmp_path / "keys.json"), MemoryLimiter(), Line(1, 1, 1), TaskOwner())
+    guarded = Gate(KeyFile(tmp_path / "keys.json"), LocalLimiter(), FairQueue(1, 1, 1), TaskOwner())
     assert guarded.authenticate(shown) == record
     for wrong in (None, "", "x", shown + "x"):
         with pytest.raises(SluiceError) as refused:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.errors import ErrorKind, SluiceError
-from services.gateway.admission.fair_queue import Line
+from services.gateway.admission.fair_queue import FairQueue
 from services.gateway.admission.keys import ApiKey
 
 
@@ -29,7 +29,7 @@ async def settle() -> None:
 class Crowd:
     """Requests in front of a line; who came in, in order."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: FairQueue) -> None:
         self.line = line
         self.order: list[str] = []
         self.tasks: list[asyncio.Task[None]] = []
@@ -60,7 +60,7 @@ class Crowd:
 
 
 async def test_a_key_that_floods_does_not_delay_the_others() -> None:
-    crowd = Crowd(Line(1, 100, 60))
+    crowd = Crowd(FairQueue(1, 100, 60))
     await crowd.come(A, 20)
     await crowd.come(B, 3)
     await crowd.leave(6)
@@ -69,7 +69,7 @@ async def test_a_key_that_floods_does_not_delay_the_others() -> None:
 
 
 async def test_weights_share_the_turns() -> None:
-    crowd = Crowd(Line(1, 200, 60))
+    crowd = Crowd(FairQueue(1, 200, 60))
     await crowd.come(key("heavy", weight=3), 60)
     await crowd.come(key("light"), 60)
     await crowd.leave(40)
@@ -79,7 +79,7 @@ async def test_weights_share_the_turns() -> None:
 
 
 async def test_long_prompts_take_more_of_a_share() -> None:
-    crowd = Crowd(Line(1, 200, 60))
+    crowd = Crowd(FairQueue(1, 200, 60))
     await crowd.come(key("long"), 40, cost=4.0)
     await crowd.come(key("short"), 60)
     await crowd.leave(40)
@@ -89,7 +89,7 @@ async def test_long_prompts_take_more_of_a_share() -> None:
 
 
 async def test_higher_priorities_go_first() -> None:
-    crowd = Crowd(Line(1, 100, 60))
+    crowd = Crowd(FairQueue(1, 100, 60))
     await crowd.come(A, 3)
     await crowd.come(key("urgent", priority=5), 2)
     await crowd.leave(4)
@@ -98,7 +98,7 @@ async def test_higher_priorities_go_first() -> None:
 
 
 async def test_a_full_line_refuses_with_a_time_to_come_back() -> None:
-    line = Line(1, 2, 60)
+    line = FairQueue(1, 2, 60)
     crowd = Crowd(line)
     await crowd.come(A, 3)
     with pytest.raises(SluiceError) as refused:
@@ -110,7 +110,7 @@ async def test_a_full_line_refuses_with_a_time_to_come_back() -> None:
 
 
 async def test_a_full_line_drops_the_last_of_whoever_holds_most() -> None:
-    crowd = Crowd(Line(1, 4, 60))
+    crowd = Crowd(FairQueue(1, 4, 60))
     await crowd.come(A, 5)
     await crowd.come(B, 2)
     assert await crowd.refused() == 2
@@ -120,7 +120,7 @@ async def test_a_full_line_drops_the_last_of_whoever_holds_most() -> None:
 
 
 async def test_a_full_line_makes_room_for_a_higher_priority() -> None:
-    crowd = Crowd(Line(1, 2, 60))
+    crowd = Crowd(FairQueue(1, 2, 60))
     await crowd.come(A, 3)
     await crowd.come(key("urgent", priority=1), 2)
     assert await crowd.refused() == 2
@@ -130,7 +130,7 @@ async def test_a_full_line_makes_room_for_a_higher_priority() -> None:
 
 
 async def test_waiting_ends_at_its_deadline() -> None:
-    line = Line(1, 10, 60)
+    line = FairQueue(1, 10, 60)
     await line.enter(A)
     with pytest.raises(SluiceError, match="no place became free"):
         await line.enter(A, patience_s=0.01)
@@ -140,7 +140,7 @@ async def test_waiting_ends_at_its_deadline() -> None:
 
 
 async def test_whoever_gives_up_leaves_nothing_behind() -> None:
-    line = Line(1, 10, 60)
+    line = FairQueue(1, 10, 60)
     await line.enter(A)
     waiting = [asyncio.create_task(line.enter(who)) for who in (A, B, A)]
     await settle()
@@ -153,7 +153,7 @@ async def test_whoever_gives_up_leaves_nothing_behind() -> None:
 
 
 async def test_the_one_that_is_dropped_may_have_given_up_already() -> None:
-    line = Line(1, 2, 60)
+    line = FairQueue(1, 2, 60)
     await line.enter(A)
     waiting = [asyncio.create_task(line.enter(A)) for _ in range(2)]
     await settle()
@@ -175,7 +175,7 @@ STEPS = st.lists(st.tuples(st.sampled_from(["come", "leave", "give up"]), st.int
 @settings(max_examples=150, deadline=None)
 @given(STEPS, st.integers(1, 3), st.integers(0, 4))
 async def test_no_place_is_lost_or_given_twice(steps: list[tuple[str, int]], places: int, room: int) -> None:
-    line = Line(places, room, 60)
+    line = FairQueue(places, room, 60)
     who = [key("a"), key("b", weight=2), key("c", priority=1), key("d")]
     tasks: list[asyncio.Task[None]] = []
     inside = 0

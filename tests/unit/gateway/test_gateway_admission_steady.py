@@ -8,16 +8,16 @@ from typing import cast
 import pytest
 
 from services.gateway.admission import fallback_limiter as steady_limits
-from services.gateway.admission.fallback_limiter import LOCAL, SteadyLimiter
+from services.gateway.admission.fallback_limiter import LOCAL, FallbackLimiter
 from services.gateway.admission.keys import ApiKey
-from services.gateway.admission.limits import Decision, LimitsUnavailable
-from services.gateway.admission.local_limiter import MemoryLimiter
-from services.gateway.admission.redis_limiter import SharedLimiter
+from services.gateway.admission.limits import LimitDecision, LimitsUnavailable
+from services.gateway.admission.local_limiter import LocalLimiter
+from services.gateway.admission.redis_limiter import RedisLimiter
 
 KEY = replace(ApiKey("0" * 12, "k", ""), concurrency=1, tokens_per_minute=1000)
 
 
-class Flaky(MemoryLimiter):
+class Flaky(LocalLimiter):
     """Shared limits; while `lost` names a step, that step is taken and nobody hears of it."""
 
     def __init__(self) -> None:
@@ -34,13 +34,13 @@ class Flaky(MemoryLimiter):
         if self.away:
             raise LimitsUnavailable("away")
 
-    async def enter(self, key: ApiKey, request_id: str) -> Decision:
+    async def enter(self, key: ApiKey, request_id: str) -> LimitDecision:
         self._reached()
         decision = await super().enter(key, request_id)
         self._answer("enter")
         return decision
 
-    async def charge(self, key: ApiKey, request_id: str, tokens: int) -> Decision:
+    async def charge(self, key: ApiKey, request_id: str, tokens: int) -> LimitDecision:
         self._reached()
         decision = await super().charge(key, request_id, tokens)
         self._answer("charge")
@@ -53,12 +53,12 @@ class Flaky(MemoryLimiter):
         self._answer("settle")
 
 
-def made() -> tuple[SteadyLimiter, Flaky]:
+def made() -> tuple[FallbackLimiter, Flaky]:
     shared = Flaky()
-    return SteadyLimiter(cast(SharedLimiter, shared)), shared
+    return FallbackLimiter(cast(RedisLimiter, shared)), shared
 
 
-async def ask(steady: SteadyLimiter, name: str) -> bool:
+async def ask(steady: FallbackLimiter, name: str) -> bool:
     """One request after the other; whether it was let in."""
     if (await steady.enter(KEY, name)).refused_by is not None:
         return False

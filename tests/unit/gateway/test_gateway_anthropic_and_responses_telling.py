@@ -13,18 +13,18 @@ from hypothesis import strategies as st
 
 from services.common.errors import ErrorKind, SluiceError
 from services.gateway.apis.anthropic.dialect import AnthropicDialect, error_event_body
-from services.gateway.apis.anthropic.event_encoder import MessageTeller
+from services.gateway.apis.anthropic.event_encoder import MessageEventEncoder
 from services.gateway.apis.anthropic.message import whole
-from services.gateway.apis.common.sinks import CollectedTurn, StreamedTurn, Teller, Turn
+from services.gateway.apis.common.sinks import CollectedTurn, EventEncoder, StreamedTurn, Turn
 from services.gateway.apis.openai.validation import check
-from services.gateway.apis.responses.event_encoder import ResponseTeller
+from services.gateway.apis.responses.event_encoder import ResponseEventEncoder
 from services.gateway.apis.responses.resource import Resource, Shown, output_of
 from services.gateway.apis.responses.schemas import ResponsesRequest
-from services.gateway.core.request import Finish, FinishReason, Sampling
+from services.gateway.core.request import Finish, FinishReason, SamplingParams
 from services.gateway.http.sse import EventStream
 from tests.support.bodies import BUDGETS
 
-Said = tuple[str, str]
+TextDelta = tuple[str, str]
 Cuts = list[tuple[int, bool]]
 SAID = st.lists(
     st.tuples(st.sampled_from(["text", "reasoning", "call"]), st.text('ab{\u00e4😀"\n', max_size=12)), max_size=5
@@ -38,13 +38,13 @@ def same(error: SluiceError) -> SluiceError:
     return error
 
 
-def streamed(teller: Teller) -> StreamedTurn:
+def streamed(teller: EventEncoder) -> StreamedTurn:
     turn = StreamedTurn(teller, same)
     turn.stream = cast(EventStream, SimpleNamespace(notify=lambda first=False: None))
     return turn
 
 
-def say(turn: Turn, said: list[Said], cuts: Cuts, write: Callable[[], None]) -> None:
+def say(turn: Turn, said: list[TextDelta], cuts: Cuts, write: Callable[[], None]) -> None:
     """Says everything in pieces; `write` is called after some of them."""
     at = 0
     for call, (kind, text) in enumerate(said):
@@ -63,7 +63,7 @@ def say(turn: Turn, said: list[Said], cuts: Cuts, write: Callable[[], None]) -> 
                 write()
 
 
-def heard(turn: StreamedTurn, said: list[Said], cuts: Cuts, end: Finish | SluiceError) -> list[dict[str, Any]]:
+def heard(turn: StreamedTurn, said: list[TextDelta], cuts: Cuts, end: Finish | SluiceError) -> list[dict[str, Any]]:
     """The events of a turn."""
     written: list[bytes] = []
 
@@ -83,7 +83,7 @@ def heard(turn: StreamedTurn, said: list[Said], cuts: Cuts, end: Finish | Sluice
     return events
 
 
-def collected(said: list[Said], cuts: Cuts, end: Finish) -> CollectedTurn:
+def collected(said: list[TextDelta], cuts: Cuts, end: Finish) -> CollectedTurn:
     turn = CollectedTurn(same)
     say(turn, said, cuts, lambda: None)
     turn.finish(end)
@@ -92,9 +92,9 @@ def collected(said: list[Said], cuts: Cuts, end: Finish) -> CollectedTurn:
 
 def responding(shown: Shown) -> tuple[StreamedTurn, Resource, list[dict[str, Any]]]:
     fields = check(ResponsesRequest, {"model": "m", "input": "hi"}, BUDGETS)
-    resource = Resource("resp_1", fields, Sampling(), None)
+    resource = Resource("resp_1", fields, SamplingParams(), None)
     ended: list[dict[str, Any]] = []
-    return streamed(ResponseTeller(lambda: resource, shown, ended.append)), resource, ended
+    return streamed(ResponseEventEncoder(lambda: resource, shown, ended.append)), resource, ended
 
 
 def without_ids(output: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -103,7 +103,7 @@ def without_ids(output: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @given(SAID, CUTS, ENDS, st.booleans(), st.booleans())
 def test_a_streamed_response_is_the_whole_one(
-    said: list[Said], cuts: Cuts, end: Finish, summary: bool, sealed: bool
+    said: list[TextDelta], cuts: Cuts, end: Finish, summary: bool, sealed: bool
 ) -> None:
     shown = Shown(summary, sealed)
     turn, resource, ended = responding(shown)
@@ -162,10 +162,10 @@ def understood(events: list[dict[str, Any]]) -> dict[str, Any]:
 )
 @given(SAID, CUTS, ENDS, st.booleans(), st.booleans(), st.booleans())
 def test_a_streamed_message_is_the_whole_one(
-    said: list[Said], cuts: Cuts, end: Finish, thinking: bool, omitted: bool, clipped: bool
+    said: list[TextDelta], cuts: Cuts, end: Finish, thinking: bool, omitted: bool, clipped: bool
 ) -> None:
     shown = {"clipped": clipped, "thinking": thinking, "omitted": omitted}
-    teller = MessageTeller("msg_1", "m", lambda error: error_event_body(error, "req_1"), **shown)
+    teller = MessageEventEncoder("msg_1", "m", lambda error: error_event_body(error, "req_1"), **shown)
     events = heard(streamed(teller), said, cuts, end)
     other = collected(said, cuts[::-1], end)
     expected = whole("msg_1", "m", other.transcript.blocks, end, other.counts, **shown)
@@ -203,7 +203,7 @@ def test_a_stream_that_breaks_says_so() -> None:
     assert ended == [events[-1]["response"]]
 
     shown = {"clipped": False, "thinking": True, "omitted": False}
-    teller = MessageTeller("msg_1", "m", lambda error: error_event_body(error, "req_1"), **shown)
+    teller = MessageEventEncoder("msg_1", "m", lambda error: error_event_body(error, "req_1"), **shown)
     events = heard(streamed(teller), [("text", "abc")], [(1, True)], BROKEN)
     assert events[-1] == {
         "type": "error",
@@ -277,7 +277,7 @@ async def test_headers_reach_admission_unchanged() -> None:
 
 
 def test_a_message_begins_with_no_output_however_far_the_engine_is() -> None:
-    teller = MessageTeller("msg_1", "m", lambda error: {}, clipped=False, thinking=True, omitted=False)
+    teller = MessageEventEncoder("msg_1", "m", lambda error: {}, clipped=False, thinking=True, omitted=False)
     turn = streamed(teller)
     # The engine has run on past a stop string before the first of the text goes out.
     counted = SimpleNamespace(prompt_tokens=7, cached_tokens=3, completion_tokens=5, reasoning_tokens=2)

@@ -244,7 +244,7 @@ def test_sampling_in_the_engines_words() -> None:
 
 def test_errors_of_the_services_behind_speak_of_the_clients_fields() -> None:
     body = {**BODIES[MessagesRequest], "system": "s", "tools": [TOOL]}
-    respell = request_of(MessagesRequest, body).respell
+    rename_fields = request_of(MessagesRequest, body).rename_fields
     for param, message, expected in (
         ("messages[1].content", "messages[1].content is odd.", "messages.0 is odd."),
         ("tools[0].function.parameters", "tools[0].function.parameters is odd.", "tools.0.input_schema is odd."),
@@ -252,6 +252,6 @@ def test_errors_of_the_services_behind_speak_of_the_clients_fields() -> None:
         ("lora", "No such adapter.", "lora_path: No such adapter."),
         ("chat_template_kwargs.enable_thinking", "Unknown.", "thinking.type: Unknown."),
     ):
-        assert respell(invalid(message, param=param)).message == expected
-    long = respell(invalid("The prompt has 9 tokens.", param="messages", code="context_length_exceeded"))
+        assert rename_fields(invalid(message, param=param)).message == expected
+    long = rename_fields(invalid("The prompt has 9 tokens.", param="messages", code="context_length_exceeded"))
     assert long.message == "prompt is too long: The prompt has 9 tokens."

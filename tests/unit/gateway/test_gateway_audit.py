@@ -20,7 +20,7 @@ from services.gateway.http.errors import error_response
 from services.gateway.http.middleware import audit as auditing
 
 
-class Heard:
+class ObservedStream:
     """A sink that remembers."""
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ def application() -> FastAPI:
         first, second = (auditing.of_request() for _ in range(2))
         if first is None or second is None:
             return PlainTextResponse("not audited")
-        sink = Heard()
+        sink = ObservedStream()
         first.began("r1", "m", 10)
         second.began("r1", "m", 0)
         first.worked_on_by("a")

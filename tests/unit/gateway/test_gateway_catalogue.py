@@ -11,7 +11,7 @@ import pytest
 
 from services.common.errors import ErrorKind, SluiceError
 from services.gateway.workers import registry as catalogue
-from services.gateway.workers.registry import Catalogue, WorkerEntry
+from services.gateway.workers.registry import WorkerEntry, WorkerRegistry
 from sluice.v1 import common_pb2, router_pb2
 
 KINDS = router_pb2.WorkerChange
@@ -48,7 +48,7 @@ class Followed:
     def __init__(self) -> None:
         self.router = Router()
         self.gone: list[str] = []
-        self.catalogue = Catalogue(cast(Any, self.router), self._up, self.gone.append)
+        self.catalogue = WorkerRegistry(cast(Any, self.router), self._up, self.gone.append)
         self._running = asyncio.create_task(self.catalogue.run())
 
     def _up(self, entry: WorkerEntry) -> None:

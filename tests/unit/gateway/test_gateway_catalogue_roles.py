@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from services.gateway.workers.registry import Catalogue, WorkerEntry
+from services.gateway.workers.registry import WorkerEntry, WorkerRegistry
 from sluice.v1 import common_pb2, router_pb2
 
 UP, SYNCED = router_pb2.WorkerChange.KIND_UP, router_pb2.WorkerChange.KIND_SYNCED
@@ -44,7 +44,7 @@ async def test_a_worker_of_an_unknown_role_is_left_out(caplog: pytest.LogCapture
         up("a"), up("new", NEWER), up("new", NEWER), up("turned"), up("turned", NEWER), up("b"),
         router_pb2.WorkerChange(kind=SYNCED),
     )  # fmt: skip
-    catalogue = Catalogue(cast(Any, router), seen.append, gone.append)
+    catalogue = WorkerRegistry(cast(Any, router), seen.append, gone.append)
     running = asyncio.create_task(catalogue.run())
     async with asyncio.timeout(20):
         while not catalogue.synced and not running.done():  # noqa: ASYNC110

@@ -12,16 +12,16 @@ from typing import Any, cast
 import grpc
 import pytest
 
-from services.common.concurrency_limiter import Turnstile
+from services.common.concurrency_limiter import ConcurrencyLimiter
 from services.common.errors import SluiceError, unavailable
 from services.common.rpc import multiplexed_call as call_stream
 from services.common.rpc import replicas
-from services.common.rpc.multiplexed_call import CallStream
+from services.common.rpc.multiplexed_call import MultiplexedCall
 from services.common.rpc.replicas import Replica, ReplicaSet
-from services.gateway.admission.fair_queue import Line
+from services.gateway.admission.fair_queue import FairQueue
 from services.gateway.admission.keys import ANONYMOUS, ApiKey
 from services.gateway.clients.embeddings import all_or_none
-from services.gateway.http.inline_sender import DirectSender
+from services.gateway.http.inline_sender import InlineSender
 from services.gateway.http.sse import result_unless_gone
 from tests.support.circles import circles_of
 from tests.unit.gateway.test_gateway_admission_gate import make, never
@@ -41,19 +41,19 @@ async def none_of(job: Callable[[], Any]) -> None:
 
 
 async def test_refused_by_a_full_line() -> None:
-    gate, _, _ = make(Line(1, 0, 60))
+    gate, _, _ = make(FairQueue(1, 0, 60))
     await gate.enter(ANONYMOUS, 1.0, inf, never)
     await none_of(lambda: gate.enter(ANONYMOUS, 1.0, inf, never))
 
 
 async def test_refused_after_a_wait_in_line() -> None:
-    gate, _, _ = make(Line(1, 10, 0.001))
+    gate, _, _ = make(FairQueue(1, 10, 0.001))
     await gate.enter(ANONYMOUS, 1.0, inf, never)
     await none_of(lambda: gate.enter(ANONYMOUS, 1.0, inf, never))
 
 
 async def test_left_while_it_waited_in_line() -> None:
-    gate, _, _ = make(Line(1, 10, 60))
+    gate, _, _ = make(FairQueue(1, 10, 60))
     await gate.enter(ANONYMOUS, 1.0, inf, never)
 
     async def gone() -> None:
@@ -63,7 +63,7 @@ async def test_left_while_it_waited_in_line() -> None:
 
 
 async def test_dropped_from_the_line_for_one_of_higher_right() -> None:
-    line = Line(1, 1, 60)
+    line = FairQueue(1, 1, 60)
     await line.enter(ApiKey("0" * 12, "k", ""), 1.0)
 
     async def dropped() -> None:
@@ -80,7 +80,7 @@ async def test_dropped_from_the_line_for_one_of_higher_right() -> None:
 
 
 async def test_late_behind_a_turnstile() -> None:
-    gate = Turnstile("service", 1, 0.001)
+    gate = ConcurrencyLimiter("service", 1, 0.001)
     async with gate.turn():
 
         async def late() -> None:
@@ -97,7 +97,7 @@ class Message:
 
 @pytest.mark.parametrize("timeout_s", [0.001, 60.0], ids=["late", "refused"])
 async def test_failed_calls_on_a_shared_stream(timeout_s: float) -> None:
-    stream: CallStream[Any, Any] = CallStream("peer", cast(Any, None), cast(Any, None), dict, dict)
+    stream: MultiplexedCall[Any, Any] = MultiplexedCall("peer", cast(Any, None), cast(Any, None), dict, dict)
     stream._session = cast(Any, SimpleNamespace(wake=lambda: None, close=lambda: None))
     stream._greeted = True
     stream._welcome.set()
@@ -177,7 +177,7 @@ async def test_senders_that_are_closed_while_a_client_takes_nothing() -> None:
         await never()
 
     async def closed() -> None:
-        sender = DirectSender(send, lambda: None, lambda: None)
+        sender = InlineSender(send, lambda: None, lambda: None)
         sender.send({"type": "http.response.body", "body": b"x"})
         assert sender.blocked
         await sender.close()

@@ -12,7 +12,7 @@ from starlette.types import Message, Receive, Scope, Send
 from services.common.errors import ErrorKind, SluiceError
 from services.gateway.core import deadlines
 from services.gateway.core.deadlines import NO_DEADLINE, Deadline, parse_grpc_timeout, parse_timeout_ms
-from services.gateway.http.middleware.deadlines import RequestDeadlines
+from services.gateway.http.middleware.deadlines import DeadlineMiddleware
 
 
 def test_headers_say_seconds() -> None:
@@ -65,7 +65,7 @@ async def passed(longest_s: float, *headers: tuple[bytes, bytes]) -> tuple[float
         return {"type": "http.request"}
 
     scope = {"type": "http", "headers": list(headers), "method": "POST", "path": "/"}
-    await RequestDeadlines(app, longest_s)(scope, receive, send)
+    await DeadlineMiddleware(app, longest_s)(scope, receive, send)
     return (seen[0] if seen else -1.0), status
 
 

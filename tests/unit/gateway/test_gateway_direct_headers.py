@@ -9,7 +9,7 @@ from services.common.packing import pack_u32
 from services.gateway.apis.openai.schemas import CompletionRequest
 from services.gateway.apis.openai.validation import check
 from services.gateway.core import routing_hints as directions
-from services.gateway.core.routing_hints import Directions
+from services.gateway.core.routing_hints import RoutingHints
 from services.gateway.http.middleware.routing_hints import of_headers
 from tests.support.bodies import BUDGETS
 
@@ -46,24 +46,24 @@ def test_a_rank_in_the_body_is_that_of_whichever_worker_is_named() -> None:
         directions.begin(of_headers(headers))
         directions.at_rank(3)
         assert (directions.current().workers, directions.current().rank) == (("a",), rank)
-    directions.begin(directions.NOWHERE)
+    directions.begin(directions.NO_HINTS)
 
 
 def test_who_is_allowed() -> None:
-    subset = Directions(subset=("a:1",))
+    subset = RoutingHints(subset=("a:1",))
     assert subset.allows("w", "a:1", False)
     assert not subset.allows("w", "b:1", False)
-    assert not Directions(subset=()).allows("w", "a:1", False)
-    named = Directions(workers=("w",), prefill=("p",))
+    assert not RoutingHints(subset=()).allows("w", "a:1", False)
+    named = RoutingHints(workers=("w",), prefill=("p",))
     assert named.allows("w", "a:1", False)
     assert not named.allows("w", "a:1", True)
     assert named.allows("p", "a:2", True)
-    assert Directions(workers=("w",)).allows("any", "a:3", True)
+    assert RoutingHints(workers=("w",)).allows("any", "a:3", True)
     # A scheduler in front of gateways names the gateway there.
-    assert Directions(endpoints=("gateway:8000",)).allows("w", "a:1", False)
+    assert RoutingHints(endpoints=("gateway:8000",)).allows("w", "a:1", False)
 
 
-def nvext(**fields: object) -> Directions:
+def nvext(**fields: object) -> RoutingHints:
     found = check(CompletionRequest, {"model": "m", "prompt": "x", "nvext": fields}, BUDGETS).nvext
     assert found is not None
     return found.directions()
@@ -71,7 +71,7 @@ def nvext(**fields: object) -> Directions:
 
 def test_headers_come_before_nvext() -> None:
     body = nvext(backend_instance_id=7, prefill_worker_id="p", token_data=[1, 2], annotations=["query_instance_id:"])
-    assert body == Directions(("7",), (), ("p",), token_ids=pack_u32([1, 2]), query_only=True)
+    assert body == RoutingHints(("7",), (), ("p",), token_ids=pack_u32([1, 2]), query_only=True)
     both = of_headers({"x-sluice-worker": "h"}).over(body)
     assert (both.workers, both.prefill, both.token_ids, both.query_only) == (("h",), ("p",), pack_u32([1, 2]), True)
     assert of_headers({"x-gateway-destination-endpoint": "e:1"}).over(body).answering == ("e:1",)

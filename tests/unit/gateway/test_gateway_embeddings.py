@@ -17,13 +17,20 @@ from services.gateway.apis.openai.embeddings import EmbeddingEndpoints
 from services.gateway.clients.embeddings import INPUTS_PER_CALL, EmbedClient, all_or_none
 from services.gateway.clients.worker_link import WorkerLink
 from services.gateway.core import deadlines
-from services.gateway.core.request import GenerationRequest, Route, Sampling, StopRules, TextPrompt, Tokenized
+from services.gateway.core.request import (
+    GenerationRequest,
+    Route,
+    SamplingParams,
+    StopParams,
+    TextPrompt,
+    TokenizedPrompt,
+)
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.pipeline.capabilities import able
-from services.gateway.streams.manager import Switchboard
-from services.gateway.streams.watchdog import SilentWorkers
-from services.gateway.workers.connections import Fleet
-from services.gateway.workers.registry import Catalogue, WorkerEntry
+from services.gateway.streams.manager import StreamManager
+from services.gateway.streams.watchdog import WorkerWatchdog
+from services.gateway.workers.connections import ConnectionManager
+from services.gateway.workers.registry import WorkerEntry, WorkerRegistry
 from sluice.v1 import common_pb2, worker_pb2
 from tests.support.bodies import BUDGETS
 
@@ -64,11 +71,11 @@ class Workers:
             name: SimpleNamespace(worker_id=name, peer=name, live=0, embedding=0, stub=stub)
             for name, stub in stubs.items()
         }
-        self.catalogue = Catalogue(cast(Any, None), lambda worker: None, lambda worker_id: None)
+        self.catalogue = WorkerRegistry(cast(Any, None), lambda worker: None, lambda worker_id: None)
         self.catalogue.synced = True
         for name in stubs:
             self.catalogue.workers[name] = entry(name, *([] if name in without else ["embeddings"]))
-        self.client = EmbedClient(self.catalogue, cast(Fleet, self), 5)
+        self.client = EmbedClient(self.catalogue, cast(ConnectionManager, self), 5)
 
     def least_busy(self, worker_ids: list[str]) -> WorkerLink | None:
         links = [self.links[worker_id] for worker_id in worker_ids]
@@ -196,14 +203,14 @@ async def test_vectors_that_nobody_waits_for_any_more_are_not_computed() -> None
 
 
 async def test_a_worker_that_only_embedded_so_far_is_not_taken_for_silent_when_it_begins_to_generate() -> None:
-    board = Switchboard(10, lambda reservation: None, lambda *_: None, GatewayMetrics())
+    board = StreamManager(10, lambda reservation: None, lambda *_: None, GatewayMetrics())
     link = WorkerLink("w", "", grpc.aio.insecure_channel("127.0.0.1:1"), 1.0, board, board.on_worker_lost)
     link._connected.set()
     link.embedding = 1  # vectors are under way all the time
     link._heard_at -= 1000
-    request = GenerationRequest("r", "m", TextPrompt("x"), 1, Sampling(), StopRules())
-    prompt = Tokenized(b"\1\0\0\0", b"", "", b"", b"", 100, b"")
+    request = GenerationRequest("r", "m", TextPrompt("x"), 1, SamplingParams(), StopParams())
+    prompt = TokenizedPrompt(b"\1\0\0\0", b"", "", b"", b"", 100, b"")
     board.connect(request, 0, prompt, Route("w"), link, 10, cast(Any, None))
     silent: list[bool] = []
-    SilentWorkers(lambda: [link], board.computing, 30.0, lambda: silent.append(True)).look()
+    WorkerWatchdog(lambda: [link], board.computing, 30.0, lambda: silent.append(True)).look()
     assert not silent

@@ -12,12 +12,12 @@ from starlette.types import Message
 from services.common.errors import SluiceError, unavailable
 from services.gateway.apis.openai.choices import CollectedChoices, StreamedChoice, StreamedChoices
 from services.gateway.apis.openai.completion_objects import ChatFormat, CompletionFormat
-from services.gateway.apis.openai.detailed_choices import DetailedStreamedChoice, Wishes
+from services.gateway.apis.openai.detailed_choices import DetailedStreamedChoice, DetailOptions
 from services.gateway.apis.openai.logprobs import Naming
 from services.gateway.core.request import Finish, FinishReason
 from services.gateway.http.inline_sender import ABORT_KEY
 from services.gateway.http.sse import EventStream
-from services.gateway.http.write_scheduler import Pacer
+from services.gateway.http.write_scheduler import WriteScheduler
 
 
 class Client:
@@ -54,7 +54,7 @@ class Client:
 
 def make(number: int = 1, usage: bool = False, max_unsent: int = 1000) -> tuple[StreamedChoices, EventStream]:
     choices = StreamedChoices(ChatFormat("chatcmpl-1", 1, "m", usage), number, usage)
-    choices.stream = EventStream(choices, Pacer(), max_unsent, {})
+    choices.stream = EventStream(choices, WriteScheduler(), max_unsent, {})
     return choices, choices.stream
 
 
@@ -208,7 +208,7 @@ async def test_a_client_that_never_reads_is_cut_for_a_choice_that_it_has_not_hea
 
 
 async def test_a_stream_that_fails_to_write_is_cut_and_disturbs_no_other() -> None:
-    pacer, cut = Pacer(), []
+    pacer, cut = WriteScheduler(), []
     broken, sound = make(), make()
     for choices, stream in (broken, sound):
         stream._pacer = pacer
@@ -377,13 +377,13 @@ def test_a_whole_answer_carries_reasoning_and_calls() -> None:
 
 
 async def test_usage_so_far_counts_prompts_that_have_no_ids() -> None:
-    asked = Wishes(continuous_usage=True)
+    asked = DetailOptions(continuous_usage=True)
 
     def choice(index: int, events: StreamedChoices) -> StreamedChoice:
         return DetailedStreamedChoice(index, events, asked, Naming({}))
 
     choices = StreamedChoices(CompletionFormat("cmpl-1", 1, "m", True), 3, True, make=choice)
-    choices.stream = EventStream(choices, Pacer(), 1000, {})
+    choices.stream = EventStream(choices, WriteScheduler(), 1000, {})
     of_embeddings = SimpleNamespace(streams=[1, 2], prompt_tokens=70)  # rows; there are no ids
     choices.usage.generations += cast(Any, [of_embeddings, SimpleNamespace(streams=[3], prompt_tokens=5)])
     for sink in choices.sinks:

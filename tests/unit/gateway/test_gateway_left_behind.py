@@ -33,25 +33,25 @@ from services.gateway.core.request import (
     TokenPrompt,
 )
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.pipeline.postprocess_plugin import OwnTextLink
-from services.gateway.placement.selector import Placed, Placement, Wanted
-from services.gateway.streams.manager import Switchboard
+from services.gateway.pipeline.postprocess_plugin import CustomPostprocessAdapter
+from services.gateway.placement.selector import Placement, PlacementRequest, WorkerSelector
+from services.gateway.streams.manager import StreamManager
 from services.gateway.streams.migration import AT_ONCE, Migrator
 from services.gateway.streams.migration_policy import MigrationPolicy
 from services.gateway.streams.postprocess_pool import MOST_REPLAYS
-from services.gateway.streams.stream import LiveStream
+from services.gateway.streams.stream import GenerationStream
 from sluice.v1 import worker_pb2
 from tests.support.bodies import BUDGETS
-from tests.unit.gateway.test_gateway_survive import EOS, MAX_TOKENS, PROMPT, REQUEST, Board, Sink
+from tests.unit.gateway.test_gateway_survive import EOS, MAX_TOKENS, PROMPT, REQUEST, Sink, WorkerTable
 
 
-def link_to_nowhere(board: Board) -> WorkerLink:
+def link_to_nowhere(board: WorkerTable) -> WorkerLink:
     channel = grpc.aio.insecure_channel("127.0.0.1:1")
     return WorkerLink("w0", "127.0.0.1:1", channel, 1.0, board.board, board.board.on_worker_lost)
 
 
 async def test_the_largest_seed_has_further_choices() -> None:
-    board = Board()
+    board = WorkerTable()
     link = link_to_nowhere(board)
     link._connected.set()
     largest = replace(REQUEST, choices=3, sampling=replace(REQUEST.sampling, seed=2**63 - 1))
@@ -62,7 +62,7 @@ async def test_the_largest_seed_has_further_choices() -> None:
 
 
 def test_a_stream_that_cannot_be_moved_leaves_the_others_of_its_worker_to_go_on() -> None:
-    desk = Board()
+    desk = WorkerTable()
     garbled = replace(PROMPT, eos_token_ids=b"\1\0\0")
     worker = cast(WorkerLink, desk.workers[0])
     sink = Sink()
@@ -94,8 +94,8 @@ class Siblings(Sink):
 
 
 def test_choices_that_end_together_when_a_replica_dies_leave_nothing_on_the_next_one() -> None:
-    desk = Board(posts=2)
-    streams: list[LiveStream] = []
+    desk = WorkerTable(posts=2)
+    streams: list[GenerationStream] = []
 
     def end() -> None:
         for stream in streams:
@@ -119,7 +119,7 @@ def test_choices_that_end_together_when_a_replica_dies_leave_nothing_on_the_next
 
 
 def test_a_worker_that_is_gone_before_its_generation_starts_is_an_ordinary_loss() -> None:
-    desk = Board()
+    desk = WorkerTable()
     desk.workers[0].connected = False
     stream, _ = desk.connect()
     assert desk.moving == [stream]
@@ -131,10 +131,10 @@ def test_a_worker_that_is_gone_before_its_generation_starts_is_an_ordinary_loss(
 
 
 def test_a_pair_that_breaks_after_the_last_token_is_done() -> None:
-    desk = Board()
-    asked: list[LiveStream] = []
+    desk = WorkerTable()
+    asked: list[GenerationStream] = []
 
-    def rescue(stream: LiveStream, worker: WorkerLink, error: SluiceError) -> SluiceError | None:
+    def rescue(stream: GenerationStream, worker: WorkerLink, error: SluiceError) -> SluiceError | None:
         asked.append(stream)
         return None
 
@@ -148,7 +148,7 @@ def test_a_pair_that_breaks_after_the_last_token_is_done() -> None:
 
 
 def test_usage_of_text_that_the_worker_made_and_did_not_count() -> None:
-    desk = Board()
+    desk = WorkerTable()
     sink = Sink()
     request = replace(REQUEST, engine_text=True)
     route = Route("w0", reservation_id=desk.book())
@@ -171,7 +171,7 @@ def words(*values: int) -> bytes:
 
 
 def test_a_stream_that_is_opened_again_on_its_replica_gets_each_token_once() -> None:
-    desk = Board()
+    desk = WorkerTable()
     link = PostLink(cast(Replica[Any], FakeReplica()), 1.0, desk.board)
     link._connected.set()
     prompt = PROMPT
@@ -194,7 +194,7 @@ def test_a_stream_that_is_opened_again_on_its_replica_gets_each_token_once() -> 
 
 
 async def test_starts_with_much_to_carry_do_not_travel_in_one_message() -> None:
-    board = Board()
+    board = WorkerTable()
     link = link_to_nowhere(board)
     embeds = EmbedsPrompt(bytes(4 * 256 * 1024), 1024)
     prompt = replace(PROMPT, token_ids=b"", embeds=embeds)
@@ -213,7 +213,7 @@ async def test_starts_with_much_to_carry_do_not_travel_in_one_message() -> None:
 
 
 async def test_a_start_that_no_worker_would_take_ends_its_request_only() -> None:
-    board = Board()
+    board = WorkerTable()
     channel = grpc.aio.insecure_channel("127.0.0.1:1")
     link = WorkerLink("w0", "127.0.0.1:1", channel, 1.0, board.board, board.board.on_worker_lost, 1 << 20)
     link._connected.set()
@@ -233,7 +233,7 @@ async def test_a_start_that_no_worker_would_take_ends_its_request_only() -> None
 
 
 def test_openings_with_much_to_carry_do_not_travel_in_one_message() -> None:
-    desk = Board()
+    desk = WorkerTable()
     link = PostLink(cast(Replica[Any], FakeReplica()), 1.0, desk.board)
     link._connected.set()
     request = replace(REQUEST, parsing=Parsing(tool_parser="auto", tools_json=b"[" + b" " * 500_000 + b"]"))
@@ -265,8 +265,8 @@ class Places:
     def __init__(self, worker: Any) -> None:
         self.worker = worker
 
-    async def place(self, wanted: Wanted, excluded: Any = ()) -> Placed:
-        return Placed(Route("w1"), self.worker)
+    async def place(self, wanted: PlacementRequest, excluded: Any = ()) -> Placement:
+        return Placement(Route("w1"), self.worker)
 
 
 class Nobody:
@@ -275,7 +275,7 @@ class Nobody:
 
 
 async def test_generations_of_a_model_that_is_gone_do_not_hold_up_those_of_others() -> None:
-    desk = Board()
+    desk = WorkerTable()
     tasks = TaskOwner()
     worker = cast(Any, desk.workers[0])
     worker.sessions = 1
@@ -290,7 +290,7 @@ async def test_generations_of_a_model_that_is_gone_do_not_hold_up_those_of_other
     )
     desk.board.migrate = migrator.take_over
 
-    def connect(request: GenerationRequest) -> LiveStream:
+    def connect(request: GenerationRequest) -> GenerationStream:
         route = Route("w0", reservation_id=desk.book())
         return desk.board.connect(request, 0, PROMPT, route, worker, MAX_TOKENS, cast(Any, Sink()))
 
@@ -312,13 +312,15 @@ async def test_a_route_stage_that_fails_does_not_end_the_gateway() -> None:
         def eligible(self, workers: Any, prompt_tokens: int, alone: bool = False) -> Any:
             return workers
 
-    placement = Placement(cast(Any, None), cast(Any, Entries()), cast(Any, Nobody()), tasks, 1.0, cast(Any, Alone()))
+    placement = WorkerSelector(
+        cast(Any, None), cast(Any, Entries()), cast(Any, Nobody()), tasks, 1.0, cast(Any, Alone())
+    )
 
-    async def broken(wanted: Wanted, workers: Any) -> Route:
+    async def broken(wanted: PlacementRequest, workers: Any) -> Route:
         raise KeyError("inside")
 
     placement.own_route = broken
-    wanted = Wanted(REQUEST, "b", PROMPT, 16, 0, cast(Any, type("D", (), {"share": lambda *_: 1.0})()))
+    wanted = PlacementRequest(REQUEST, "b", PROMPT, 16, 0, cast(Any, type("D", (), {"share": lambda *_: 1.0})()))
     with pytest.raises(SluiceError, match="route stage") as refused:
         await placement.place(wanted)
     assert refused.value.kind is ErrorKind.INTERNAL
@@ -327,7 +329,7 @@ async def test_a_route_stage_that_fails_does_not_end_the_gateway() -> None:
 
 
 def test_the_stop_id_that_was_asked_for_is_told() -> None:
-    desk = Board()
+    desk = WorkerTable()
     told = []
     for asked, hit in (((9, 10), 10), ((9, 10), EOS), ((), 10), ((0,), 0)):
         sink = Sink()
@@ -343,7 +345,7 @@ def test_the_stop_id_that_was_asked_for_is_told() -> None:
 
 
 def test_choices_that_are_being_placed_count_against_the_bound() -> None:
-    board = Switchboard(4, lambda reservation: None, lambda *_: None, GatewayMetrics())
+    board = StreamManager(4, lambda reservation: None, lambda *_: None, GatewayMetrics())
     with board.expecting(3):
         with pytest.raises(SluiceError) as refused:
             board.admit(2)
@@ -392,7 +394,7 @@ async def test_a_worker_that_cannot_be_understood_fails_its_own_generations(
     monkeypatch.setattr(link_module, "INVALID_BACKOFF_S", (0.001, 0.001))
     deaths: list[str] = []
     tasks = TaskOwner(on_death=lambda task, error: deaths.append(task))
-    desk = Board()
+    desk = WorkerTable()
     calls: list[Call] = []
     channel = grpc.aio.insecure_channel("127.0.0.1:1")
     link = WorkerLink("w9", "", channel, 1.0, desk.board, desk.board.on_worker_lost)
@@ -432,7 +434,7 @@ async def test_a_worker_that_cannot_be_understood_fails_its_own_generations(
 
 
 async def test_a_place_stage_that_answers_nonsense_ends_its_generation_not_the_gateway() -> None:
-    desk = Board()
+    desk = WorkerTable()
     deaths: list[str] = []
     tasks = TaskOwner(on_death=lambda name, error: deaths.append(name))
     migrator = Migrator(
@@ -468,8 +470,8 @@ class BrokenStage:
 
 
 def test_a_text_that_cannot_begin_leaves_nothing_on_its_worker() -> None:
-    desk = Board(posts=0)
-    own = OwnTextLink(BrokenStage(), desk.board)
+    desk = WorkerTable(posts=0)
+    own = CustomPostprocessAdapter(BrokenStage(), desk.board)
     desk.board.texts.custom = lambda model: cast(PostLink, own)
     _, sink = desk.connect()
     (error,) = sink.ends
@@ -481,7 +483,7 @@ def test_a_text_that_cannot_begin_leaves_nothing_on_its_worker() -> None:
 
 
 def test_a_stream_that_no_replica_would_take_ends_its_request_only() -> None:
-    desk = Board(posts=0)
+    desk = WorkerTable(posts=0)
     link = PostLink(cast(Replica[Any], FakeReplica()), 1.0, desk.board)
     link._connected.set()
     desk.board.texts.links["post"] = link

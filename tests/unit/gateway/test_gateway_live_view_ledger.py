@@ -8,23 +8,23 @@ from typing import Any, cast
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.core.request import GenerationRequest, Sampling, StopRules, TextPrompt, Tokenized
+from services.gateway.core.request import GenerationRequest, SamplingParams, StopParams, TextPrompt, TokenizedPrompt
 from services.gateway.live_view.rates import KEPT_SAMPLES, RateMeter
-from services.gateway.live_view.request_history import FRESH, KEPT, REASONS, Ledger, PromptTimes, prompt_times
-from services.gateway.live_view.worker_table import MOST_GONE, MOST_ROWS, Board, LinkState, hit_rates
-from services.gateway.streams.stream import LiveStream
+from services.gateway.live_view.request_history import FRESH, KEPT, REASONS, PromptTimes, RequestHistory, prompt_times
+from services.gateway.live_view.worker_table import MOST_GONE, MOST_ROWS, LinkState, WorkerTable, hit_rates
+from services.gateway.streams.stream import GenerationStream
 
-PROMPT = Tokenized(b"\1\0\0\0" * 8, b"", "", b"", b"", 100, b"")
+PROMPT = TokenizedPrompt(b"\1\0\0\0" * 8, b"", "", b"", b"", 100, b"")
 
 
-def stream(slot: int, worker: str = "w", index: int = 0) -> LiveStream:
-    request = GenerationRequest(f"r-{slot}", "m", TextPrompt("x"), 2, Sampling(), StopRules())
-    made = LiveStream(slot, request, index, PROMPT, 100, cast(Any, None), cast(Any, None))
+def stream(slot: int, worker: str = "w", index: int = 0) -> GenerationStream:
+    request = GenerationRequest(f"r-{slot}", "m", TextPrompt("x"), 2, SamplingParams(), StopParams())
+    made = GenerationStream(slot, request, index, PROMPT, 100, cast(Any, None), cast(Any, None))
     made.worker = cast(Any, SimpleNamespace(worker_id=worker))
     return made
 
 
-def ended(ledger: Ledger, slot: int, outcome: str = "finished", worker: str = "w", cached: int = 0) -> None:
+def ended(ledger: RequestHistory, slot: int, outcome: str = "finished", worker: str = "w", cached: int = 0) -> None:
     one = stream(slot, worker)
     ledger.began(one, worker)
     one.tokens.extend((1, 2))
@@ -34,7 +34,7 @@ def ended(ledger: Ledger, slot: int, outcome: str = "finished", worker: str = "w
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["begin", "tokens", "look", "move", "end"])), max_size=80))
 def test_totals_are_the_sum_of_what_streams_said_whoever_looks_when(steps: list[tuple[int, str]]) -> None:
-    ledger, live, tokens, begun, over = Ledger(), dict[int, LiveStream](), 0, 0, 0
+    ledger, live, tokens, begun, over = RequestHistory(), dict[int, GenerationStream](), 0, 0, 0
     for slot, step in steps:
         one = live.get(slot)
         if step == "begin" and one is None:
@@ -57,7 +57,7 @@ def test_totals_are_the_sum_of_what_streams_said_whoever_looks_when(steps: list[
 
 
 def test_a_stream_ends_once() -> None:
-    ledger, one = Ledger(), stream(1)
+    ledger, one = RequestHistory(), stream(1)
     ledger.began(one, "w")
     ledger.over(one, "finished")
     ledger.over(one, "cancelled")
@@ -66,7 +66,7 @@ def test_a_stream_ends_once() -> None:
 
 
 def test_a_year_takes_no_more_than_an_hour() -> None:
-    ledger = Ledger()
+    ledger = RequestHistory()
     for slot in range(3 * KEPT):
         one = stream(slot)
         ledger.began(one, "w")
@@ -78,7 +78,7 @@ def test_a_year_takes_no_more_than_an_hour() -> None:
 
 
 def test_stages_follow_each_other_and_the_first_choice_has_the_answers_id() -> None:
-    ledger = Ledger()
+    ledger = RequestHistory()
     one, other = stream(1), stream(2, index=1)
     prompt_times.set(PromptTimes(one.started_at - 0.5, one.started_at - 0.3))
     one.first_text_at = one.started_at + 0.0001
@@ -92,7 +92,7 @@ def test_stages_follow_each_other_and_the_first_choice_has_the_answers_id() -> N
 
 
 def test_rates_are_what_came_in_a_second() -> None:
-    ledger, meter = Ledger(), RateMeter()
+    ledger, meter = RequestHistory(), RateMeter()
     ended(ledger, 1)
     ended(ledger, 2, "stalled")
     rates = meter.sample(ledger.totals, 7, 2.0)
@@ -103,7 +103,7 @@ def test_rates_are_what_came_in_a_second() -> None:
 
 
 def test_hit_rates_are_of_finished_prompts() -> None:
-    ledger = Ledger()
+    ledger = RequestHistory()
     ended(ledger, 1, worker="a", cached=8)
     ended(ledger, 2, worker="a", cached=4)
     ended(ledger, 3, "cancelled", worker="b", cached=8)
@@ -116,7 +116,7 @@ def link(connected: bool = True, sound: bool = True) -> LinkState:
 
 def test_a_worker_that_vanishes_is_red_for_a_minute() -> None:
     now = 100.0
-    board = Board(Ledger(), lambda: now)
+    board = WorkerTable(RequestHistory(), lambda: now)
     board.update({"a": link(), "b": link(sound=False), "c": link(connected=False)}, [], 1.0)
     assert {row.id: row.health for row in board.rows.values()} == {"a": "ok", "b": "troubled", "c": "unreachable"}
     board.update({"b": link()}, [], 1.0)
@@ -130,7 +130,7 @@ def test_a_worker_that_vanishes_is_red_for_a_minute() -> None:
 
 
 def test_thousands_of_workers_do_not_fill_the_page_and_those_in_trouble_are_shown() -> None:
-    board = Board(Ledger())
+    board = WorkerTable(RequestHistory())
     links = {f"w-{number:04}": link(connected=number != 1999) for number in range(2000)}
     board.update(links, [], 1.0)
     shown = board.shown()

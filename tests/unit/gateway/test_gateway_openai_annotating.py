@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from services.common.errors import ErrorKind, SluiceError, unavailable
 from services.common.tasks import TaskOwner
 from services.gateway.apis.openai.logprobs import ShownToken
-from services.gateway.apis.openai.logprobs_assembler import Annotator
+from services.gateway.apis.openai.logprobs_assembler import LogprobsAssembler
 from services.gateway.clients.token_bytes import TokenPieces
 from services.gateway.core.request import Finish, FinishReason, PositionLogprobs, TokenLogprob
 
@@ -80,9 +80,9 @@ def position(token_id: int, *others: int) -> PositionLogprobs:
     return PositionLogprobs(TokenLogprob(token_id, -0.5), tuple(TokenLogprob(other, -1.5) for other in others))
 
 
-def make(pieces: Pieces, **options: Any) -> tuple[Annotator, Choice]:
+def make(pieces: Pieces, **options: Any) -> tuple[LogprobsAssembler, Choice]:
     choice = Choice()
-    return Annotator(choice, cast(TokenPieces, pieces), "m", TaskOwner(), **options), choice
+    return LogprobsAssembler(choice, cast(TokenPieces, pieces), "m", TaskOwner(), **options), choice
 
 
 async def settle() -> None:

@@ -14,7 +14,7 @@ from services.gateway.apis.openai.schemas import CompletionRequest
 from services.gateway.apis.openai.translate import completion_requests
 from services.gateway.apis.openai.validation import check
 from services.gateway.clients.preprocess import PreprocessClient
-from services.gateway.core.request import GenerationRequest, Prompt, TextPrompt, Tokenized, TokenPrompt
+from services.gateway.core.request import GenerationRequest, Prompt, TextPrompt, TokenizedPrompt, TokenPrompt
 from services.gateway.workers.registry import WorkerEntry
 from tests.support.bodies import BUDGETS
 
@@ -27,13 +27,15 @@ class Preprocess:
     def __init__(self, *markers: str) -> None:
         self.markers = {marker: 1000 + index for index, marker in enumerate(markers)}
 
-    async def tokenize(self, model: str, prompt: Prompt, block_size: int, lora: str, cache_salt: str) -> Tokenized:
+    async def tokenize(
+        self, model: str, prompt: Prompt, block_size: int, lora: str, cache_salt: str
+    ) -> TokenizedPrompt:
         if isinstance(prompt, TokenPrompt):
-            return Tokenized(prompt.token_ids, b"", "", b"", b"", 0, b"")
+            return TokenizedPrompt(prompt.token_ids, b"", "", b"", b"", 0, b"")
         assert isinstance(prompt, TextPrompt)
         ids = [self.markers[prompt.text]] if prompt.text in self.markers else list(prompt.text.encode())
         special = [] if prompt.add_special_tokens is False else [1]
-        return Tokenized(pack_u32([*special, *ids]), b"", "", b"", b"", 0, b"")
+        return TokenizedPrompt(pack_u32([*special, *ids]), b"", "", b"", b"", 0, b"")
 
 
 async def resolved(preprocess: Preprocess, **fields: Any) -> GenerationRequest:

@@ -16,12 +16,12 @@ from services.gateway.apis.openai.schemas import ChatCompletionRequest, Completi
 from services.gateway.apis.openai.tool_choice import forced_call
 from services.gateway.apis.openai.translate import chat_request, completion_requests
 from services.gateway.apis.openai.validation import check
-from services.gateway.core.request import GenerationRequest, Guided
+from services.gateway.core.request import GenerationRequest, StructuredOutput
 from tests.support.bodies import BUDGETS
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 TEXT = '{"type":"object","properties":{"a":{"type":"integer"}},"required":["a"]}'
-JSON_TEXT = Guided("json_schema", TEXT)
+JSON_TEXT = StructuredOutput("json_schema", TEXT)
 TAG = {"type": "structural_tag", "structures": [], "triggers": ["<f"]}
 
 
@@ -40,50 +40,70 @@ def complete(**fields: Any) -> GenerationRequest:
 @pytest.mark.parametrize(
     ("fields", "guided", "capability", "field"),
     [
-        ({"response_format": {"type": "json_object"}}, Guided("json_object"), "guided_json", "response_format"),
+        (
+            {"response_format": {"type": "json_object"}},
+            StructuredOutput("json_object"),
+            "guided_json",
+            "response_format",
+        ),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}},
-            Guided("json_schema", TEXT),
+            StructuredOutput("json_schema", TEXT),
             "guided_json",
             "response_format",
         ),
         (
             {"response_format": TAG},
-            Guided("structural_tag", json.dumps(TAG, separators=(",", ":"))),
+            StructuredOutput("structural_tag", json.dumps(TAG, separators=(",", ":"))),
             "structural_tag",
             "response_format",
         ),
         (
             {"structured_outputs": {"json": SCHEMA}},
-            Guided("json_schema", TEXT),
+            StructuredOutput("json_schema", TEXT),
             "guided_json",
             "structured_outputs.json",
         ),
-        ({"structured_outputs": {"json": TEXT}}, Guided("json_schema", TEXT), "guided_json", "structured_outputs.json"),
+        (
+            {"structured_outputs": {"json": TEXT}},
+            StructuredOutput("json_schema", TEXT),
+            "guided_json",
+            "structured_outputs.json",
+        ),
         (
             {"structured_outputs": {"json_object": True}},
-            Guided("json_object"),
+            StructuredOutput("json_object"),
             "guided_json",
             "structured_outputs.json_object",
         ),
         (
             {"structured_outputs": {"choice": ["a", "b"]}},
-            Guided("choice", ("a", "b")),
+            StructuredOutput("choice", ("a", "b")),
             "guided_choice",
             "structured_outputs.choice",
         ),
-        ({"structured_outputs": {"regex": "a+"}}, Guided("regex", "a+"), "guided_regex", "structured_outputs.regex"),
-        ({"guided_json": SCHEMA}, Guided("json_schema", TEXT), "guided_json", "guided_json"),
-        ({"guided_regex": r"\p{L}+"}, Guided("regex", r"\p{L}+"), "guided_regex", "guided_regex"),
-        ({"guided_choice": ["x"]}, Guided("choice", ("x",)), "guided_choice", "guided_choice"),
-        ({"guided_grammar": 'root ::= "a"'}, Guided("ebnf", 'root ::= "a"'), "guided_grammar", "guided_grammar"),
-        ({"regex": "[0-9]"}, Guided("regex", "[0-9]"), "guided_regex", "regex"),
-        ({"ebnf": 'root ::= "a"'}, Guided("ebnf", 'root ::= "a"'), "guided_grammar", "ebnf"),
-        ({"json_schema": TEXT}, Guided("json_schema", TEXT), "guided_json", "json_schema"),
+        (
+            {"structured_outputs": {"regex": "a+"}},
+            StructuredOutput("regex", "a+"),
+            "guided_regex",
+            "structured_outputs.regex",
+        ),
+        ({"guided_json": SCHEMA}, StructuredOutput("json_schema", TEXT), "guided_json", "guided_json"),
+        ({"guided_regex": r"\p{L}+"}, StructuredOutput("regex", r"\p{L}+"), "guided_regex", "guided_regex"),
+        ({"guided_choice": ["x"]}, StructuredOutput("choice", ("x",)), "guided_choice", "guided_choice"),
+        (
+            {"guided_grammar": 'root ::= "a"'},
+            StructuredOutput("ebnf", 'root ::= "a"'),
+            "guided_grammar",
+            "guided_grammar",
+        ),
+        ({"regex": "[0-9]"}, StructuredOutput("regex", "[0-9]"), "guided_regex", "regex"),
+        ({"ebnf": 'root ::= "a"'}, StructuredOutput("ebnf", 'root ::= "a"'), "guided_grammar", "ebnf"),
+        ({"json_schema": TEXT}, StructuredOutput("json_schema", TEXT), "guided_json", "json_schema"),
     ],
 )
 def test_every_name_for_a_constraint_arrives(
-    make: Any, fields: dict[str, Any], guided: Guided, capability: str, field: str
+    make: Any, fields: dict[str, Any], guided: StructuredOutput, capability: str, field: str
 ) -> None:
     request = make(**fields)
     assert request.guided == guided
@@ -191,7 +211,7 @@ def test_schemas_nested_too_deep_are_refused() -> None:
 
 @pytest.mark.parametrize("pattern", ["(", "[", "a{2,1}", "(?<=a+)b", "\\"])
 def test_patterns_are_left_to_engines_to_compile(pattern: str) -> None:
-    assert chat(guided_regex=pattern).guided == Guided("regex", pattern)
+    assert chat(guided_regex=pattern).guided == StructuredOutput("regex", pattern)
     document = {"properties": {"a": {"pattern": pattern}}, "patternProperties": {pattern: {}}}
     request = chat(guided_json=document)
     assert request.guided is not None

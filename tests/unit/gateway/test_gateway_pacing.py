@@ -10,7 +10,7 @@ import pytest
 
 from services.gateway.http import write_scheduler as pacing
 from services.gateway.http.sse import EventStream
-from services.gateway.http.write_scheduler import LONGEST_PAUSE_S, Pacer
+from services.gateway.http.write_scheduler import LONGEST_PAUSE_S, WriteScheduler
 
 
 class Clock:
@@ -41,8 +41,8 @@ async def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-def paced(clock: Clock) -> Pacer:
-    pacer = Pacer()
+def paced(clock: Clock) -> WriteScheduler:
+    pacer = WriteScheduler()
     pacer._loop = cast(Any, clock)
     return pacer
 
@@ -93,7 +93,7 @@ class Source:
 class Stream:
     """An event stream with a client that takes everything."""
 
-    def __init__(self, pacer: Pacer) -> None:
+    def __init__(self, pacer: WriteScheduler) -> None:
         self.source = Source()
         self.writes: list[bytes] = []
         self.events = EventStream(self.source, pacer, 1 << 20, {})

@@ -10,8 +10,8 @@ from services.gateway.workers.tokenizer_parity import (
     PROVEN,
     SAME_FILES,
     UNKNOWN,
-    Parity,
     TokenizerIdentity,
+    TokenizerParity,
     compare,
 )
 from services.preprocess.tokenizers.probes import PROBES, prompt_fingerprint
@@ -51,7 +51,7 @@ async def test_the_worst_of_a_models_workers_counts_and_is_asked_for_when_unknow
             raise unavailable("nobody is there")
         return answers[-1]
 
-    parity = Parity(ask, lambda model: workers, lambda: ["m"])
+    parity = TokenizerParity(ask, lambda model: workers, lambda: ["m"])
     await parity.freshen()
     assert parity.of_model("m")["parity"] == UNKNOWN
     answers.append({"m": TokenizerIdentity("hf", "f", "a")})

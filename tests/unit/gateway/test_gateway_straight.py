@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.common.errors import SluiceError, invalid
 from services.gateway.http.errors import error_response, plain_error_response
-from services.gateway.http.fast_path import Straight, posts
+from services.gateway.http.fast_path import FastPathRouter, posts
 
 
 class Passed:
@@ -62,7 +62,9 @@ def application(passed: list[str]) -> FastAPI:
 
     app.add_exception_handler(Exception, unexpected)
     app.add_middleware(Passed, paths=passed)
-    app.add_middleware(Straight, endpoints=posts(app.routes), errors={SluiceError: on_typed, HTTPException: on_http})
+    app.add_middleware(
+        FastPathRouter, endpoints=posts(app.routes), errors={SluiceError: on_typed, HTTPException: on_http}
+    )
     return app
 
 

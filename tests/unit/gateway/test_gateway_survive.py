@@ -20,21 +20,21 @@ from services.gateway.core.request import (
     FinishReason,
     GenerationRequest,
     Route,
-    Sampling,
-    StopRules,
+    SamplingParams,
+    StopParams,
     TextPrompt,
-    Tokenized,
+    TokenizedPrompt,
 )
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.streams.manager import Switchboard
+from services.gateway.streams.manager import StreamManager
 from services.gateway.streams.postprocess_pool import MOST_REPLAYS, REPLACED
-from services.gateway.streams.stream import LiveStream
+from services.gateway.streams.stream import GenerationStream
 from tests.support.fake_links import FakeLink
 
 EOS = 2
 MAX_TOKENS = 40
-REQUEST = GenerationRequest("r", "m", TextPrompt("x"), 1, Sampling(seed=5), StopRules(min_tokens=2))
-PROMPT = Tokenized(b"\1\0\0\0", b"", "", b"", array("I", [EOS]).tobytes(), 100, b"")
+REQUEST = GenerationRequest("r", "m", TextPrompt("x"), 1, SamplingParams(seed=5), StopParams(min_tokens=2))
+PROMPT = TokenizedPrompt(b"\1\0\0\0", b"", "", b"", array("I", [EOS]).tobytes(), 100, b"")
 LOST = SluiceError(ErrorKind.DISCONNECTED, "gone")
 
 
@@ -116,19 +116,19 @@ class Sink:
         self.ends.append(error)
 
 
-class Board:
+class WorkerTable:
     """A switchboard between fakes, with a migration that the test completes by hand."""
 
     def __init__(self, posts: int = 2, workers: int = 2) -> None:
         self.booked: set[str] = set()
         self.bookings = 0
         self.computed: list[str] = []
-        self.board = Switchboard(1000, self.computed.append, self.free, GatewayMetrics(), post_wait_s=0)
+        self.board = StreamManager(1000, self.computed.append, self.free, GatewayMetrics(), post_wait_s=0)
         self.board.migrate = self.migrate
         self.workers = [Worker(f"w{number}") for number in range(workers)]
         self.posts = [Post() for _ in range(posts)]
         self.board.texts.links.update({str(number): cast(PostLink, post) for number, post in enumerate(self.posts)})
-        self.moving: list[LiveStream] = []
+        self.moving: list[GenerationStream] = []
         self.may_move = True
 
     def free(self, reservation_id: str, cached_tokens: int | None, output_tokens: int) -> None:
@@ -140,26 +140,26 @@ class Board:
         self.booked.add(f"res-{self.bookings}")
         return f"res-{self.bookings}"
 
-    def migrate(self, stream: LiveStream, worker: WorkerLink, error: SluiceError) -> bool:
+    def migrate(self, stream: GenerationStream, worker: WorkerLink, error: SluiceError) -> bool:
         if not (self.may_move and error.retryable):
             return False
         stream.migrations += 1
         self.moving.append(stream)
         return True
 
-    def connect(self, worker: int = 0) -> tuple[LiveStream, Sink]:
+    def connect(self, worker: int = 0) -> tuple[GenerationStream, Sink]:
         sink = Sink()
         link = self.workers[worker]
         route = Route(link.worker_id, reservation_id=self.book())
         stream = self.board.connect(REQUEST, 0, PROMPT, route, cast(WorkerLink, link), MAX_TOKENS, cast(Any, sink))
         return stream, sink
 
-    def resume(self, stream: LiveStream, worker: int) -> None:
+    def resume(self, stream: GenerationStream, worker: int) -> None:
         self.moving.remove(stream)
         link = self.workers[worker]
         self.board.resume(stream, Route(link.worker_id, reservation_id=self.book()), cast(WorkerLink, link))
 
-    def tokens(self, rows: list[tuple[LiveStream, list[int]]]) -> None:
+    def tokens(self, rows: list[tuple[GenerationStream, list[int]]]) -> None:
         for worker in self.workers:
             own = [(stream, ids) for stream, ids in rows if cast(Any, stream.worker) is worker]
             self.board.on_tokens(
@@ -210,12 +210,12 @@ class AnyTrouble(RuleBasedStateMachine):
 
     @initialize(posts=st.integers(1, 3))
     def begin(self, posts: int) -> None:
-        self.desk = Board(posts)
-        self.streams: list[tuple[LiveStream, Sink]] = []
+        self.desk = WorkerTable(posts)
+        self.streams: list[tuple[GenerationStream, Sink]] = []
         self.cancelled: set[int] = set()
         self.next_token = 100
 
-    def live(self, data: st.DataObject) -> LiveStream | None:
+    def live(self, data: st.DataObject) -> GenerationStream | None:
         running = [stream for stream, _ in self.streams if stream.slot in self.desk.board._streams]
         return data.draw(st.sampled_from(running)) if running else None
 
@@ -339,7 +339,7 @@ TestAnyTrouble = AnyTrouble.TestCase
 
 
 def test_a_lost_replica_is_replaced_and_only_the_rest_is_asked_for() -> None:
-    desk = Board(posts=2)
+    desk = WorkerTable(posts=2)
     stream, sink = desk.connect()
     desk.tokens([(stream, [10, 11, 12])])
     desk.board.on_text(stream, "abc")
@@ -356,7 +356,7 @@ def test_a_lost_replica_is_replaced_and_only_the_rest_is_asked_for() -> None:
 
 
 def test_a_drained_replica_hands_over_without_a_mark() -> None:
-    desk = Board(posts=2)
+    desk = WorkerTable(posts=2)
     streams = [desk.connect()[0] for _ in range(6)]
     desk.tokens([(stream, [7]) for stream in streams])
     desk.posts[0].leaving = True
@@ -368,7 +368,7 @@ def test_a_drained_replica_hands_over_without_a_mark() -> None:
 
 
 def test_the_only_replica_may_drain_until_another_one_is_there() -> None:
-    desk = Board(posts=2)
+    desk = WorkerTable(posts=2)
     desk.posts[1].connected = False
     stream, _ = desk.connect()
     desk.posts[0].leaving = True
@@ -381,7 +381,7 @@ def test_the_only_replica_may_drain_until_another_one_is_there() -> None:
 
 
 def test_a_stream_that_kills_its_replicas_is_given_up() -> None:
-    desk = Board(posts=2)
+    desk = WorkerTable(posts=2)
     stream, sink = desk.connect()
     for _ in range(MOST_REPLAYS):
         desk.lose_post(desk.posts.index(cast(Any, stream.post)), comes_back=True)
@@ -392,7 +392,7 @@ def test_a_stream_that_kills_its_replicas_is_given_up() -> None:
 
 
 def test_without_replicas_streams_wait_and_then_hear_a_typed_error() -> None:
-    desk = Board(posts=1)
+    desk = WorkerTable(posts=1)
     stream, sink = desk.connect()
     desk.lose_post(0)
     desk.tokens([(stream, [9, 9])])
@@ -404,7 +404,7 @@ def test_without_replicas_streams_wait_and_then_hear_a_typed_error() -> None:
 
 
 def test_an_engine_that_was_done_needs_no_worker_any_more() -> None:
-    desk = Board()
+    desk = WorkerTable()
     stream, sink = desk.connect()
     desk.board.on_ended(stream, FinishReason.LENGTH, None, 5)
     desk.lose_worker(0)
@@ -414,7 +414,7 @@ def test_an_engine_that_was_done_needs_no_worker_any_more() -> None:
 
 
 def test_tokens_that_are_complete_need_no_worker_any_more() -> None:
-    desk = Board()
+    desk = WorkerTable()
     for tokens, reason in (([5] * MAX_TOKENS, FinishReason.LENGTH), ([5, 6, EOS], FinishReason.STOP)):
         stream, _ = desk.connect()
         desk.tokens([(stream, tokens)])
@@ -428,7 +428,7 @@ def test_tokens_that_are_complete_need_no_worker_any_more() -> None:
 
 
 def test_usage_and_bookings_after_a_move() -> None:
-    desk = Board()
+    desk = WorkerTable()
     outcomes: list[tuple[str, int | None, int]] = []
     desk.board._free = lambda *outcome: outcomes.append(outcome)
     stream, sink = desk.connect(0)

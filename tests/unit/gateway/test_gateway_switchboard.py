@@ -16,18 +16,18 @@ from services.gateway.core.request import (
     FinishReason,
     GenerationRequest,
     Route,
-    Sampling,
-    StopRules,
+    SamplingParams,
+    StopParams,
     TextPrompt,
-    Tokenized,
+    TokenizedPrompt,
 )
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.streams.manager import Switchboard
-from services.gateway.streams.stream import LiveStream
+from services.gateway.streams.manager import StreamManager
+from services.gateway.streams.stream import GenerationStream
 from tests.support.fake_links import FakeLink
 
-REQUEST = GenerationRequest("r", "m", TextPrompt("x"), 1, Sampling(seed=5), StopRules())
-PROMPT = Tokenized(b"\1\0\0\0" * 4, b"", "", b"", b"", 100, b"")
+REQUEST = GenerationRequest("r", "m", TextPrompt("x"), 1, SamplingParams(seed=5), StopParams())
+PROMPT = TokenizedPrompt(b"\1\0\0\0" * 4, b"", "", b"", b"", 100, b"")
 
 
 class FakeWorker(FakeLink):
@@ -105,7 +105,7 @@ class Desk:
         self.freed: list[str] = []
         self.computed: list[str] = []
         self.outcomes: list[tuple[int | None, int]] = []
-        self.board = Switchboard(max_streams, self.computed.append, self.free, GatewayMetrics())
+        self.board = StreamManager(max_streams, self.computed.append, self.free, GatewayMetrics())
         self.worker = FakeWorker()
         self.posts = [FakePost() for _ in range(posts)]
         self.board.texts.links.update({str(i): cast(PostLink, post) for i, post in enumerate(self.posts)})
@@ -117,7 +117,7 @@ class Desk:
     def tokens(self, slots: bytes, counts: bytes, token_ids: bytes) -> None:
         self.board.on_tokens(cast(WorkerLink, self.worker), slots, counts, token_ids)
 
-    def connect(self, post: int = 0, index: int = 0) -> tuple[LiveStream, FakeSink]:
+    def connect(self, post: int = 0, index: int = 0) -> tuple[GenerationStream, FakeSink]:
         sink = FakeSink()
         route = Route("w", reservation_id=f"res-{len(self.worker.started)}")
         others = [one for number, one in enumerate(self.posts) if number != post]

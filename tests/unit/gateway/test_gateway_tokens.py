@@ -15,12 +15,12 @@ from services.gateway.apis.openai.embeddings import EmbeddingEndpoints
 from services.gateway.apis.openai.endpoints import OpenAIEndpoints
 from services.gateway.apis.openai.tokens import TokenEndpoints
 from services.gateway.app import create_app
-from services.gateway.core.request import ChatPrompt, Prompt, Sampling, TextPrompt, Tokenized
+from services.gateway.core.request import ChatPrompt, Prompt, SamplingParams, TextPrompt, TokenizedPrompt
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.pipeline.pipeline import Pipeline
 from services.gateway.readiness import Readiness
 from services.gateway.settings import GatewaySettings
-from services.gateway.workers.registry import Catalogue, WorkerEntry
+from services.gateway.workers.registry import WorkerEntry, WorkerRegistry
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -32,15 +32,17 @@ class Preprocess:
     def __init__(self) -> None:
         self.asked: list[Prompt] = []
 
-    async def tokenize(self, model: str, prompt: Prompt, block_size: int, lora: str, cache_salt: str) -> Tokenized:
+    async def tokenize(
+        self, model: str, prompt: Prompt, block_size: int, lora: str, cache_salt: str
+    ) -> TokenizedPrompt:
         self.asked.append(prompt)
         if isinstance(prompt, TextPrompt):
             ids = [*([] if prompt.add_special_tokens is False else [1]), *prompt.text.encode()]
         else:
             assert isinstance(prompt, ChatPrompt)
             ids = list(prompt.messages_json)
-        defaults = Sampling(temperature=0.3, top_p=0.9)
-        return Tokenized(pack_u32(ids), b"", "", pack_u32([7]), pack_u32([2]), 100, b"", defaults=defaults)
+        defaults = SamplingParams(temperature=0.3, top_p=0.9)
+        return TokenizedPrompt(pack_u32(ids), b"", "", pack_u32([7]), pack_u32([2]), 100, b"", defaults=defaults)
 
     async def detokenize(self, model: str, token_ids: bytes, skip_special_tokens: bool = True) -> str:
         assert not skip_special_tokens
@@ -65,7 +67,7 @@ class Gateway:
 
     def __init__(self) -> None:
         self.preprocess = Preprocess()
-        self.catalogue = Catalogue(cast(Any, None), lambda worker: None, lambda worker_id: None)
+        self.catalogue = WorkerRegistry(cast(Any, None), lambda worker: None, lambda worker_id: None)
         self.catalogue.synced = True
         self.catalogue.workers["w"] = entry("w", "m")
         settings = GatewaySettings(max_body_mb=0.01)

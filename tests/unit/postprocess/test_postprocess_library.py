@@ -11,7 +11,7 @@ import pytest
 
 from services.common.errors import ErrorKind, SluiceError
 from services.common.models import DEFAULT_SOURCE, ModelSpec
-from services.postprocess.detokenize.registry import VocabularyLibrary, load
+from services.postprocess.detokenize.registry import VocabularyRegistry, load
 from services.postprocess.detokenize.vocabulary import Vocabulary
 from services.postprocess.parsers.registry import ParserNames, Registry
 from services.postprocess.settings import PostprocessSettings
@@ -28,7 +28,7 @@ async def test_many_callers_load_once_and_not_on_the_loop() -> None:
         threads.append(threading.current_thread())
         return byte_level().vocabulary
 
-    library = VocabularyLibrary(SPECS, 30, loader)
+    library = VocabularyRegistry(SPECS, 30, loader)
     assert library.ready("m") is None
     found = await asyncio.gather(*(library.get("m") for _ in range(10)))
     assert set(map(id, found)) == {id(library.ready("m"))}
@@ -44,7 +44,7 @@ async def test_a_failed_load_is_tried_again() -> None:
             raise failure
         return byte_level().vocabulary
 
-    library = VocabularyLibrary(SPECS, 30, loader)
+    library = VocabularyRegistry(SPECS, 30, loader)
     with pytest.raises(SluiceError, match="No"):
         await library.get("m")
     with pytest.raises(SluiceError, match="cannot be loaded") as caught:
@@ -60,7 +60,7 @@ async def test_nobody_waits_longer_than_the_limit() -> None:
         gate.wait(30)
         return byte_level().vocabulary
 
-    library = VocabularyLibrary(SPECS, 0.01, loader)
+    library = VocabularyRegistry(SPECS, 0.01, loader)
     with pytest.raises(SluiceError, match="did not load") as caught:
         await library.get("m")
     assert caught.value.kind is ErrorKind.DEADLINE_EXCEEDED
@@ -69,7 +69,7 @@ async def test_nobody_waits_longer_than_the_limit() -> None:
 
 
 async def test_an_unknown_model_is_answered_with_those_that_are_known() -> None:
-    library = VocabularyLibrary([ModelSpec("b", "x"), ModelSpec("a", "y")], 30)
+    library = VocabularyRegistry([ModelSpec("b", "x"), ModelSpec("a", "y")], 30)
     with pytest.raises(SluiceError, match="there is a, b") as caught:
         await library.get("c")
     assert (caught.value.kind, caught.value.code) == (ErrorKind.NOT_FOUND, "model_not_found")
@@ -116,7 +116,7 @@ def test_the_default_model_needs_no_network() -> None:
 
 async def test_the_cards_parsers_count_unless_the_operator_says_otherwise() -> None:
     registry = Registry()
-    library = VocabularyLibrary(
+    library = VocabularyRegistry(
         [], 30, lambda spec: byte_level().vocabulary, parsers={"b": ParserNames("granite")}, check=registry.check
     )
     for name in ("a", "b"):
@@ -126,7 +126,7 @@ async def test_the_cards_parsers_count_unless_the_operator_says_otherwise() -> N
 
 
 async def test_a_card_that_names_a_parser_nobody_has_is_not_served() -> None:
-    library = VocabularyLibrary([], 30, lambda spec: byte_level().vocabulary, check=Registry().check)
+    library = VocabularyRegistry([], 30, lambda spec: byte_level().vocabulary, check=Registry().check)
     with pytest.raises(SluiceError, match="nearest: hermes"):
         await library.add(ModelSpec("a", DEFAULT_SOURCE, tool_parser="hermess"))
     with pytest.raises(SluiceError, match="--native-parsers vllm"):

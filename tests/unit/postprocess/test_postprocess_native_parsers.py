@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from services.common.discovery.tokenizer_delivery import Learned
+from services.common.discovery.tokenizer_delivery import DiscoveredModel
 from services.common.errors import ErrorKind, SluiceError
 from services.common.models import DEFAULT_SOURCE, ModelSpec
-from services.postprocess.detokenize.registry import VocabularyLibrary, chosen, load
+from services.postprocess.detokenize.registry import VocabularyRegistry, chosen, load
 from services.postprocess.parsers.base import ParserContext
 from services.postprocess.parsers.detect import native_names
 from services.postprocess.parsers.engines import ENGINES, bare, engine_of
@@ -20,7 +20,7 @@ from services.postprocess.parsers.events import CallArguments, CallStart, Event
 from services.postprocess.parsers.isolated.engine_host import EngineHost, Pair
 from services.postprocess.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, ParserNames, Registry
 from services.postprocess.settings import PostprocessSettings
-from services.postprocess.streams.factory import Opener, OwnParsers
+from services.postprocess.streams.factory import CustomParsers, StreamFactory
 from services.postprocess.streams.stream import Limits, StreamOptions
 from tests.support.parsing import TOOLS
 from tests.support.vocabularies import tekken
@@ -159,9 +159,9 @@ async def test_what_is_not_usable_is_said_of_the_pair() -> None:
 
 @pytest.mark.parametrize("asked", [False, True])
 async def test_what_is_only_preferred_gives_way_where_it_cannot_work(asked: bool) -> None:
-    opener, loaded = Opener(Limits(), OwnParsers(engines={"vllm": ""})), load(ModelSpec("m", DEFAULT_SOURCE))
+    opener, loaded = StreamFactory(Limits(), CustomParsers(engines={"vllm": ""})), load(ModelSpec("m", DEFAULT_SOURCE))
     given = ParserNames("vllm:mistral") if asked else ParserNames()
-    library = VocabularyLibrary([ModelSpec("m", "x")], 30, lambda spec: loaded, {"m": given}, lambda spec: ["vllm"])
+    library = VocabularyRegistry([ModelSpec("m", "x")], 30, lambda spec: loaded, {"m": given}, lambda spec: ["vllm"])
     vocabulary = await library.get("m")
     host = opener.host("vllm:mistral")
     assert isinstance(host, EngineHost)
@@ -179,14 +179,14 @@ async def test_an_interpreter_that_is_none_is_a_sentence(tmp_path: Path) -> None
     script = tmp_path / "python"
     script.write_text("#!/bin/sh\nexit 3\n")
     script.chmod(0o755)
-    opener = Opener(Limits(), OwnParsers(engines={"vllm": str(script)}))
+    opener = StreamFactory(Limits(), CustomParsers(engines={"vllm": str(script)}))
     with pytest.raises(SluiceError, match="do not start"):
         await opener.start()
     await opener.close()
 
 
 async def test_template_arguments_must_be_an_object() -> None:
-    opener, vocabulary = Opener(Limits()), tekken().vocabulary
+    opener, vocabulary = StreamFactory(Limits()), tekken().vocabulary
     for text in (b"[]", b"{"):
         with pytest.raises(SluiceError) as caught:
             opener.plan(StreamOptions("m", tool_parser="hermes", template_kwargs_json=text), vocabulary, "r")
@@ -198,7 +198,7 @@ def preferred(*flags: str, engine: str = "") -> Sequence[str]:
     settings = PostprocessSettings.load(list(flags))
     spec = ModelSpec("new", "/delivered", "hf")
     return settings.native_of(
-        settings.learned_spec(Learned(spec, engine, "0" * 64)) if engine else settings.configured[0]
+        settings.learned_spec(DiscoveredModel(spec, engine, "0" * 64)) if engine else settings.configured[0]
     )
 
 
@@ -239,7 +239,7 @@ async def test_missing_package_of_a_later_engine_is_an_error_and_no_silent_fallb
     monkeypatch.setenv("PYTHONPATH", "")
     loaded = load(ModelSpec("m", DEFAULT_SOURCE))
     loaded.parsers, loaded.built_in = ParserNames("vllm:mistral"), ParserNames("mistral")
-    opener = Opener(Limits(), OwnParsers(later={"vllm": ""}))
+    opener = StreamFactory(Limits(), CustomParsers(later={"vllm": ""}))
     await opener.start()
     try:
         with pytest.raises(SluiceError, match=r"install sluice-llm\[vllm\]") as caught:

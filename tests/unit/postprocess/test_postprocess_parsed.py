@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from services.common.errors import ErrorKind, SluiceError
 from services.common.models import DEFAULT_SOURCE, ModelSpec, resolve
-from services.postprocess.detokenize.registry import VocabularyLibrary, load
+from services.postprocess.detokenize.registry import VocabularyRegistry, load
 from services.postprocess.metrics import Metrics
 from services.postprocess.parsers import detect as hints
 from services.postprocess.parsers.base import Parser, ParserContext
@@ -22,7 +22,7 @@ from services.postprocess.parsers.events import Content, Event
 from services.postprocess.parsers.hermes import HermesParser
 from services.postprocess.parsers.registry import ParserNames, Registry
 from services.postprocess.settings import PostprocessSettings
-from services.postprocess.streams.factory import Opener
+from services.postprocess.streams.factory import StreamFactory
 from services.postprocess.streams.parsed import ParsedStream
 from services.postprocess.streams.parser_selection import plan_of
 from services.postprocess.streams.session import PostSession, SessionLimits
@@ -45,7 +45,7 @@ TOOL_CALLS_ID = 9  # of [TOOL_CALLS] in the bundled Tekken
 
 
 def opened(options: StreamOptions = OPTIONS, known: Any = None) -> ParsedStream:
-    opener, vocabulary = Opener(Limits()), (known or tekken()).vocabulary
+    opener, vocabulary = StreamFactory(Limits()), (known or tekken()).vocabulary
     stream = opener.parsed(options, vocabulary, opener.plan(options, vocabulary, "r"))
     assert isinstance(stream, ParsedStream)
     return stream
@@ -265,7 +265,7 @@ def test_templates_tell_the_parser(tmp_path: Any, template: str, special: list[s
 
 async def test_an_operator_knows_better() -> None:
     overrides = {"m": ParserNames("hermes", "")}
-    library = VocabularyLibrary([ModelSpec("m", DEFAULT_SOURCE)], 60, parsers=overrides)
+    library = VocabularyRegistry([ModelSpec("m", DEFAULT_SOURCE)], 60, parsers=overrides)
     assert (await library.get("m")).parsers == ParserNames("hermes", "")
 
 
@@ -292,7 +292,7 @@ def test_settings_name_parsers_by_model() -> None:
 
 
 async def test_a_session_tells_events_in_order_and_plain_streams_keep_their_column() -> None:
-    library = VocabularyLibrary([ModelSpec("m", "x")], 60, lambda spec: tekken().vocabulary)
+    library = VocabularyRegistry([ModelSpec("m", "x")], 60, lambda spec: tekken().vocabulary)
     await library.load_all()
     session = PostSession(library, SessionLimits(), Metrics(), lambda: None)
     session.open(1, "one", OPTIONS, {})

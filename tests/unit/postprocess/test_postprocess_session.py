@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from services.common.errors import ErrorKind, SluiceError
 from services.common.models import ModelSpec
 from services.common.observability import telemetry
-from services.postprocess.detokenize.registry import VocabularyLibrary
+from services.postprocess.detokenize.registry import VocabularyRegistry
 from services.postprocess.detokenize.vocabulary import Vocabulary
 from services.postprocess.metrics import Metrics
 from services.postprocess.streams.session import Batch, PostSession, SessionLimits
@@ -41,8 +41,8 @@ class Slow:
         return tekken().vocabulary
 
 
-def library_with(loader: Callable[[ModelSpec], Vocabulary]) -> VocabularyLibrary:
-    return VocabularyLibrary([ModelSpec("m", "anywhere")], 30, loader)
+def library_with(loader: Callable[[ModelSpec], Vocabulary]) -> VocabularyRegistry:
+    return VocabularyRegistry([ModelSpec("m", "anywhere")], 30, loader)
 
 
 @pytest.fixture

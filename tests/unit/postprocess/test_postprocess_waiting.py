@@ -11,10 +11,10 @@ import pytest
 
 from services.common.errors import ErrorKind
 from services.common.models import ModelSpec
-from services.postprocess.detokenize.registry import VocabularyLibrary
+from services.postprocess.detokenize.registry import VocabularyRegistry
 from services.postprocess.metrics import Metrics
 from services.postprocess.streams import pending as waiting
-from services.postprocess.streams.factory import Opener
+from services.postprocess.streams.factory import StreamFactory
 from services.postprocess.streams.session import PostSession, SessionLimits
 from services.postprocess.streams.stream import FinishReason, Limits, Stream, StreamOptions
 from tests.support.vocabularies import tekken
@@ -39,10 +39,10 @@ def fails_once(function: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        (VocabularyLibrary, "get"),
-        (Opener, "plan"),
-        (Opener, "prepare"),
-        (Opener, "begin"),
+        (VocabularyRegistry, "get"),
+        (StreamFactory, "plan"),
+        (StreamFactory, "prepare"),
+        (StreamFactory, "begin"),
         (waiting, "fed"),
         (PostSession, "_join"),
     ],
@@ -52,7 +52,7 @@ async def test_only_the_stream_that_cannot_begin_is_refused(
 ) -> None:
     monkeypatch.setattr(owner, name, fails_once(getattr(owner, name)))
     deaths: list[str] = []
-    library = VocabularyLibrary([ModelSpec("m", "anywhere")], WAIT_S, lambda spec: tekken().vocabulary)
+    library = VocabularyRegistry([ModelSpec("m", "anywhere")], WAIT_S, lambda spec: tekken().vocabulary)
     session = PostSession(library, SessionLimits(), Metrics(), lambda: None, lambda task, error: deaths.append(task))
     for slot in (1, 2):
         session.open(slot, f"request-{slot}", OPTIONS, {})
@@ -84,8 +84,8 @@ async def test_a_stream_that_was_begun_in_vain_is_closed(
 
     monkeypatch.setattr(waiting, "fed", failing)
     monkeypatch.setattr(Stream, "close", lambda stream: closed.append(stream))
-    library = VocabularyLibrary([ModelSpec("m", "anywhere")], WAIT_S, lambda spec: tekken().vocabulary)
-    session = PostSession(library, SessionLimits(), Metrics(), lambda: None, opener=Opener(Limits()))
+    library = VocabularyRegistry([ModelSpec("m", "anywhere")], WAIT_S, lambda spec: tekken().vocabulary)
+    session = PostSession(library, SessionLimits(), Metrics(), lambda: None, opener=StreamFactory(Limits()))
     session.open(1, "request-1", OPTIONS, {})
     await asyncio.wait_for(session.settle(), WAIT_S)
     await session.aclose()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from services.common.models import DEFAULT_SOURCE, resolve
 from services.preprocess.encoders.backend import Backend, fastest
-from services.preprocess.encoders.options import Speed
+from services.preprocess.encoders.options import EncoderOptions
 from services.preprocess.encoders.samples import SAMPLES
 from services.preprocess.tokenizers.hf import HfTokenizer
 from services.preprocess.tokenizers.mistral import MistralTokenizer
@@ -19,7 +19,7 @@ from tests.support.big_vocabulary import build_big_model
 from tests.support.loaded_tokenizers import limits, tekken, tiny_folder, tiny_hf
 from tests.support.tokenizer_families import EXACT
 
-SLOW = Speed(fast_backend=False, cache_bytes=0)
+SLOW = EncoderOptions(fast_backend=False, cache_bytes=0)
 
 
 class Letters(Backend):

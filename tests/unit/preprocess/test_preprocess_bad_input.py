@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from services.common.errors import ErrorKind, SluiceError
 from services.common.models import DEFAULT_SOURCE, ModelSpec, resolve
-from services.preprocess.encoders.options import Speed
+from services.preprocess.encoders.options import EncoderOptions
 from services.preprocess.engines.tokenizer import chat_argument
 from services.preprocess.tokenizers.hf import HfTokenizer
 from services.preprocess.tokenizers.loading import load_tokenizer
@@ -152,7 +152,7 @@ def tokenizer_of(model: str, fast: bool) -> TokenizerProtocol:
     if fast:
         return MODELS[model]()
     if (model, fast) not in _LOADED:
-        speed = Speed(fast_backend=False, cache_bytes=0)
+        speed = EncoderOptions(fast_backend=False, cache_bytes=0)
         made = (
             HfTokenizer(tiny_folder(), limits(), speed)
             if model == "hf"

@@ -14,7 +14,7 @@ from services.common.errors import ErrorKind, SluiceError
 from services.common.models import DEFAULT_SOURCE, resolve
 from services.common.packing import unpack_u32
 from services.preprocess.encoders.mistral_plain import PlainEncoder
-from services.preprocess.encoders.options import Speed
+from services.preprocess.encoders.options import EncoderOptions
 from services.preprocess.tokenizers.mistral import MistralTokenizer
 from services.preprocess.tokenizers.protocol import ChatRequest
 from tests.support.loaded_tokenizers import tekken
@@ -200,7 +200,7 @@ def test_what_the_model_cannot_take_is_one_sentence(chat: ChatRequest, param: st
 
 
 def test_runs_that_break_mistral_commons_encoder_are_refused(capfd: pytest.CaptureFixture[str]) -> None:
-    slow = MistralTokenizer(resolve("mistral-common:tekken_240718"), Speed(fast_backend=False))
+    slow = MistralTokenizer(resolve("mistral-common:tekken_240718"), EncoderOptions(fast_backend=False))
     messages = [{"role": "system", "content": "x"}, {"role": "user", "content": " " * 1_000_000}]
     with pytest.raises(SluiceError, match="white space that is too long") as caught:
         slow.encode_chat(ChatRequest(messages))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.common.discovery.tokenizer_delivery import Learned
+from services.common.discovery.tokenizer_delivery import DiscoveredModel
 from services.common.models import ModelSpec
 from services.postprocess.settings import PostprocessSettings
 from services.preprocess.settings import PreprocessSettings
@@ -37,18 +37,18 @@ def test_native_processing_waits_for_a_worker_that_says_its_engine() -> None:
         ("mock", ""),
         ("module:Class", ""),
     ):
-        learned = Learned(ModelSpec("a", "/delivered", "hf"), engine, "0" * 64)
+        learned = DiscoveredModel(ModelSpec("a", "/delivered", "hf"), engine, "0" * 64)
         assert settings.learned_spec(learned) == ModelSpec("a", "/x", expected)
 
 
 def test_a_learned_model_is_processed_as_the_others() -> None:
-    learned = Learned(ModelSpec("new", "/delivered"), "mock", "0" * 64)
+    learned = DiscoveredModel(ModelSpec("new", "/delivered"), "mock", "0" * 64)
     assert load("--routers", "localhost:1").learned_spec(learned) == learned.spec
     settings = load("--routers", "localhost:1", "--vllm-processing")
     for format_of_the_files in ("", "hf", "mistral"):
-        learned = Learned(ModelSpec("new", "/delivered", format_of_the_files), "mock", "0" * 64)
+        learned = DiscoveredModel(ModelSpec("new", "/delivered", format_of_the_files), "mock", "0" * 64)
         assert settings.learned_spec(learned) == ModelSpec("new", "/delivered", "vllm")
-    learned = Learned(ModelSpec("new", "/delivered", "sglang"), "sglang", "0" * 64)
+    learned = DiscoveredModel(ModelSpec("new", "/delivered", "sglang"), "sglang", "0" * 64)
     assert settings.learned_spec(learned) == learned.spec, "the worker names an engine's code"
 
 

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from services.common.models import resolve
 from services.preprocess.encoders.backend import Backend
-from services.preprocess.encoders.options import Speed
+from services.preprocess.encoders.options import EncoderOptions
 from services.preprocess.encoders.segment_cache import ENTRY_OVERHEAD, SegmentCache
 from services.preprocess.tokenizers.hf import HfTokenizer
 from services.preprocess.tokenizers.mistral import MistralTokenizer
@@ -128,7 +128,7 @@ BUNDLED = {
 
 def pair(name: str, folder: Path, fast: bool) -> tuple[TokenizerProtocol, TokenizerProtocol]:
     """The same tokenizer with a small cache and, by the reference library, without one."""
-    with_cache, without = Speed(fast, SMALL_CACHE), Speed(fast_backend=False, cache_bytes=0)
+    with_cache, without = EncoderOptions(fast, SMALL_CACHE), EncoderOptions(fast_backend=False, cache_bytes=0)
     if name in EXACT:
         path = EXACT[name](folder)
         return HfTokenizer(path, limits(), with_cache), HfTokenizer(path, limits(), without)

@@ -11,7 +11,7 @@ from grpc._cython import cygrpc
 
 from services.common.errors import ErrorKind, SluiceError
 from services.worker.engines.contract.engine import Load
-from services.worker.kv_events.event_log import CacheLog
+from services.worker.kv_events.event_log import KvEventLog
 from services.worker.registration.attachment import Attachment
 from services.worker.registration.registration import attachment as attach
 from sluice.v1 import router_pb2
@@ -65,7 +65,7 @@ async def test_a_lost_stream_is_a_typed_error(
 ) -> None:
     monkeypatch.setattr(attach, "ATTACH_S", 0.05 if after is stuck else 5.0)
     call: Any = BrokenCall(after)
-    attachment = Attachment(call, router_pb2.Registration(), [CacheLog(0)], lambda: [Load()], lambda: None)
+    attachment = Attachment(call, router_pb2.Registration(), [KvEventLog(0)], lambda: [Load()], lambda: None)
     with pytest.raises(SluiceError) as lost:
         async with asyncio.timeout(10):
             await attachment.run()

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker.kv_events.cache_events import BlocksRemoved, BlocksStored, CacheCleared, CacheTier, KvEvent
-from services.worker.kv_events.event_log import BACKLOG_BATCHES, CacheLog, chunks
+from services.worker.kv_events.event_log import BACKLOG_BATCHES, KvEventLog, chunks
 
 
 def stored(*hashes: int, tier: CacheTier = CacheTier.DEVICE) -> BlocksStored:
@@ -20,14 +20,14 @@ def removed(*hashes: int) -> BlocksRemoved:
     return BlocksRemoved(array("Q", hashes))
 
 
-class Follower:
+class EventSequencer:
     """A router's side, as small as possible."""
 
     def __init__(self) -> None:
         self.sequence = 0
         self.present: set[int] = set()
 
-    def follow(self, kv_log: CacheLog) -> None:
+    def follow(self, kv_log: KvEventLog) -> None:
         batches = kv_log.batches_after(self.sequence)
         if batches is None:
             self.present = set(kv_log.snapshot().get(CacheTier.DEVICE, array("Q")))
@@ -49,7 +49,7 @@ class Follower:
 
 
 def test_sequence_numbers_start_at_one_and_steps_share_a_batch_until_taken() -> None:
-    kv_log = CacheLog(0)
+    kv_log = KvEventLog(0)
     assert kv_log.batches_after(0) == []
     kv_log.record([stored(1)])
     kv_log.record([stored(2), removed(1)])
@@ -62,7 +62,7 @@ def test_sequence_numbers_start_at_one_and_steps_share_a_batch_until_taken() -> 
 
 
 def test_recorded_events_belong_to_the_log() -> None:
-    kv_log = CacheLog(0)
+    kv_log = KvEventLog(0)
     mine = stored(1)
     kv_log.record([mine])
     kv_log.record([stored(2)])
@@ -70,7 +70,7 @@ def test_recorded_events_belong_to_the_log() -> None:
 
 
 def test_a_router_that_is_too_far_behind_or_ahead_gets_a_snapshot() -> None:
-    kv_log = CacheLog(0)
+    kv_log = KvEventLog(0)
     for number in range(BACKLOG_BATCHES + 5):
         kv_log.record([stored(number)])
         kv_log.batches_after(0)
@@ -82,7 +82,7 @@ def test_a_router_that_is_too_far_behind_or_ahead_gets_a_snapshot() -> None:
 
 
 def test_tiers_are_kept_apart_and_cleared_together() -> None:
-    kv_log = CacheLog(0)
+    kv_log = KvEventLog(0)
     kv_log.record([stored(1), stored(1, tier=CacheTier.HOST)])
     assert {tier: list(hashes) for tier, hashes in kv_log.snapshot().items()} == {
         CacheTier.DEVICE: [1],
@@ -93,7 +93,7 @@ def test_tiers_are_kept_apart_and_cleared_together() -> None:
 
 
 def test_clearing_drops_what_was_not_sent_yet() -> None:
-    kv_log = CacheLog(0)
+    kv_log = KvEventLog(0)
     kv_log.record([stored(1), CacheCleared(), stored(2)])
     (batch,) = kv_log.batches_after(0) or []
     assert batch.events == [CacheCleared(), stored(2)]
@@ -114,9 +114,9 @@ events = st.one_of(
 @settings(max_examples=200, deadline=None)
 @given(steps=st.lists(st.tuples(st.lists(events, max_size=4), st.booleans()), max_size=25))
 def test_followers_that_read_at_different_times_agree(steps: list[tuple[list[KvEvent], bool]]) -> None:
-    kv_log = CacheLog(0)
-    eager, lazy = Follower(), Follower()
-    truth = Follower()
+    kv_log = KvEventLog(0)
+    eager, lazy = EventSequencer(), EventSequencer()
+    truth = EventSequencer()
     for step, read in steps:
         kv_log.record(step)
         truth._apply(step)

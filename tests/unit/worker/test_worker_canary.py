@@ -17,7 +17,7 @@ from services.worker.engines.contract.engine import Embedded, EngineConfig, Gene
 from services.worker.engines.contract.generation import FinishReason, GenerateRequest, Role, Usage
 from services.worker.engines.mock import MockEngine
 from services.worker.serving.canary import UNHEALTHY, Canary
-from services.worker.serving.response_sink import StreamDelivery
+from services.worker.serving.response_sink import StreamResponseSink
 from services.worker.serving.worker import Worker
 from services.worker.settings import WorkerSettings
 from tests.support.engines import CONFIG, ScriptedEngine, request, until
@@ -57,7 +57,7 @@ async def test_a_sound_engine_passes_whatever_its_role(folder: Path, role: str) 
 
 async def test_a_hang_takes_it_out_fails_what_runs_and_ends(folder: Path) -> None:
     async with watched(folder, fault=["hang"]) as (worker, canary, said):
-        delivery = StreamDelivery()
+        delivery = StreamResponseSink()
         worker.submit(request(), delivery)
         assert not await canary.try_once()
         assert said == []  # once is no proof
@@ -71,7 +71,7 @@ async def test_a_hang_takes_it_out_fails_what_runs_and_ends(folder: Path) -> Non
         assert (terminal.error.kind, terminal.error.code) == (ErrorKind.ENGINE_SHUTDOWN, "engine_unhealthy")
         assert terminal.error.retryable
         with pytest.raises(SluiceError) as refusal:
-            worker.submit(request("next"), StreamDelivery())
+            worker.submit(request("next"), StreamResponseSink())
         assert refusal.value.code == "engine_unhealthy"
         assert not await canary.try_once()
         assert said == [UNHEALTHY]  # said once
@@ -80,7 +80,7 @@ async def test_a_hang_takes_it_out_fails_what_runs_and_ends(folder: Path) -> Non
         assert await canary.try_once()
         assert said == [UNHEALTHY, ""]
         assert worker.phases.name == ""
-        worker.submit(request("again"), StreamDelivery())
+        worker.submit(request("again"), StreamResponseSink())
         await worker.drain(10)
 
 
@@ -111,7 +111,7 @@ async def tried_while(act: Callable[[Worker, Sink], object]) -> tuple[bool, Work
     engine = Full()
     worker = Worker(engine, "w", strict=True)
     await worker.start()
-    worker.submit(request("long"), StreamDelivery())
+    worker.submit(request("long"), StreamResponseSink())
     sink = engine.sinks["long"]
     sink.begin(0)
     sink.push((5,))

@@ -11,7 +11,13 @@ import pytest
 from services.common.errors import ErrorKind, SluiceError
 from services.postprocess.streams.stream import StreamOptions
 from services.worker.engines.contract.capabilities import Capability
-from services.worker.engines.contract.generation import Disaggregation, Guided, PromptEmbeds, Role, Sampling
+from services.worker.engines.contract.generation import (
+    Disaggregation,
+    PromptEmbeds,
+    Role,
+    SamplingParams,
+    StructuredOutput,
+)
 from services.worker.engines.contract.required_capabilities import demands
 from services.worker.serving.validation import validate, validate_embedding
 from tests.support.engines import CONFIG, request
@@ -24,25 +30,25 @@ USES: list[tuple[Capability, str, dict[str, Any]]] = [
     (Capability.TEXT_OUT, "postprocess", {"text_out": StreamOptions("tiny")}),
     (Capability.LOGPROBS, "logprobs", {"logprobs": 0}),
     (Capability.PROMPT_LOGPROBS, "prompt_logprobs", {"prompt_logprobs": 2}),
-    (Capability.GUIDED_JSON, "response_format", {"guided": Guided("json_schema", "{}")}),
-    (Capability.GUIDED_JSON, "response_format", {"guided": Guided("json_object")}),
-    (Capability.GUIDED_REGEX, "response_format", {"guided": Guided("regex", "a+")}),
-    (Capability.GUIDED_GRAMMAR, "response_format", {"guided": Guided("ebnf", "root ::= 'a'")}),
-    (Capability.GUIDED_CHOICE, "response_format", {"guided": Guided("choice", ("a", "b"))}),
-    (Capability.STRUCTURAL_TAG, "response_format", {"guided": Guided("structural_tag", "{}")}),
-    (Capability.TEMPERATURE, "temperature", {"sampling": Sampling(temperature=0.0)}),
-    (Capability.TOP_P, "top_p", {"sampling": Sampling(top_p=0.5)}),
-    (Capability.TOP_K, "top_k", {"sampling": Sampling(top_k=5)}),
-    (Capability.MIN_P, "min_p", {"sampling": Sampling(min_p=0.1)}),
-    (Capability.FREQUENCY_PENALTY, "frequency_penalty", {"sampling": Sampling(frequency_penalty=0.1)}),
-    (Capability.PRESENCE_PENALTY, "presence_penalty", {"sampling": Sampling(presence_penalty=-0.1)}),
-    (Capability.REPETITION_PENALTY, "repetition_penalty", {"sampling": Sampling(repetition_penalty=1.1)}),
-    (Capability.SEED, "seed", {"sampling": Sampling(seed=0)}),
-    (Capability.LOGIT_BIAS, "logit_bias", {"sampling": Sampling(logit_bias={5: 1.0})}),
-    (Capability.ALLOWED_TOKEN_IDS, "allowed_token_ids", {"sampling": Sampling(allowed_token_ids=(5,))}),
-    (Capability.BAD_WORDS, "bad_words", {"sampling": Sampling(bad_words=((5, 6),))}),
-    (Capability.THINKING_TOKEN_BUDGET, "thinking_token_budget", {"sampling": Sampling(thinking_token_budget=0)}),
-    (Capability.ENGINE_OPTIONS, "engine_options", {"sampling": Sampling(engine_options={"x": 1})}),
+    (Capability.GUIDED_JSON, "response_format", {"guided": StructuredOutput("json_schema", "{}")}),
+    (Capability.GUIDED_JSON, "response_format", {"guided": StructuredOutput("json_object")}),
+    (Capability.GUIDED_REGEX, "response_format", {"guided": StructuredOutput("regex", "a+")}),
+    (Capability.GUIDED_GRAMMAR, "response_format", {"guided": StructuredOutput("ebnf", "root ::= 'a'")}),
+    (Capability.GUIDED_CHOICE, "response_format", {"guided": StructuredOutput("choice", ("a", "b"))}),
+    (Capability.STRUCTURAL_TAG, "response_format", {"guided": StructuredOutput("structural_tag", "{}")}),
+    (Capability.TEMPERATURE, "temperature", {"sampling": SamplingParams(temperature=0.0)}),
+    (Capability.TOP_P, "top_p", {"sampling": SamplingParams(top_p=0.5)}),
+    (Capability.TOP_K, "top_k", {"sampling": SamplingParams(top_k=5)}),
+    (Capability.MIN_P, "min_p", {"sampling": SamplingParams(min_p=0.1)}),
+    (Capability.FREQUENCY_PENALTY, "frequency_penalty", {"sampling": SamplingParams(frequency_penalty=0.1)}),
+    (Capability.PRESENCE_PENALTY, "presence_penalty", {"sampling": SamplingParams(presence_penalty=-0.1)}),
+    (Capability.REPETITION_PENALTY, "repetition_penalty", {"sampling": SamplingParams(repetition_penalty=1.1)}),
+    (Capability.SEED, "seed", {"sampling": SamplingParams(seed=0)}),
+    (Capability.LOGIT_BIAS, "logit_bias", {"sampling": SamplingParams(logit_bias={5: 1.0})}),
+    (Capability.ALLOWED_TOKEN_IDS, "allowed_token_ids", {"sampling": SamplingParams(allowed_token_ids=(5,))}),
+    (Capability.BAD_WORDS, "bad_words", {"sampling": SamplingParams(bad_words=((5, 6),))}),
+    (Capability.THINKING_TOKEN_BUDGET, "thinking_token_budget", {"sampling": SamplingParams(thinking_token_budget=0)}),
+    (Capability.ENGINE_OPTIONS, "engine_options", {"sampling": SamplingParams(engine_options={"x": 1})}),
     (Capability.MIN_TOKENS, "min_tokens", {"min_tokens": 1}),
     (Capability.IGNORE_EOS, "ignore_eos", {"ignore_eos": True}),
     (Capability.PRIORITY, "priority", {"priority": -1}),
@@ -51,8 +57,8 @@ USES: list[tuple[Capability, str, dict[str, Any]]] = [
 ]
 NO_USE: list[dict[str, Any]] = [
     {},
-    {"sampling": Sampling(top_p=1.0, top_k=-1, min_p=0.0, frequency_penalty=0.0, presence_penalty=0.0)},
-    {"sampling": Sampling(top_k=0, repetition_penalty=1.0)},
+    {"sampling": SamplingParams(top_p=1.0, top_k=-1, min_p=0.0, frequency_penalty=0.0, presence_penalty=0.0)},
+    {"sampling": SamplingParams(top_k=0, repetition_penalty=1.0)},
     {"data_parallel_rank": 0},
     {"priority": 0, "cache_salt": ""},
 ]
@@ -92,7 +98,7 @@ def test_a_value_that_changes_nothing_is_no_use(fields: dict[str, Any]) -> None:
 
 
 def test_what_is_accepted_without_effect_is_not_refused() -> None:
-    asked = request(sampling=Sampling(temperature=0.7, top_p=0.9))
+    asked = request(sampling=SamplingParams(temperature=0.7, top_p=0.9))
     validate(asked, replace(BARE, accepted=frozenset({"temperature", "top_p"})))
     with pytest.raises(SluiceError) as refusal:
         validate(asked, replace(BARE, accepted=frozenset({"temperature"})))
@@ -102,17 +108,17 @@ def test_what_is_accepted_without_effect_is_not_refused() -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"guided": Guided("choice", ())}, "response_format"),
-        ({"guided": Guided("choice", ("a", ""))}, "response_format"),
-        ({"guided": Guided("regex", "")}, "response_format"),
-        ({"guided": Guided("json_schema", "{")}, "response_format"),
-        ({"guided": Guided("json_schema", "[1]")}, "response_format"),
-        ({"guided": Guided("json_schema", "[" * 100_000)}, "response_format"),
+        ({"guided": StructuredOutput("choice", ())}, "response_format"),
+        ({"guided": StructuredOutput("choice", ("a", ""))}, "response_format"),
+        ({"guided": StructuredOutput("regex", "")}, "response_format"),
+        ({"guided": StructuredOutput("json_schema", "{")}, "response_format"),
+        ({"guided": StructuredOutput("json_schema", "[1]")}, "response_format"),
+        ({"guided": StructuredOutput("json_schema", "[" * 100_000)}, "response_format"),
         ({"logprobs": 5_000}, "logprobs"),
         ({"prompt_logprobs": 5_000}, "prompt_logprobs"),
-        ({"sampling": Sampling(allowed_token_ids=(1_000,))}, "allowed_token_ids"),
-        ({"sampling": Sampling(bad_words=((1_000,),))}, "bad_words"),
-        ({"sampling": Sampling(bad_words=((),))}, "bad_words"),
+        ({"sampling": SamplingParams(allowed_token_ids=(1_000,))}, "allowed_token_ids"),
+        ({"sampling": SamplingParams(bad_words=((1_000,),))}, "bad_words"),
+        ({"sampling": SamplingParams(bad_words=((),))}, "bad_words"),
         ({"embeds": PromptEmbeds(b"", 4)}, "prompt_embeds"),
         ({"embeds": PromptEmbeds(bytes(4 * 64), 1)}, "prompt_embeds"),
     ],

@@ -18,8 +18,8 @@ from services.worker.engines.contract.generation import (
     Usage,
 )
 from services.worker.serving.outbox import Outbox
-from services.worker.serving.response_sink import ContractBroken, Delivery, StreamDelivery
-from services.worker.serving.session import SlotDelivery
+from services.worker.serving.response_sink import ContractViolation, ResponseSink, StreamResponseSink
+from services.worker.serving.session import SessionResponseSink
 from services.worker.serving.worker import Worker
 from tests.support.engines import ScriptedEngine, request
 
@@ -66,15 +66,15 @@ AFTER: list[tuple[str, Act]] = [
 ]
 
 
-def stream() -> Delivery:
-    return StreamDelivery()
+def stream() -> ResponseSink:
+    return StreamResponseSink()
 
 
-def slot() -> Delivery:
-    return SlotDelivery(1, Outbox(lambda: None, lambda: None), lambda slot: None)
+def slot() -> ResponseSink:
+    return SessionResponseSink(1, Outbox(lambda: None, lambda: None), lambda slot: None)
 
 
-async def made(strict: bool, delivery: Delivery) -> tuple[Worker, Sink, list[str]]:
+async def made(strict: bool, delivery: ResponseSink) -> tuple[Worker, Sink, list[str]]:
     engine = Pushing()
     worker = Worker(engine, "w", strict=strict)
     await worker.start()
@@ -87,29 +87,29 @@ async def made(strict: bool, delivery: Delivery) -> tuple[Worker, Sink, list[str
 
 @pytest.mark.parametrize("make", [stream, slot])
 @pytest.mark.parametrize(("rule", "acts"), BREAKS, ids=lambda value: value[:30] if isinstance(value, str) else "acts")
-async def test_a_break_is_raised_in_tests(rule: str, acts: list[Act], make: Callable[[], Delivery]) -> None:
+async def test_a_break_is_raised_in_tests(rule: str, acts: list[Act], make: Callable[[], ResponseSink]) -> None:
     _, sink, broken = await made(True, make())
     for act in acts[:-1]:
         act(sink)
-    with pytest.raises(ContractBroken, match=rule):
+    with pytest.raises(ContractViolation, match=rule):
         acts[-1](sink)
     assert len(broken) == 1
 
 
 @pytest.mark.parametrize("make", [stream, slot])
 @pytest.mark.parametrize(("rule", "act"), AFTER, ids=lambda value: value[:30] if isinstance(value, str) else "acts")
-async def test_nothing_may_follow_the_end(rule: str, act: Act, make: Callable[[], Delivery]) -> None:
+async def test_nothing_may_follow_the_end(rule: str, act: Act, make: Callable[[], ResponseSink]) -> None:
     _, sink, broken = await made(True, make())
     begun(sink)
     sink.finish(FinishReason.STOP, Usage(4, 1))
-    with pytest.raises(ContractBroken, match=rule):
+    with pytest.raises(ContractViolation, match=rule):
         act(sink)
     assert len(broken) == 1
 
 
 @pytest.mark.parametrize(("rule", "acts"), BREAKS, ids=lambda value: value[:30] if isinstance(value, str) else "acts")
 async def test_in_production_the_request_fails_and_the_worker_goes_on(rule: str, acts: list[Act]) -> None:
-    delivery = StreamDelivery()
+    delivery = StreamResponseSink()
     worker, sink, broken = await made(False, delivery)
     for act in acts:
         act(sink)
@@ -125,11 +125,11 @@ async def test_in_production_the_request_fails_and_the_worker_goes_on(rule: str,
     sink.push((5,))  # the engine does not know yet that it was overruled
     sink.finish(FinishReason.CANCELLED, Usage())
     assert len(broken) == 1
-    worker.submit(request("next"), StreamDelivery())
+    worker.submit(request("next"), StreamResponseSink())
 
 
 async def test_what_the_worker_ended_may_still_speak_without_blame() -> None:
-    delivery = StreamDelivery()
+    delivery = StreamResponseSink()
     worker, sink, broken = await made(True, delivery)
     begun(sink)
     worker.fail_all(SluiceError(ErrorKind.ENGINE_SHUTDOWN, "Gone."))
@@ -141,7 +141,7 @@ async def test_what_the_worker_ended_may_still_speak_without_blame() -> None:
 
 
 async def test_a_sound_stream_passes_with_and_without_logprobs() -> None:
-    delivery = StreamDelivery()
+    delivery = StreamResponseSink()
     worker, sink, broken = await made(True, delivery)
     sink.begin(2)
     sink.push((5,))
@@ -154,7 +154,7 @@ async def test_a_sound_stream_passes_with_and_without_logprobs() -> None:
 
 
 async def test_an_error_without_a_reason_gets_one() -> None:
-    delivery = StreamDelivery()
+    delivery = StreamResponseSink()
     _, sink, _ = await made(True, delivery)
     sink.finish(FinishReason.ERROR, Usage())
     async with asyncio.timeout(30):

@@ -20,7 +20,7 @@ from services.worker.serving import control
 from services.worker.serving.control import ASLEEP, Controls
 from services.worker.serving.embedding import embed
 from services.worker.serving.memory import available_bytes
-from services.worker.serving.response_sink import StreamDelivery
+from services.worker.serving.response_sink import StreamResponseSink
 from services.worker.serving.worker import Worker
 from services.worker.settings import WorkerSettings
 from tests.support.engines import CONFIG, ScriptedEngine, request
@@ -44,7 +44,7 @@ async def mock(folder: Path, **fields: Any) -> AsyncIterator[tuple[Worker, Contr
 
 
 async def served(worker: Worker, name: str = "r", **fields: Any) -> list[int]:
-    delivery = StreamDelivery()
+    delivery = StreamResponseSink()
     worker.submit(request(name, **fields), delivery)
     async with asyncio.timeout(20):
         return [token_id async for delta in delivery.deltas() for token_id in delta.token_ids]
@@ -93,7 +93,7 @@ async def test_sleep_waits_for_what_runs_and_refuses_until_wake(folder: Path) ->
         worker.gate.on_serving = said.append
         await served(worker, "warm", prompt=range(3, 40))
         assert worker.load()[0].cached_blocks > 0
-        delivery = StreamDelivery()
+        delivery = StreamResponseSink()
         worker.submit(request("running", max_tokens=300, ignore_eos=True), delivery)
         await controls.run("sleep", {"level": "2"})
         assert delivery.ended
@@ -128,7 +128,7 @@ async def test_a_worker_that_sleeps_is_not_woken_by_a_sleep_that_is_refused(fold
 async def test_sleep_gives_up_on_requests_that_do_not_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "QUIET_S", 0.01)
     async with mock(folder, fault=["hang"]) as (worker, controls):
-        worker.submit(request(), StreamDelivery())
+        worker.submit(request(), StreamResponseSink())
         with pytest.raises(SluiceError) as refusal:
             await controls.run("sleep", {})
         assert refusal.value.kind is ErrorKind.FAILED_PRECONDITION
@@ -149,13 +149,13 @@ async def test_what_an_engine_does_not_have_is_refused() -> None:
 
 async def test_the_request_over_the_limit_is_overloaded(folder: Path) -> None:
     async with mock(folder, max_live=2, fault=["hang"]) as (worker, _):
-        worker.submit(request("a"), StreamDelivery())
-        worker.submit(request("b"), StreamDelivery())
+        worker.submit(request("a"), StreamResponseSink())
+        worker.submit(request("b"), StreamResponseSink())
         with pytest.raises(SluiceError) as refusal:
-            worker.submit(request("c"), StreamDelivery())
+            worker.submit(request("c"), StreamResponseSink())
         assert refusal.value.kind is ErrorKind.OVERLOADED
         worker.abort("a")
-        worker.submit(request("c"), StreamDelivery())
+        worker.submit(request("c"), StreamResponseSink())
 
 
 async def test_embeddings_follow_their_inputs(folder: Path) -> None:

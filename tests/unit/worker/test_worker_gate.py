@@ -7,12 +7,12 @@ import traceback
 import pytest
 
 from services.common.errors import ErrorKind, SluiceError
-from services.worker.serving.admission_gate import Gate
-from services.worker.serving.status import Phases
+from services.worker.serving.admission_gate import AdmissionGate
+from services.worker.serving.status import WorkerStatus
 
 
 def test_who_is_refused_again_and_again_is_not_kept() -> None:
-    gate = Gate(Phases(), 0)
+    gate = AdmissionGate(WorkerStatus(), 0)
     refused = SluiceError(ErrorKind.UNAVAILABLE, "The worker sleeps.")
     gate.close(refused)
     for _ in range(50):

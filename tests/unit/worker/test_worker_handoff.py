@@ -24,12 +24,12 @@ from services.worker.engines.contract.generation import (
     FinishReason,
     GenerateRequest,
     Role,
-    Sampling,
+    SamplingParams,
 )
 from services.worker.engines.contract.handoff import MAGIC, seal, unseal
 from services.worker.engines.mock import MockEngine
 from services.worker.engines.mock.transfer import Transfer
-from services.worker.serving.response_sink import StreamDelivery
+from services.worker.serving.response_sink import StreamResponseSink
 from services.worker.serving.worker import Worker
 from services.worker.settings import WorkerSettings
 from tests.support.engines import request, until
@@ -56,7 +56,7 @@ async def worker(folder: Path, role: str, **fields: Any) -> AsyncIterator[Worker
 
 
 async def run(worker: Worker, asked: GenerateRequest) -> tuple[list[int], Delta]:
-    delivery = StreamDelivery()
+    delivery = StreamResponseSink()
     worker.submit(asked, delivery)
     async with asyncio.timeout(20):
         deltas = [delta async for delta in delivery.deltas()]
@@ -72,7 +72,7 @@ def part(asked: GenerateRequest, role: Role, data: bytes = b"") -> GenerateReque
     [
         {},
         {"max_tokens": 2, "ignore_eos": True},
-        {"sampling": Sampling(seed=3)},
+        {"sampling": SamplingParams(seed=3)},
         {"cache_salt": "tenant"},
         {"logprobs": 2},
         {"prompt": range(3, 11)},
@@ -128,7 +128,7 @@ async def test_a_cache_on_its_way_takes_time_by_its_bytes_and_can_be_aborted(fol
         _, handed = await run(prefill, part(asked, Role.PREFILL))
         _, payload = unseal(handed.handoff, asked)
         assert Transfer.unpack(payload).cache_bytes == len(PROMPT) * 131_072
-        delivery = StreamDelivery()
+        delivery = StreamResponseSink()
         decode.submit(part(asked, Role.DECODE, handed.handoff), delivery)
         await asyncio.sleep(0.05)
         assert delivery.first_token_s is None
@@ -190,13 +190,13 @@ async def test_a_handoff_that_does_not_fit_is_refused_and_the_worker_goes_on(
         ]
         for one, data, code in cases:
             with pytest.raises(SluiceError) as refusal:
-                decode.submit(part(one, Role.DECODE, data), StreamDelivery())
+                decode.submit(part(one, Role.DECODE, data), StreamResponseSink())
             assert (refusal.value.kind, refusal.value.code) == (ErrorKind.INVALID_ARGUMENT, code)
             assert refusal.value.param == "disaggregation"
             assert decode.live_requests == 0
         monkeypatch.setattr(handoff, "TTL_S", -1.0)
         with pytest.raises(SluiceError) as stale:
-            decode.submit(part(asked, Role.DECODE, good), StreamDelivery())
+            decode.submit(part(asked, Role.DECODE, good), StreamResponseSink())
         assert stale.value.code == "stale_handoff"
         monkeypatch.undo()
         tokens, _ = await run(decode, part(asked, Role.DECODE, good))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from services.common.hashing import block_hashes
 from services.worker.kv_events.cache_events import BlocksStored, CacheCleared, KvEvent
-from services.worker.kv_events.event_sequencer import Follower
+from services.worker.kv_events.event_sequencer import EventSequencer
 from services.worker.kv_events.events import EngineBatch, EngineRemoved, EngineStored
 from services.worker.kv_events.source import EngineCacheSource
 from services.worker.kv_events.translation import Translator
@@ -48,12 +48,12 @@ class Publisher:
         return [(number, self.log[number]) for number in range(first, len(self.log))]
 
 
-class Heard:
+class ObservedStream:
     """The follower's listener."""
 
     def __init__(self, *, can_replay: bool = True) -> None:
         self.held: set[int] = set()
-        self.follower = Follower(Translator(4, counts_copies=True), self.hear, can_replay=can_replay)
+        self.follower = EventSequencer(Translator(4, counts_copies=True), self.hear, can_replay=can_replay)
 
     def hear(self, events: Sequence[KvEvent]) -> None:
         for event in events:
@@ -86,7 +86,7 @@ def hashes(names: set[int]) -> set[int]:
     )
 )
 def test_in_the_end_the_mirror_is_the_cache(steps: list[tuple[str, int]]) -> None:
-    publisher, heard = Publisher(), Heard()
+    publisher, heard = Publisher(), ObservedStream()
     for action, name in steps:
         if action == "replay":
             heard.replay(publisher)
@@ -107,7 +107,7 @@ def test_in_the_end_the_mirror_is_the_cache(steps: list[tuple[str, int]]) -> Non
 
 
 def test_a_replay_does_not_overtake_what_is_published_meanwhile() -> None:
-    publisher, heard = Publisher(), Heard()
+    publisher, heard = Publisher(), ObservedStream()
     publisher.step(1)
     heard.follower.live(*publisher.step(2))
     assert heard.follower.replay_from == 0
@@ -120,7 +120,7 @@ def test_a_replay_does_not_overtake_what_is_published_meanwhile() -> None:
 
 
 def test_what_the_engine_forgot_is_a_loss_and_the_mirror_claims_nothing_of_it() -> None:
-    publisher, heard = Publisher(buffer=2), Heard()
+    publisher, heard = Publisher(buffer=2), ObservedStream()
     heard.follower.live(*publisher.step(1))
     for name in range(2, 8):
         publisher.step(name)
@@ -131,7 +131,7 @@ def test_what_the_engine_forgot_is_a_loss_and_the_mirror_claims_nothing_of_it() 
 
 
 def test_an_engine_that_does_not_answer_is_a_loss_once() -> None:
-    publisher, heard = Publisher(), Heard()
+    publisher, heard = Publisher(), ObservedStream()
     publisher.step(1)
     heard.follower.live(*publisher.step(2))
     heard.follower.replay_ended()
@@ -140,7 +140,7 @@ def test_an_engine_that_does_not_answer_is_a_loss_once() -> None:
 
 
 def test_without_a_replay_a_gap_is_a_loss() -> None:
-    publisher, heard = Publisher(), Heard(can_replay=False)
+    publisher, heard = Publisher(), ObservedStream(can_replay=False)
     heard.follower.live(*publisher.step(1))
     publisher.step(2)
     heard.follower.live(*publisher.step(3))
@@ -148,7 +148,7 @@ def test_without_a_replay_a_gap_is_a_loss() -> None:
 
 
 def test_a_batch_that_cannot_be_read_is_a_loss() -> None:
-    publisher, heard = Publisher(), Heard()
+    publisher, heard = Publisher(), ObservedStream()
     heard.follower.live(*publisher.step(1))
     publisher.step(2)
     heard.follower.unreadable(1)
@@ -157,7 +157,7 @@ def test_a_batch_that_cannot_be_read_is_a_loss() -> None:
 
 
 def test_an_unknown_parent_asks_for_the_whole_story_once() -> None:
-    heard = Heard()
+    heard = ObservedStream()
     child = EngineStored([2], 1, array("I", [2] * 4), 4)
     heard.follower.live(0, EngineBatch([child], 1.0))
     assert heard.follower.replay_from == 0
@@ -184,7 +184,7 @@ def test_who_listens_late_hears_what_is_there() -> None:
 
 
 def test_who_joins_late_without_a_replay_takes_the_first_batch_as_it_comes() -> None:
-    publisher, heard = Publisher(), Heard(can_replay=False)
+    publisher, heard = Publisher(), ObservedStream(can_replay=False)
     publisher.step(1)
     heard.follower.join()
     heard.follower.live(*publisher.step(2))
@@ -193,7 +193,7 @@ def test_who_joins_late_without_a_replay_takes_the_first_batch_as_it_comes() -> 
 
 
 def test_an_interrupted_stream_claims_nothing_of_before() -> None:
-    publisher, heard = Publisher(), Heard(can_replay=False)
+    publisher, heard = Publisher(), ObservedStream(can_replay=False)
     heard.follower.live(*publisher.step(1))
     heard.follower.interrupted()
     publisher.step(2)
@@ -202,7 +202,7 @@ def test_an_interrupted_stream_claims_nothing_of_before() -> None:
 
 
 def test_a_snapshot_replaces_everything() -> None:
-    publisher, heard = Publisher(), Heard(can_replay=False)
+    publisher, heard = Publisher(), ObservedStream(can_replay=False)
     heard.follower.live(*publisher.step(1))
     heard.follower.begin_at(7)
     heard.follower.live(7, EngineBatch([EngineStored([5], None, array("I", [5] * 4), 4)], 9.0))

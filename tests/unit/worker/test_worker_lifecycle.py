@@ -15,12 +15,12 @@ from services.worker.engines.contract.generation import (
     Disaggregation,
     FinishReason,
     GenerateRequest,
-    Guided,
     Role,
-    Sampling,
+    SamplingParams,
+    StructuredOutput,
     Usage,
 )
-from services.worker.serving.response_sink import StreamDelivery
+from services.worker.serving.response_sink import StreamResponseSink
 from services.worker.serving.worker import Worker
 from tests.support.engines import RecordingSink, ScriptedEngine, request
 
@@ -33,7 +33,7 @@ async def started(engine: ScriptedEngine, on_failure: Callable[[str, BaseExcepti
     return worker
 
 
-async def read(delivery: StreamDelivery) -> list[Delta]:
+async def read(delivery: StreamResponseSink) -> list[Delta]:
     async with asyncio.timeout(30):
         return [delta async for delta in delivery.deltas()]
 
@@ -49,18 +49,18 @@ async def read(delivery: StreamDelivery) -> list[Delta]:
         (request(lora="rude"), ErrorKind.NOT_FOUND, "lora"),
         (request(max_tokens=0), ErrorKind.INVALID_ARGUMENT, "max_tokens"),
         (request(max_tokens=3, min_tokens=4), ErrorKind.INVALID_ARGUMENT, "min_tokens"),
-        (request(sampling=Sampling(temperature=-1.0)), ErrorKind.INVALID_ARGUMENT, "temperature"),
-        (request(sampling=Sampling(temperature=float("nan"))), ErrorKind.INVALID_ARGUMENT, "temperature"),
-        (request(sampling=Sampling(top_p=0.0)), ErrorKind.INVALID_ARGUMENT, "top_p"),
-        (request(sampling=Sampling(top_p=1.1)), ErrorKind.INVALID_ARGUMENT, "top_p"),
-        (request(sampling=Sampling(repetition_penalty=0.0)), ErrorKind.INVALID_ARGUMENT, "repetition_penalty"),
-        (request(sampling=Sampling(top_k=-2)), ErrorKind.INVALID_ARGUMENT, "top_k"),
-        (request(sampling=Sampling(logit_bias={1: 101.0})), ErrorKind.INVALID_ARGUMENT, "logit_bias"),
-        (request(sampling=Sampling(logit_bias={1000: 1.0})), ErrorKind.INVALID_ARGUMENT, "logit_bias"),
+        (request(sampling=SamplingParams(temperature=-1.0)), ErrorKind.INVALID_ARGUMENT, "temperature"),
+        (request(sampling=SamplingParams(temperature=float("nan"))), ErrorKind.INVALID_ARGUMENT, "temperature"),
+        (request(sampling=SamplingParams(top_p=0.0)), ErrorKind.INVALID_ARGUMENT, "top_p"),
+        (request(sampling=SamplingParams(top_p=1.1)), ErrorKind.INVALID_ARGUMENT, "top_p"),
+        (request(sampling=SamplingParams(repetition_penalty=0.0)), ErrorKind.INVALID_ARGUMENT, "repetition_penalty"),
+        (request(sampling=SamplingParams(top_k=-2)), ErrorKind.INVALID_ARGUMENT, "top_k"),
+        (request(sampling=SamplingParams(logit_bias={1: 101.0})), ErrorKind.INVALID_ARGUMENT, "logit_bias"),
+        (request(sampling=SamplingParams(logit_bias={1000: 1.0})), ErrorKind.INVALID_ARGUMENT, "logit_bias"),
         (request(data_parallel_rank=1), ErrorKind.INVALID_ARGUMENT, "data_parallel_rank"),
         (request(resumed_tokens=4), ErrorKind.INVALID_ARGUMENT, "resumed_tokens"),
         (request(logprobs=0), ErrorKind.FAILED_PRECONDITION, "logprobs"),
-        (request(guided=Guided("regex", "a+")), ErrorKind.FAILED_PRECONDITION, "response_format"),
+        (request(guided=StructuredOutput("regex", "a+")), ErrorKind.FAILED_PRECONDITION, "response_format"),
         (request(text="hello"), ErrorKind.FAILED_PRECONDITION, "prompt"),
         (request(messages_json=b"[]"), ErrorKind.FAILED_PRECONDITION, "prompt"),
         (request(disaggregation=Disaggregation(Role.PREFILL)), ErrorKind.FAILED_PRECONDITION, "disaggregation"),
@@ -72,7 +72,7 @@ async def test_what_cannot_run_is_refused_before_the_engine_sees_it(
     engine = ScriptedEngine()
     worker = await started(engine)
     with pytest.raises(SluiceError) as refusal:
-        worker.submit(asked, StreamDelivery())
+        worker.submit(asked, StreamResponseSink())
     assert (refusal.value.kind, refusal.value.param) == (kind, param)
     assert refusal.value.message.endswith(".")
     assert worker.live_requests == 0
@@ -81,7 +81,7 @@ async def test_what_cannot_run_is_refused_before_the_engine_sees_it(
 
 async def test_a_request_streams_and_ends_once() -> None:
     worker = await started(ScriptedEngine([Delta((5, 6), cached_tokens=4), STOP]))
-    delivery = StreamDelivery()
+    delivery = StreamResponseSink()
     worker.submit(request(), delivery)
     deltas = await read(delivery)
     assert [token_id for delta in deltas for token_id in delta.token_ids] == [5, 6, 7]
@@ -93,9 +93,9 @@ async def test_a_request_streams_and_ends_once() -> None:
 
 async def test_two_live_requests_cannot_share_an_id() -> None:
     worker = await started(ScriptedEngine(hold=True))
-    worker.submit(request("same"), StreamDelivery())
+    worker.submit(request("same"), StreamResponseSink())
     with pytest.raises(SluiceError) as refusal:
-        worker.submit(request("same"), StreamDelivery())
+        worker.submit(request("same"), StreamResponseSink())
     assert refusal.value.code == "duplicate_request_id"
     assert worker.live_requests == 1
     await worker.drain(0)
@@ -111,7 +111,7 @@ async def test_an_adapter_name_as_model_selects_the_adapter() -> None:
             super().submit(request, context, sink)
 
     worker = await started(Watching([STOP]))
-    delivery = StreamDelivery()
+    delivery = StreamResponseSink()
     worker.submit(request(model="polite"), delivery)
     await read(delivery)
     assert seen[0].lora == "polite"
@@ -120,7 +120,7 @@ async def test_an_adapter_name_as_model_selects_the_adapter() -> None:
 async def test_cancel_reaches_the_engine_and_ends_as_cancelled() -> None:
     engine = ScriptedEngine([Delta((5,))], hold=True)
     worker = await started(engine)
-    delivery = StreamDelivery()
+    delivery = StreamResponseSink()
     worker.submit(request(), delivery)
     reading = delivery.deltas()
     async with asyncio.timeout(30):
@@ -153,7 +153,7 @@ async def test_an_engine_that_is_told_twice_still_ends_in_order() -> None:
 
     engine = Tidy()
     worker = await started(engine)
-    delivery = StreamDelivery()
+    delivery = StreamResponseSink()
     worker.submit(request(), delivery)
     await asyncio.sleep(0)
     worker.cancel(delivery)
@@ -169,7 +169,7 @@ async def test_an_engine_that_is_told_twice_still_ends_in_order() -> None:
 
 async def test_abort_by_request_id() -> None:
     worker = await started(ScriptedEngine(hold=True))
-    delivery = StreamDelivery()
+    delivery = StreamResponseSink()
     worker.submit(request(), delivery)
     assert worker.abort("r")
     assert (await read(delivery))[-1].finish_reason is FinishReason.CANCELLED
@@ -188,7 +188,7 @@ async def test_an_engine_that_fails_ends_the_request_with_a_typed_error(
     script: list[Delta | Exception], kind: ErrorKind
 ) -> None:
     worker = await started(ScriptedEngine(script))
-    delivery = StreamDelivery()
+    delivery = StreamResponseSink()
     worker.submit(request(), delivery)
     terminal = (await read(delivery))[-1]
     assert terminal.finish_reason is FinishReason.ERROR
@@ -199,7 +199,7 @@ async def test_an_engine_that_fails_ends_the_request_with_a_typed_error(
 
 
 async def test_nothing_comes_after_the_end(caplog: pytest.LogCaptureFixture) -> None:
-    delivery = StreamDelivery()
+    delivery = StreamResponseSink()
     delivery.finish(FinishReason.STOP, Usage())
     delivery.begin(3)
     delivery.push((1, 2))
@@ -216,7 +216,7 @@ async def test_an_engine_that_refuses_leaves_nothing_behind() -> None:
 
     worker = await started(Broken())
     with pytest.raises(SluiceError) as refusal:
-        worker.submit(request(), StreamDelivery())
+        worker.submit(request(), StreamResponseSink())
     assert refusal.value.kind is ErrorKind.INTERNAL
     assert "secret" not in refusal.value.message
     assert worker.live_requests == 0
@@ -225,12 +225,12 @@ async def test_an_engine_that_refuses_leaves_nothing_behind() -> None:
 async def test_before_the_start_and_after_the_drain_requests_are_refused() -> None:
     worker = Worker(ScriptedEngine([STOP]), "w")
     with pytest.raises(SluiceError) as early:
-        worker.submit(request(), StreamDelivery())
+        worker.submit(request(), StreamResponseSink())
     assert early.value.kind is ErrorKind.UNAVAILABLE
     await worker.start()
     await worker.drain(1)
     with pytest.raises(SluiceError) as late:
-        worker.submit(request(), StreamDelivery())
+        worker.submit(request(), StreamResponseSink())
     assert late.value.kind is ErrorKind.ENGINE_SHUTDOWN
     assert late.value.retryable
 
@@ -239,7 +239,7 @@ async def test_drain_waits_for_what_runs() -> None:
     engine = ScriptedEngine([STOP])
     engine.script, engine.hold = [Delta((5,))], True
     worker = await started(engine)
-    delivery = StreamDelivery()
+    delivery = StreamResponseSink()
     worker.submit(request(), delivery)
     draining = asyncio.create_task(worker.drain(30))
     await asyncio.sleep(0)
@@ -253,7 +253,7 @@ async def test_drain_waits_for_what_runs() -> None:
 async def test_what_outlasts_the_drain_ends_as_engine_shutdown_and_counts_its_tokens() -> None:
     engine = ScriptedEngine([Delta((5, 6), cached_tokens=2)], hold=True)
     worker = await started(engine)
-    delivery = StreamDelivery()
+    delivery = StreamResponseSink()
     worker.submit(request(), delivery)
     await asyncio.sleep(0)
     await worker.drain(0.01)
@@ -268,7 +268,7 @@ async def test_a_dead_engine_task_fails_the_worker_and_all_its_requests() -> Non
     failures: list[str] = []
     engine = ScriptedEngine(hold=True)
     worker = await started(engine, lambda name, error: failures.append(name))
-    delivery = StreamDelivery()
+    delivery = StreamResponseSink()
     worker.submit(request(), delivery)
 
     async def die() -> None:
@@ -280,7 +280,7 @@ async def test_a_dead_engine_task_fails_the_worker_and_all_its_requests() -> Non
     assert deltas[-1].error.kind is ErrorKind.ENGINE_SHUTDOWN
     assert failures == ["loop"]
     with pytest.raises(SluiceError):
-        worker.submit(request("next"), StreamDelivery())
+        worker.submit(request("next"), StreamResponseSink())
 
 
 async def test_the_default_submit_is_begin_pushes_finish() -> None:

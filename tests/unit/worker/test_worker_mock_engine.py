@@ -18,7 +18,7 @@ from services.worker.engines import BUILT_IN, engine_names, find_engine
 from services.worker.engines.contract.engine import GenerateContext
 from services.worker.engines.contract.generation import Delta, FinishReason, GenerateRequest
 from services.worker.engines.mock import MockEngine
-from services.worker.engines.mock.pacing import LONGEST_LAG_S, Pacer
+from services.worker.engines.mock.pacing import LONGEST_LAG_S, StepPacer
 from services.worker.kv_events.cache_events import CacheCleared, KvEvent
 from services.worker.settings import WorkerSettings
 from tests.support.engines import RecordingSink, replay, request, until
@@ -227,7 +227,7 @@ async def test_a_missing_model_says_so(tmp_path: Path) -> None:
 
 async def test_short_steps_do_not_let_the_clock_run_ahead() -> None:
     loop = asyncio.get_running_loop()
-    pacer = Pacer()
+    pacer = StepPacer()
     started = pacer.now
     for _ in range(200):
         await pacer.spend(0.0002)
@@ -238,7 +238,7 @@ async def test_short_steps_do_not_let_the_clock_run_ahead() -> None:
 
 async def test_after_a_stall_the_clock_catches_up_only_so_far() -> None:
     loop = asyncio.get_running_loop()
-    pacer = Pacer()
+    pacer = StepPacer()
     pacer.now = loop.time() - 5
     await pacer.spend(0.001)
     assert pacer.now >= loop.time() - LONGEST_LAG_S - 0.5

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.errors import ErrorKind, SluiceError
-from services.worker.engines.contract.generation import FinishReason, Guided, Sampling
+from services.worker.engines.contract.generation import FinishReason, SamplingParams, StructuredOutput
 from services.worker.engines.mock.guided import guided_text
-from services.worker.engines.mock.text import Storyteller
+from services.worker.engines.mock.text import TextGenerator
 from tests.support.engines import EOS, WordVocabulary, request
 
 TREE = {
@@ -54,7 +54,7 @@ SCHEMAS: list[Any] = [
 @pytest.mark.parametrize("schema", SCHEMAS, ids=str)
 def test_every_example_satisfies_its_schema(schema: Any) -> None:
     for seed in range(30):
-        text = guided_text(Guided("json_schema", json.dumps(schema)), Random(seed))
+        text = guided_text(StructuredOutput("json_schema", json.dumps(schema)), Random(seed))
         jsonschema.validate(json.loads(text), schema)
 
 
@@ -75,7 +75,9 @@ def _nested(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 @settings(max_examples=60, deadline=None)
 @given(st.recursive(LEAVES, _nested, max_leaves=8), st.integers(0, 1_000))
 def test_nested_schemas_are_satisfied(schema: Any, seed: int) -> None:
-    jsonschema.validate(json.loads(guided_text(Guided("json_schema", json.dumps(schema)), Random(seed))), schema)
+    jsonschema.validate(
+        json.loads(guided_text(StructuredOutput("json_schema", json.dumps(schema)), Random(seed))), schema
+    )
 
 
 @pytest.mark.parametrize(
@@ -93,41 +95,41 @@ def test_nested_schemas_are_satisfied(schema: Any, seed: int) -> None:
 )
 def test_every_text_matches_its_expression(pattern: str) -> None:
     for seed in range(30):
-        assert re.fullmatch(pattern, guided_text(Guided("regex", pattern), Random(seed)))
+        assert re.fullmatch(pattern, guided_text(StructuredOutput("regex", pattern), Random(seed)))
 
 
 def test_a_choice_is_one_of_them_and_all_come_up() -> None:
-    said = {guided_text(Guided("choice", ("yes", "no", "maybe")), Random(seed)) for seed in range(60)}
+    said = {guided_text(StructuredOutput("choice", ("yes", "no", "maybe")), Random(seed)) for seed in range(60)}
     assert said == {"yes", "no", "maybe"}
-    assert isinstance(json.loads(guided_text(Guided("json_object"), Random(0))), dict)
+    assert isinstance(json.loads(guided_text(StructuredOutput("json_object"), Random(0))), dict)
 
 
 @pytest.mark.parametrize(
     ("guided", "said"),
     [
-        (Guided("regex", "("), "no regular expression"),
-        (Guided("regex", r"(a)\1"), "not supported"),
-        (Guided("regex", "a(?=b)"), "not supported"),
-        (Guided("regex", "a" * 5_000), "longer"),
-        (Guided("regex", "(?:a{4000}){4000}"), "longer"),
-        (Guided("json_schema", '{"not": {}}'), "'not'"),
-        (Guided("json_schema", "false"), "allows nothing"),
-        (Guided("json_schema", '{"type": "rock"}'), "rock"),
-        (Guided("json_schema", '{"$ref": "#/$defs/none"}'), "leads nowhere"),
-        (Guided("json_schema", '{"$ref": "http://example.com"}'), "out of the document"),
-        (Guided("json_schema", '{"$ref": "#"}'), "circle"),
-        (Guided("json_schema", '{"type": "integer", "minimum": 5, "maximum": 4}'), "bounds"),
-        (Guided("json_schema", '{"type": "array", "minItems": 1000000}'), "too many"),
-        (Guided("json_schema", '{"type": "string", "minLength": 1000000}'), "longer"),
-        (Guided("json_schema", '{"properties": {"a": {"$ref": "#"}}, "required": ["a"]}'), "deep"),
-        (Guided("json_schema", '{"type": "object", "properties": [1]}'), "wrong kind"),
-        (Guided("json_schema", '{"type": "string", "minLength": "long"}'), "wrong kind"),
-        (Guided("json_schema", '{"type": "number", "multipleOf": 0}'), "wrong kind"),
-        (Guided("ebnf", "root ::= 'a'"), "does not understand"),
+        (StructuredOutput("regex", "("), "no regular expression"),
+        (StructuredOutput("regex", r"(a)\1"), "not supported"),
+        (StructuredOutput("regex", "a(?=b)"), "not supported"),
+        (StructuredOutput("regex", "a" * 5_000), "longer"),
+        (StructuredOutput("regex", "(?:a{4000}){4000}"), "longer"),
+        (StructuredOutput("json_schema", '{"not": {}}'), "'not'"),
+        (StructuredOutput("json_schema", "false"), "allows nothing"),
+        (StructuredOutput("json_schema", '{"type": "rock"}'), "rock"),
+        (StructuredOutput("json_schema", '{"$ref": "#/$defs/none"}'), "leads nowhere"),
+        (StructuredOutput("json_schema", '{"$ref": "http://example.com"}'), "out of the document"),
+        (StructuredOutput("json_schema", '{"$ref": "#"}'), "circle"),
+        (StructuredOutput("json_schema", '{"type": "integer", "minimum": 5, "maximum": 4}'), "bounds"),
+        (StructuredOutput("json_schema", '{"type": "array", "minItems": 1000000}'), "too many"),
+        (StructuredOutput("json_schema", '{"type": "string", "minLength": 1000000}'), "longer"),
+        (StructuredOutput("json_schema", '{"properties": {"a": {"$ref": "#"}}, "required": ["a"]}'), "deep"),
+        (StructuredOutput("json_schema", '{"type": "object", "properties": [1]}'), "wrong kind"),
+        (StructuredOutput("json_schema", '{"type": "string", "minLength": "long"}'), "wrong kind"),
+        (StructuredOutput("json_schema", '{"type": "number", "multipleOf": 0}'), "wrong kind"),
+        (StructuredOutput("ebnf", "root ::= 'a'"), "does not understand"),
     ],
     ids=str,
 )
-def test_what_cannot_be_followed_is_refused_in_bounded_time(guided: Guided, said: str) -> None:
+def test_what_cannot_be_followed_is_refused_in_bounded_time(guided: StructuredOutput, said: str) -> None:
     with pytest.raises(SluiceError) as refusal:
         guided_text(guided, Random(0))
     assert refusal.value.kind is ErrorKind.INVALID_ARGUMENT
@@ -137,18 +139,18 @@ def test_what_cannot_be_followed_is_refused_in_bounded_time(guided: Guided, said
 
 def test_the_answer_is_the_constrained_text_and_then_it_ends() -> None:
     words = WordVocabulary()
-    asked = request(guided=Guided("choice", ("a river runs",)), ignore_eos=True)
-    answer = Storyteller(words).answer(asked, 100)
+    asked = request(guided=StructuredOutput("choice", ("a river runs",)), ignore_eos=True)
+    answer = TextGenerator(words).answer(asked, 100)
     assert words.decode(answer.token_ids) == "a river runs"
     assert (answer.reason, answer.token_ids[-1]) == (FinishReason.STOP, EOS)
-    assert Storyteller(words).answer(asked, 2).reason is FinishReason.LENGTH
+    assert TextGenerator(words).answer(asked, 2).reason is FinishReason.LENGTH
 
 
 def test_choices_of_one_prompt_differ_without_a_seed_and_repeat_with_one() -> None:
-    teller = Storyteller(WordVocabulary())
+    teller = TextGenerator(WordVocabulary())
 
     def said(request_id: str, seed: int | None = None) -> bytes:
-        return teller.answer(request(request_id, sampling=Sampling(seed=seed)), 1_000).token_ids.tobytes()
+        return teller.answer(request(request_id, sampling=SamplingParams(seed=seed)), 1_000).token_ids.tobytes()
 
     assert len({said(f"chat-{index}") for index in range(4)}) == 4
     assert said("chat-1") == said("other-1")

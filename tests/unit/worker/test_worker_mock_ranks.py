@@ -11,7 +11,7 @@ import pytest
 from services.worker.engines.contract.generation import FinishReason
 from services.worker.engines.mock import MockEngine
 from services.worker.kv_events.cache_events import KvEvent
-from services.worker.serving.response_sink import StreamDelivery
+from services.worker.serving.response_sink import StreamResponseSink
 from services.worker.serving.worker import Worker
 from services.worker.settings import WorkerSettings
 from tests.support.engines import replay, request
@@ -33,7 +33,7 @@ async def worker(tmp_path: Path) -> AsyncIterator[Worker]:
 
 async def ended(worker: Worker, name: str, rank: int | None, max_tokens: int = 2) -> tuple[FinishReason | None, int]:
     """How it ended, and how much of its prompt was cached."""
-    delivery = StreamDelivery()
+    delivery = StreamResponseSink()
     worker.submit(request(name, PROMPT, data_parallel_rank=rank, max_tokens=max_tokens, ignore_eos=True), delivery)
     async with asyncio.timeout(30):
         deltas = [delta async for delta in delivery.deltas()]
@@ -57,7 +57,7 @@ async def test_every_rank_has_a_cache_of_its_own_and_tells_of_it(worker: Worker)
 
 
 async def test_without_a_rank_the_emptiest_is_taken(worker: Worker) -> None:
-    deliveries = [StreamDelivery() for _ in range(RANKS)]
+    deliveries = [StreamResponseSink() for _ in range(RANKS)]
     for number, delivery in enumerate(deliveries):
         worker.submit(request(f"r{number}", PROMPT, max_tokens=1_000, ignore_eos=True), delivery)
     assert [load.running_requests + load.waiting_requests for load in worker.load()] == [1] * RANKS
@@ -70,7 +70,7 @@ async def test_without_a_rank_the_emptiest_is_taken(worker: Worker) -> None:
 
 
 async def test_a_drain_waits_for_every_rank(worker: Worker) -> None:
-    delivery = StreamDelivery()
+    delivery = StreamResponseSink()
     worker.submit(request("last", PROMPT, data_parallel_rank=2, max_tokens=40, ignore_eos=True), delivery)
     await worker.drain(30)
     assert [delta async for delta in delivery.deltas()][-1].finish_reason is FinishReason.LENGTH

@@ -17,7 +17,7 @@ from services.common.observability import telemetry
 from services.worker.engines.contract.generation import Delta, Disaggregation, GenerateRequest, Role
 from services.worker.engines.mock import MockEngine
 from services.worker.serving.engine_metrics import EngineMetrics
-from services.worker.serving.response_sink import StreamDelivery
+from services.worker.serving.response_sink import StreamResponseSink
 from services.worker.serving.tracing import LINK
 from services.worker.serving.worker import Worker
 from services.worker.settings import WorkerSettings
@@ -45,7 +45,7 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
 
 
 async def run(worker: Worker, asked: GenerateRequest, trace: dict[str, str] | None = None) -> Delta:
-    delivery = StreamDelivery()
+    delivery = StreamResponseSink()
     worker.submit(asked, delivery, trace)
     async with asyncio.timeout(20):
         return [delta async for delta in delivery.deltas()][-1]
@@ -85,7 +85,7 @@ async def test_cancels_and_errors_show(spans: InMemorySpanExporter) -> None:
     await run(worker, request("broken"))
     holding = Worker(ScriptedEngine([Delta((5,))], hold=True), "w")
     await holding.start()
-    delivery = StreamDelivery()
+    delivery = StreamResponseSink()
     holding.submit(request("held"), delivery)
     await asyncio.sleep(0)
     holding.cancel(delivery)
@@ -110,7 +110,7 @@ async def test_the_decode_span_links_to_the_prefill_span(folder: Path, spans: In
 
 async def test_without_tracing_nothing_is_measured(folder: Path) -> None:
     worker = await mock(folder)
-    delivery = StreamDelivery()
+    delivery = StreamResponseSink()
     worker.submit(request(max_tokens=2), delivery)
     assert not delivery._traced
     await worker.drain(5)

@@ -16,10 +16,10 @@ from services.postprocess.streams.stream import StreamOptions
 from services.preprocess.tokenizers.generation_defaults import GenerationDefaults
 from services.preprocess.tokenizers.hf import HfTokenizer
 from services.preprocess.tokenizers.protocol import ChatRequest, TokenizerFacts
-from services.worker.engines.contract.generation import GenerateRequest, Sampling, Stop
+from services.worker.engines.contract.generation import GenerateRequest, SamplingParams, Stop
 from services.worker.local_processing.completing import completed
 from services.worker.local_processing.options import PromptBounds
-from services.worker.local_processing.preparing import Preparing
+from services.worker.local_processing.preparing import PromptPreparation
 from services.worker.local_processing.prompts import PromptMaker
 from tests.support.engines import until
 from tests.support.loaded_tokenizers import tiny_hf
@@ -130,7 +130,7 @@ async def test_a_request_that_is_given_up_is_neither_gone_on_with_nor_failed() -
         return request
 
     tasks = TaskOwner()
-    preparing = Preparing(prepare, tasks)
+    preparing = PromptPreparation(prepare, tasks)
     preparing.start(text("a", "one"), heard.append, heard.append)
     preparing.start(text("b", "two"), heard.append, heard.append)
     await begun.wait()
@@ -160,7 +160,7 @@ async def test_whatever_goes_wrong_is_heard_as_a_typed_error(raised: Exception, 
         raise AssertionError("there is nothing to go on with")
 
     tasks = TaskOwner()
-    Preparing(prepare, tasks).start(text("a"), go_on, heard.append)
+    PromptPreparation(prepare, tasks).start(text("a"), go_on, heard.append)
     await until(lambda: bool(heard))
     assert heard[0].kind is kind
     assert "a user's class" not in heard[0].message
@@ -183,12 +183,12 @@ async def made_of(request: GenerateRequest, context_length: int = 4096) -> Gener
 
 async def test_unset_options_are_as_the_models_files_say() -> None:
     request = await made_of(text("a b c"))
-    assert request.sampling == Sampling(temperature=0.6, top_k=20)
+    assert request.sampling == SamplingParams(temperature=0.6, top_k=20)
     assert request.stop == Stop(max_tokens=50, stop_token_ids=frozenset({7}), eos_token_ids=(2,))
     assert (request.text, request.messages_json) == (None, None)
-    own = replace(text("a b c"), sampling=Sampling(temperature=0), stop=Stop(max_tokens=3, ignore_eos=True))
+    own = replace(text("a b c"), sampling=SamplingParams(temperature=0), stop=Stop(max_tokens=3, ignore_eos=True))
     request = await made_of(own)
-    assert request.sampling == Sampling(temperature=0, top_k=20)
+    assert request.sampling == SamplingParams(temperature=0, top_k=20)
     assert request.stop == Stop(max_tokens=3, eos_token_ids=(2,), ignore_eos=True)
 
 

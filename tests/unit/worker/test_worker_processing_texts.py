@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from services.common.errors import ErrorKind, SluiceError
 from services.common.models import ModelSpec
 from services.postprocess.detokenize.registry import load
-from services.postprocess.detokenize.vocabulary import Vocabulary
+from services.postprocess.detokenize.vocabulary import MockVocabulary
 from services.postprocess.parsers.events import CallArguments, Content, Event, Reasoning, merge
 from services.postprocess.parsers.registry import ParserNames
-from services.postprocess.streams.factory import Opener
+from services.postprocess.streams.factory import StreamFactory
 from services.postprocess.streams.stream import Finish, Limits, StreamOptions
 from services.postprocess.streams.stream import FinishReason as TextReason
 from services.worker.engines.contract.engine import GenerateContext, Sink
@@ -33,10 +33,10 @@ from services.worker.engines.contract.generation import (
     Usage,
 )
 from services.worker.local_processing import batch_detokenizer as texts_module
-from services.worker.local_processing.batch_detokenizer import TextDesk
+from services.worker.local_processing.batch_detokenizer import BatchDetokenizer
 from services.worker.local_processing.loading import load_texts
 from services.worker.local_processing.text_delta import TextDelta
-from services.worker.serving.response_sink import ContractBroken, Delivery, Terms
+from services.worker.serving.response_sink import ContractViolation, ResponseSink, SinkParams
 from tests.support.loaded_tokenizers import tiny_folder, tiny_hf
 
 TOOLS = b'[{"type": "function", "function": {"name": "get_weather"}}]'
@@ -44,7 +44,7 @@ CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</
 
 
 @cache
-def vocabulary() -> Vocabulary:
+def vocabulary() -> MockVocabulary:
     return load(ModelSpec("tiny", str(tiny_folder())))
 
 
@@ -52,7 +52,7 @@ def ids(text: str) -> list[int]:
     return tiny_hf().encode_text(text)
 
 
-class Heard(Delivery):
+class ObservedStream(ResponseSink):
     """What a caller hears."""
 
     def __init__(self) -> None:
@@ -91,9 +91,9 @@ class Heard(Delivery):
 class Asked:
     """One request on a desk, from both its ends."""
 
-    desk: TextDesk
+    desk: BatchDetokenizer
     request: GenerateRequest
-    heard: Heard
+    heard: ObservedStream
     broken: list[str] = field(default_factory=list)
     stops: list[str] = field(default_factory=list)
     sink: Sink | None = None
@@ -109,7 +109,7 @@ class Asked:
         return self.heard.terminal
 
     def begin(self, cached: int = 0) -> None:
-        terms = Terms(lambda *_: None, lambda _, rule: self.broken.append(rule), vocab_size=1024, strict=True)
+        terms = SinkParams(lambda *_: None, lambda _, rule: self.broken.append(rule), vocab_size=1024, strict=True)
         self.heard.accept(GenerateContext(self.request.request_id), len(self.request.token_ids), terms, None)
         self.sink = self.desk.open(self.request, self.heard, terms, lambda: self.stops.append("stop"))
         self.sink.begin(cached)
@@ -118,15 +118,15 @@ class Asked:
         self.engine.finish(reason, Usage(4, tokens, 0))
 
 
-def ask(desk: TextDesk, name: str = "r", before: Sequence[int] = (), **options: Any) -> Asked:
+def ask(desk: BatchDetokenizer, name: str = "r", before: Sequence[int] = (), **options: Any) -> Asked:
     prompt = array("I", [0, 20, 21, 1, *before])
     text_out = StreamOptions("tiny", **options)
     request = GenerateRequest(name, "tiny", prompt, text_out=text_out, resumed_tokens=len(before))
-    return Asked(desk, request, Heard())
+    return Asked(desk, request, ObservedStream())
 
 
 @pytest.fixture
-async def desk() -> AsyncIterator[TextDesk]:
+async def desk() -> AsyncIterator[BatchDetokenizer]:
     async with opened_desk() as desk:
         yield desk
 
@@ -134,7 +134,7 @@ async def desk() -> AsyncIterator[TextDesk]:
 class opened_desk:  # reads as a function
     """A desk of the tiny model."""
 
-    async def __aenter__(self) -> TextDesk:
+    async def __aenter__(self) -> BatchDetokenizer:
         spec = ModelSpec("tiny", str(tiny_folder()))
         self._desk, self._opener = await load_texts(spec, ParserNames(), lambda name, error: None)
         return self._desk
@@ -152,7 +152,7 @@ async def step() -> None:
 
 async def reference(tokens: Sequence[int], options: StreamOptions, name: str) -> tuple[list[Event], Finish]:
     """What the postprocess service makes of the same tokens at once."""
-    return await Opener(Limits()).parse(tokens, options, vocabulary(), TextReason.LENGTH, name)
+    return await StreamFactory(Limits()).parse(tokens, options, vocabulary(), TextReason.LENGTH, name)
 
 
 words = st.sampled_from(
@@ -217,7 +217,7 @@ async def test_ids_and_text_are_those_of_postprocess_however_the_engine_steps(
             assert len(one.heard.text.tokens) == finish.tokens_seen
 
 
-async def test_one_step_of_all_requests_is_one_call(desk: TextDesk, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_step_of_all_requests_is_one_call(desk: BatchDetokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = [ask(desk, f"r{number}") for number in range(50)]
     for one in asked:
         one.begin()
@@ -238,7 +238,7 @@ async def test_one_step_of_all_requests_is_one_call(desk: TextDesk, monkeypatch:
     assert {one.heard.content for one in asked} == {tiny_hf().decode([first] * 3)}
 
 
-async def test_a_stop_string_ends_the_request_in_the_engine_and_nothing_comes_after_it(desk: TextDesk) -> None:
+async def test_a_stop_string_ends_the_request_in_the_engine_and_nothing_comes_after_it(desk: BatchDetokenizer) -> None:
     one = ask(desk, stop=("over",))
     one.begin(cached=3)
     output = ids("jumps over the lazy dog")
@@ -263,7 +263,7 @@ async def test_a_stop_string_ends_the_request_in_the_engine_and_nothing_comes_af
     assert one.broken == []
 
 
-async def test_the_engines_end_is_the_callers(desk: TextDesk) -> None:
+async def test_the_engines_end_is_the_callers(desk: BatchDetokenizer) -> None:
     ends: list[tuple[FinishReason, dict[str, Any]]] = [
         (FinishReason.LENGTH, {}),
         (FinishReason.CANCELLED, {}),
@@ -285,7 +285,7 @@ async def test_the_engines_end_is_the_callers(desk: TextDesk) -> None:
         assert one.stops == []
 
 
-async def test_a_tool_call_is_told_as_such_and_the_engine_stopped_by_itself(desk: TextDesk) -> None:
+async def test_a_tool_call_is_told_as_such_and_the_engine_stopped_by_itself(desk: BatchDetokenizer) -> None:
     one = ask(desk, tool_parser="hermes", tools_json=TOOLS)
     one.begin()
     one.engine.push(ids(CALL))
@@ -310,7 +310,7 @@ async def test_a_tool_call_is_told_as_such_and_the_engine_stopped_by_itself(desk
     ],
 )
 async def test_wrong_options_are_refused_before_the_engine_hears_of_it(
-    desk: TextDesk, options: dict[str, Any], param: str
+    desk: BatchDetokenizer, options: dict[str, Any], param: str
 ) -> None:
     one = ask(desk, **options)
     with pytest.raises(SluiceError) as raised:
@@ -319,14 +319,14 @@ async def test_wrong_options_are_refused_before_the_engine_hears_of_it(
     assert len(desk) == 0
 
 
-async def test_a_text_of_another_model_is_refused(desk: TextDesk) -> None:
+async def test_a_text_of_another_model_is_refused(desk: BatchDetokenizer) -> None:
     request = GenerateRequest("r", "tiny", array("I", [5]), text_out=StreamOptions("other"))
     with pytest.raises(SluiceError) as raised:
-        Asked(desk, request, Heard()).begin()
+        Asked(desk, request, ObservedStream()).begin()
     assert raised.value.param == "postprocess.model"
 
 
-async def test_a_request_that_is_forgotten_hears_nothing_more(desk: TextDesk) -> None:
+async def test_a_request_that_is_forgotten_hears_nothing_more(desk: BatchDetokenizer) -> None:
     one, other = ask(desk, "one"), ask(desk, "other")
     one.begin()
     other.begin()
@@ -343,16 +343,16 @@ async def test_a_request_that_is_forgotten_hears_nothing_more(desk: TextDesk) ->
     assert len(desk) == 1
 
 
-async def test_an_engine_is_held_to_its_contract_here_too(desk: TextDesk) -> None:
+async def test_an_engine_is_held_to_its_contract_here_too(desk: BatchDetokenizer) -> None:
     one = ask(desk)
     one.begin()
-    with pytest.raises(ContractBroken):
+    with pytest.raises(ContractViolation):
         one.engine.push([1 << 20])
     assert one.broken == ["gives ids of the vocabulary"]
 
 
 async def test_a_defect_in_the_text_fails_those_it_concerns_and_the_desk_goes_on(
-    desk: TextDesk, monkeypatch: pytest.MonkeyPatch
+    desk: BatchDetokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = ask(desk, "one")
     one.begin()
@@ -409,7 +409,7 @@ async def test_a_resumed_text_goes_on_where_the_first_worker_stopped(
     assert second.terminal.usage.completion_tokens == finish.tokens_seen - done
 
 
-async def test_a_text_that_had_ended_with_the_resumed_tokens_ends_at_once(desk: TextDesk) -> None:
+async def test_a_text_that_had_ended_with_the_resumed_tokens_ends_at_once(desk: BatchDetokenizer) -> None:
     one = ask(desk, before=ids("jumps over"), stop=("over",))
     one.begin()
     await step()
@@ -420,7 +420,7 @@ async def test_a_text_that_had_ended_with_the_resumed_tokens_ends_at_once(desk: 
     assert one.stops == ["stop"]
 
 
-async def test_slots_are_used_again_after_the_last(desk: TextDesk, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_slots_are_used_again_after_the_last(desk: BatchDetokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(texts_module, "MOST_SLOTS", 3)
     for number in range(7):
         one = ask(desk, f"r{number}")

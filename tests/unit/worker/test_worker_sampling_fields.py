@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from services.common.errors import ErrorKind, SluiceError
-from services.worker.engines.contract.generation import Guided, Sampling, Stop
+from services.worker.engines.contract.generation import SamplingParams, Stop, StructuredOutput
 from services.worker.engines.sampling_fields import ENGINE_OPTIONS, NOT_OURS
 from services.worker.engines.sglang import fields as sglang_fields
 from services.worker.engines.sglang import sampling as sglang
@@ -46,15 +46,15 @@ GRAMMARS: Mapping[Any, Any] = {
 
 
 def to_vllm(**options: Any) -> dict[str, Any]:
-    sampling = Sampling(**SAMPLING, engine_options=options)
-    asked = request(**{**EVERYTHING, "sampling": sampling, "guided": Guided("regex", "a")})
+    sampling = SamplingParams(**SAMPLING, engine_options=options)
+    asked = request(**{**EVERYTHING, "sampling": sampling, "guided": StructuredOutput("regex", "a")})
     arguments = vllm.sampling_arguments(asked, vllm.Facts(100))
     arguments["bad_words"] = arguments.pop("bad_words_token_ids")
     return arguments
 
 
-def to_sglang(guided: Guided, **options: Any) -> dict[str, Any]:
-    asked = request(**{**EVERYTHING, "sampling": Sampling(**SAMPLING, engine_options=options), "guided": guided})
+def to_sglang(guided: StructuredOutput, **options: Any) -> dict[str, Any]:
+    asked = request(**{**EVERYTHING, "sampling": SamplingParams(**SAMPLING, engine_options=options), "guided": guided})
     made = sglang.engine_request(asked, "rid", sglang.Facts(100, {}, has_seeds=True))
     params: dict[str, Any] = made["sampling_params"]
     return params
@@ -74,7 +74,9 @@ def test_what_vllm_is_told_is_what_the_table_says() -> None:
 def test_every_constraint_of_vllm_can_be_asked_for() -> None:
     told: set[str] = set()
     for kind, grammar in GRAMMARS.items():
-        asked = request(guided=Guided(kind, grammar), sampling=Sampling(engine_options={"whitespace_pattern": "x"}))
+        asked = request(
+            guided=StructuredOutput(kind, grammar), sampling=SamplingParams(engine_options={"whitespace_pattern": "x"})
+        )
         arguments = vllm.sampling_arguments(asked, vllm.Facts(100))
         assert "extra_args" not in arguments
         told |= arguments["structured_outputs"].keys()
@@ -82,10 +84,10 @@ def test_every_constraint_of_vllm_can_be_asked_for() -> None:
 
 
 def test_what_sglang_is_told_is_what_the_table_says() -> None:
-    told = {name for kind, grammar in GRAMMARS.items() for name in to_sglang(Guided(kind, grammar))}
+    told = {name for kind, grammar in GRAMMARS.items() for name in to_sglang(StructuredOutput(kind, grammar))}
     assert told == ours(sglang_fields.FIELDS)
     options: dict[str, Any] = dict.fromkeys(sglang.SAMPLING_OPTIONS, 1)
-    assert to_sglang(Guided("regex", "a"), **options).keys() >= sglang.SAMPLING_OPTIONS
+    assert to_sglang(StructuredOutput("regex", "a"), **options).keys() >= sglang.SAMPLING_OPTIONS
 
 
 @pytest.mark.parametrize("name", sorted(vllm_fields.FIELDS.keys() - vllm.OPTIONS))
@@ -98,5 +100,5 @@ def test_what_vllm_has_another_way_for_is_no_option(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(sglang_fields.FIELDS.keys() - sglang.SAMPLING_OPTIONS))
 def test_what_sglang_has_another_way_for_is_no_option(name: str) -> None:
     with pytest.raises(SluiceError, match=name) as refused:
-        to_sglang(Guided("regex", "a"), **{name: 1})
+        to_sglang(StructuredOutput("regex", "a"), **{name: 1})
     assert refused.value.kind is ErrorKind.INVALID_ARGUMENT

@@ -15,7 +15,7 @@ from services.common.errors import ErrorKind
 from services.worker.engines.contract.generation import FinishReason
 from services.worker.engines.sglang.children import ChildWatch
 from services.worker.engines.sglang.events import EventFeeds
-from services.worker.engines.sglang.request_state import LOWEST_LOGPROB, Flight, abort_error, positions
+from services.worker.engines.sglang.request_state import LOWEST_LOGPROB, RequestState, abort_error, positions
 from tests.support.engines import RecordingSink, request, until
 
 STOPPED = {"type": "stop", "matched": 9}
@@ -29,7 +29,7 @@ def chunk(token_ids: list[int], completed: int, finish: dict[str, Any] | None = 
 
 def flown(*chunks: dict[str, Any], handoff: bytes | None = None, skip: int = 0, **fields: Any) -> RecordingSink:
     sink = RecordingSink()
-    flight = Flight(request(**fields), "rid", sink, handoff, skip)
+    flight = RequestState(request(**fields), "rid", sink, handoff, skip)
     for one in chunks:
         flight.take(one)
     return sink

@@ -12,9 +12,16 @@ import pytest
 from services.common.errors import ErrorKind, SluiceError
 from services.worker.engines import find_engine
 from services.worker.engines.contract.capabilities import SAMPLING, Capability
-from services.worker.engines.contract.generation import Disaggregation, GenerateRequest, Guided, Role, Sampling, Stop
+from services.worker.engines.contract.generation import (
+    Disaggregation,
+    GenerateRequest,
+    Role,
+    SamplingParams,
+    Stop,
+    StructuredOutput,
+)
 from services.worker.engines.sglang.card import CAPABILITIES
-from services.worker.engines.sglang.handoff import NOBODY, Meeting, meeting_of, unpack
+from services.worker.engines.sglang.handoff import FAKE_BOOTSTRAP_HOST, BootstrapInfo, meeting_of, unpack
 from services.worker.engines.sglang.options import Flags, command_line
 from services.worker.engines.sglang.sampling import Facts, choice_grammar, engine_request, stop_ids
 from services.worker.settings import WorkerSettings
@@ -37,7 +44,7 @@ def params(facts: Facts = FACTS, **fields: Any) -> dict[str, Any]:
 
 
 def test_every_sampling_field_arrives() -> None:
-    sampling = Sampling(
+    sampling = SamplingParams(
         temperature=0.5,
         top_p=0.9,
         top_k=7,
@@ -67,7 +74,7 @@ def test_every_sampling_field_arrives() -> None:
 def test_defaults_of_the_model_hold_where_the_request_says_nothing() -> None:
     facts = replace(FACTS, defaults={"temperature": 0.7, "top_k": 20})
     assert params(facts)["temperature"] == 0.7
-    found = params(facts, sampling=Sampling(temperature=0.0, top_k=0))
+    found = params(facts, sampling=SamplingParams(temperature=0.0, top_k=0))
     assert (found["temperature"], found["top_k"]) == (0.0, -1)
 
 
@@ -105,15 +112,15 @@ def test_ids_that_end_a_request() -> None:
 @pytest.mark.parametrize(
     ("guided", "expected"),
     [
-        (Guided("json_schema", '{"type":"string"}'), {"json_schema": '{"type":"string"}'}),
-        (Guided("json_object"), {"json_schema": '{"type": "object"}'}),
-        (Guided("regex", "a+"), {"regex": "a+"}),
-        (Guided("ebnf", 'root ::= "a"'), {"ebnf": 'root ::= "a"'}),
-        (Guided("structural_tag", "{}"), {"structural_tag": "{}"}),
-        (Guided("choice", ("a", "b")), {"ebnf": 'root ::= "a" | "b"'}),
+        (StructuredOutput("json_schema", '{"type":"string"}'), {"json_schema": '{"type":"string"}'}),
+        (StructuredOutput("json_object"), {"json_schema": '{"type": "object"}'}),
+        (StructuredOutput("regex", "a+"), {"regex": "a+"}),
+        (StructuredOutput("ebnf", 'root ::= "a"'), {"ebnf": 'root ::= "a"'}),
+        (StructuredOutput("structural_tag", "{}"), {"structural_tag": "{}"}),
+        (StructuredOutput("choice", ("a", "b")), {"ebnf": 'root ::= "a" | "b"'}),
     ],
 )
-def test_constraints(guided: Guided, expected: dict[str, str]) -> None:
+def test_constraints(guided: StructuredOutput, expected: dict[str, str]) -> None:
     found = params(guided=guided)
     assert {key: found[key] for key in found if key != "max_new_tokens"} == expected
 
@@ -140,12 +147,12 @@ def test_logprobs() -> None:
 
 
 def test_thinking_budget() -> None:
-    found = mapped(sampling=Sampling(thinking_token_budget=9))
+    found = mapped(sampling=SamplingParams(thinking_token_budget=9))
     assert (found["max_thinking_tokens"], found["require_reasoning"]) == (9, True)
 
 
 def test_engine_options_go_where_they_belong() -> None:
-    found = mapped(sampling=Sampling(engine_options={"custom_params": {"a": 1}, "extra_key": "k"}))
+    found = mapped(sampling=SamplingParams(engine_options={"custom_params": {"a": 1}, "extra_key": "k"}))
     assert found["sampling_params"]["custom_params"] == {"a": 1}
     assert found["extra_key"] == "k"
     assert "extra_key" not in found["sampling_params"]
@@ -154,7 +161,7 @@ def test_engine_options_go_where_they_belong() -> None:
 @pytest.mark.parametrize("name", ["temperature", "no_such_thing", "n", "rid", "bootstrap_host", "skip_special_tokens"])
 def test_engine_options_that_are_none_are_refused_by_name(name: str) -> None:
     with pytest.raises(SluiceError, match=name) as caught:
-        mapped(sampling=Sampling(engine_options={name: 1}))
+        mapped(sampling=SamplingParams(engine_options={name: 1}))
     assert caught.value.kind is ErrorKind.INVALID_ARGUMENT
     assert caught.value.param == f"engine_options.{name}"
 
@@ -220,7 +227,7 @@ def prefilling(**fields: Any) -> GenerateRequest:
 
 
 def test_a_handoff_survives_the_journey() -> None:
-    meeting = Meeting("10.0.0.1", 8998, 42, told=0)
+    meeting = BootstrapInfo("10.0.0.1", 8998, 42, told=0)
     assert unpack(meeting.pack()) == meeting
     asked = prefilling(disaggregation=Disaggregation(Role.DECODE, handoff=meeting.pack()))
     assert meeting_of(asked, Role.DECODE, "h", 1) == meeting
@@ -249,14 +256,14 @@ def test_a_malformed_handoff_is_refused(handoff: bytes) -> None:
 def test_who_meets_where() -> None:
     assert meeting_of(prefilling(), Role.AGGREGATED, "h", 1) is None
     given = Disaggregation(Role.PREFILL, bootstrap_host="p", bootstrap_port=5, bootstrap_room=9)
-    assert meeting_of(prefilling(disaggregation=given), Role.PREFILL, "h", 1) == Meeting("p", 5, 9, told=1)
+    assert meeting_of(prefilling(disaggregation=given), Role.PREFILL, "h", 1) == BootstrapInfo("p", 5, 9, told=1)
     made = meeting_of(prefilling(), Role.PREFILL, "h", 1)
     assert made is not None
     assert (made.host, made.port, made.told) == ("h", 1, 0)
     assert made.room > 0
     alone = meeting_of(prefilling(stop=Stop(max_tokens=1)), Role.PREFILL, "h", 1)
     assert alone is not None
-    assert (alone.host, alone.told) == (NOBODY, 1)
+    assert (alone.host, alone.told) == (FAKE_BOOTSTRAP_HOST, 1)
     with pytest.raises(SluiceError, match="handoff"):
         meeting_of(prefilling(), Role.DECODE, "h", 1)
     far = Disaggregation(Role.PREFILL, bootstrap_room=1 << 63)

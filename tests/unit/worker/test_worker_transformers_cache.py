@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from services.common.hashing import block_hashes, seed_for
 from services.worker.engines.transformers.block_names import BlockNames, forget_names, watched
-from services.worker.engines.transformers.step import CacheNews
+from services.worker.engines.transformers.step import CacheChanges
 from services.worker.kv_events.cache_events import BlocksRemoved, BlocksStored, KvEvent
 
 
-class Ledger:
+class RequestHistory:
     """Behaves as the library's BlockLedger does."""
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ Actions = st.lists(st.tuples(st.sampled_from(["register", "release", "drop", "ev
 
 @given(Actions)
 def test_events_replayed_are_what_the_ledger_holds(actions: list[tuple[str, int]]) -> None:
-    ledger, news = Ledger(), CacheNews()
+    ledger, news = RequestHistory(), CacheChanges()
     watched(ledger, news)
     present: set[int] = set()
     for action, number in actions:
@@ -93,7 +93,7 @@ def test_events_replayed_are_what_the_ledger_holds(actions: list[tuple[str, int]
 
 
 def test_news_of_one_kind_travel_together() -> None:
-    news = CacheNews()
+    news = CacheChanges()
     news.stored(1)
     news.stored(2)
     news.removed(1)

@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.engines.contract.generation import Guided, Sampling
+from services.worker.engines.contract.generation import SamplingParams, StructuredOutput
 from services.worker.engines.transformers.sampling import History, SamplingPlan, plan_of
 from tests.support.engines import request
 
 EOS = (1, 2)
-UNSET = Sampling()
+UNSET = SamplingParams()
 
 
-def plan(defaults: dict[str, Any] | None = None, sampling: Sampling = UNSET, **fields: Any) -> SamplingPlan:
+def plan(defaults: dict[str, Any] | None = None, sampling: SamplingParams = UNSET, **fields: Any) -> SamplingPlan:
     return plan_of(request(sampling=sampling, **fields), defaults or {}, EOS)
 
 
@@ -27,7 +27,7 @@ def test_unset_options_take_the_models_defaults_then_plain_values() -> None:
 
 
 def test_what_is_asked_for_beats_the_defaults() -> None:
-    made = plan({"temperature": 0.6, "top_k": 20}, Sampling(temperature=0.0, top_k=-1))
+    made = plan({"temperature": 0.6, "top_k": 20}, SamplingParams(temperature=0.0, top_k=-1))
     assert made.greedy
     assert made.top_k == 0
 
@@ -40,7 +40,7 @@ def test_what_is_asked_for_beats_the_defaults() -> None:
         ({"stop_token_ids": frozenset({1, 7}), "eos_token_ids": (1,), "ignore_eos": True}, {7}),
         ({"eos_token_ids": (9,)}, {1, 2, 9}),
         ({"ignore_eos": True}, set()),
-        ({"ignore_eos": True, "guided": Guided("regex", "a+")}, {1, 2}),
+        ({"ignore_eos": True, "guided": StructuredOutput("regex", "a+")}, {1, 2}),
     ],
 )
 def test_stop_ids(fields: dict[str, Any], expected: set[int]) -> None:
@@ -50,9 +50,9 @@ def test_stop_ids(fields: dict[str, Any], expected: set[int]) -> None:
 def test_a_plan_knows_what_it_needs() -> None:
     assert not plan().edits_logits
     assert plan(min_tokens=2).edits_logits
-    assert plan(sampling=Sampling(presence_penalty=0.5)).penalises
-    assert plan(sampling=Sampling(top_p=0.5)).narrows
-    assert not plan(sampling=Sampling(top_p=1.0, top_k=0, min_p=0.0)).narrows
+    assert plan(sampling=SamplingParams(presence_penalty=0.5)).penalises
+    assert plan(sampling=SamplingParams(top_p=0.5)).narrows
+    assert not plan(sampling=SamplingParams(top_p=1.0, top_k=0, min_p=0.0)).narrows
 
 
 @given(st.lists(st.integers(0, 9), min_size=1), st.lists(st.integers(0, 9)), st.integers(0, 5))

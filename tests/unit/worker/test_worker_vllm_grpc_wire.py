@@ -16,11 +16,11 @@ from services.worker.engines.contract.generation import (
     Disaggregation,
     FinishReason,
     GenerateRequest,
-    Guided,
     PositionLogprobs,
     Role,
-    Sampling,
+    SamplingParams,
     Stop,
+    StructuredOutput,
     TokenLogprob,
     Usage,
 )
@@ -42,10 +42,10 @@ def request(**fields: Any) -> GenerateRequest:
 
 def test_a_request_in_their_words() -> None:
     asked = request(
-        sampling=Sampling(temperature=0.0, top_k=-1, seed=-5, logit_bias={3: 1.5}),
+        sampling=SamplingParams(temperature=0.0, top_k=-1, seed=-5, logit_bias={3: 1.5}),
         stop=Stop(max_tokens=7, stop_token_ids=frozenset({2}), ignore_eos=True),
         logprobs=3,
-        guided=Guided("choice", ("a", "b")),
+        guided=StructuredOutput("choice", ("a", "b")),
         data_parallel_rank=1,
     )
     message = wire.write_request(asked, FACTS, None)
@@ -62,21 +62,21 @@ def test_a_request_in_their_words() -> None:
 @pytest.mark.parametrize(
     ("guided", "field"),
     [
-        (Guided("json_schema", "{}"), "json_schema"),
-        (Guided("json_object"), "json_object"),
-        (Guided("regex", "a"), "regex"),
-        (Guided("ebnf", "root ::= a"), "grammar"),
-        (Guided("structural_tag", "{}"), "structural_tag"),
+        (StructuredOutput("json_schema", "{}"), "json_schema"),
+        (StructuredOutput("json_object"), "json_object"),
+        (StructuredOutput("regex", "a"), "regex"),
+        (StructuredOutput("ebnf", "root ::= a"), "grammar"),
+        (StructuredOutput("structural_tag", "{}"), "structural_tag"),
     ],
 )
-def test_constraints(guided: Guided, field: str) -> None:
+def test_constraints(guided: StructuredOutput, field: str) -> None:
     message = wire.write_request(request(guided=guided), FACTS, None)
     assert message.sampling_params.WhichOneof("constraint") == field
 
 
 def test_a_seed_of_64_bits_is_refused() -> None:
     with pytest.raises(SluiceError, match="32 bits"):
-        wire.write_request(request(sampling=Sampling(seed=1 << 40)), FACTS, None)
+        wire.write_request(request(sampling=SamplingParams(seed=1 << 40)), FACTS, None)
 
 
 def test_a_handoff_travels_in_their_own_field() -> None:

@@ -16,17 +16,17 @@ from services.worker.engines.contract.generation import (
     Disaggregation,
     FinishReason,
     GenerateRequest,
-    Guided,
     PositionLogprobs,
     Role,
-    Sampling,
+    SamplingParams,
     Stop,
+    StructuredOutput,
     TokenLogprob,
     Usage,
 )
 from services.worker.engines.vllm.handoff import Handoff, read_handoff
 from services.worker.engines.vllm.options import command_line, flags, kv_events_config, named_adapters
-from services.worker.engines.vllm.outputs import Flight
+from services.worker.engines.vllm.outputs import RequestState
 from services.worker.engines.vllm.sampling import Facts, sampling_arguments
 from services.worker.settings import WorkerSettings
 
@@ -46,7 +46,7 @@ def test_what_nobody_asked_for_is_left_to_the_engine() -> None:
 
 
 def test_every_sampling_option_has_its_place() -> None:
-    sampling = Sampling(
+    sampling = SamplingParams(
         temperature=0.5,
         top_p=0.9,
         top_k=40,
@@ -87,7 +87,7 @@ def test_every_sampling_option_has_its_place() -> None:
 
 def test_the_models_defaults_fill_in_and_never_override() -> None:
     facts = Facts(100, {"temperature": 0.7, "top_k": 20, "max_tokens": 5})
-    arguments = mapped(facts, sampling=Sampling(temperature=0.0))
+    arguments = mapped(facts, sampling=SamplingParams(temperature=0.0))
     assert (arguments["temperature"], arguments["top_k"], arguments["max_tokens"]) == (0.0, 20, 90)
 
 
@@ -105,22 +105,22 @@ def test_ignored_end_tokens_are_no_stop_tokens() -> None:
 @pytest.mark.parametrize(
     ("guided", "expected"),
     [
-        (Guided("json_schema", "{}"), {"json": "{}"}),
-        (Guided("json_object"), {"json_object": True}),
-        (Guided("regex", "a+"), {"regex": "a+"}),
-        (Guided("ebnf", "root ::= x"), {"grammar": "root ::= x"}),
-        (Guided("choice", ("a", "b")), {"choice": ["a", "b"]}),
-        (Guided("structural_tag", "{}"), {"structural_tag": "{}"}),
+        (StructuredOutput("json_schema", "{}"), {"json": "{}"}),
+        (StructuredOutput("json_object"), {"json_object": True}),
+        (StructuredOutput("regex", "a+"), {"regex": "a+"}),
+        (StructuredOutput("ebnf", "root ::= x"), {"grammar": "root ::= x"}),
+        (StructuredOutput("choice", ("a", "b")), {"choice": ["a", "b"]}),
+        (StructuredOutput("structural_tag", "{}"), {"structural_tag": "{}"}),
     ],
 )
-def test_constraints(guided: Guided, expected: dict[str, Any]) -> None:
+def test_constraints(guided: StructuredOutput, expected: dict[str, Any]) -> None:
     assert mapped(guided=guided)["structured_outputs"] == expected
 
 
 @pytest.mark.parametrize("name", ["kv_transfer_params", "kv_cache_report_mode", "n", "output_kind"])
 def test_what_the_worker_decides_is_not_the_callers(name: str) -> None:
     with pytest.raises(SluiceError, match=name) as refused:
-        mapped(sampling=Sampling(engine_options={name: "x"}))
+        mapped(sampling=SamplingParams(engine_options={name: "x"}))
     assert refused.value.param == "engine_options"
 
 
@@ -149,7 +149,7 @@ def test_a_broken_handoff_is_refused(data: bytes) -> None:
     assert (refused.value.kind, refused.value.param) == (ErrorKind.INVALID_ARGUMENT, "disaggregation")
 
 
-class Heard(Sink):
+class ObservedStream(Sink):
     """What a caller hears."""
 
     def __init__(self) -> None:
@@ -188,8 +188,8 @@ def output(token_ids: list[int], finish: str | None = None, stop: int | str | No
 
 
 def test_tokens_pass_and_the_end_comes_once() -> None:
-    heard = Heard()
-    flight = Flight(10, heard, None, None)
+    heard = ObservedStream()
+    flight = RequestState(10, heard, None, None)
     flight.take(output([1, 2]))
     flight.take(output([3], "stop", 3))
     flight.take(output([4], "length"))
@@ -208,15 +208,15 @@ def test_tokens_pass_and_the_end_comes_once() -> None:
     ],
 )
 def test_reasons(finish: str, stop: int | None, reason: FinishReason, stop_token: int | None) -> None:
-    heard = Heard()
-    Flight(10, heard, None, None).take(output([9], finish, stop))
+    heard = ObservedStream()
+    RequestState(10, heard, None, None).take(output([9], finish, stop))
     assert [(end[0], end[2]) for end in heard.ends] == [(reason, stop_token)]
 
 
 def test_a_prefill_ends_with_a_handoff_unless_the_answer_ends_by_itself() -> None:
-    heard, ended = Heard(), Heard()
-    Flight(10, heard, None, None, hands_over=True).take(output([9], "length", kv_transfer_params={"host": "h"}))
-    Flight(10, ended, None, None, hands_over=True).take(output([2], "stop", 2))
+    heard, ended = ObservedStream(), ObservedStream()
+    RequestState(10, heard, None, None, hands_over=True).take(output([9], "length", kv_transfer_params={"host": "h"}))
+    RequestState(10, ended, None, None, hands_over=True).take(output([2], "stop", 2))
     assert heard.ends[0][0] is FinishReason.HANDOFF
     assert read_handoff(heard.ends[0][3]) == Handoff(9, {"host": "h"})
     assert ended.ends[0][0] is FinishReason.STOP
@@ -227,8 +227,8 @@ def entry(logprob: float, rank: int | None) -> Any:
 
 
 def test_log_probabilities_are_ranked_and_cut_and_finite() -> None:
-    heard = Heard()
-    flight = Flight(2, heard, 2, 1)
+    heard = ObservedStream()
+    flight = RequestState(2, heard, 2, 1)
     prompt = [None, {8: entry(-1.0, 3), 5: entry(-0.5, 1)}]
     found = {9: entry(float("-inf"), 7), 4: entry(-0.2, 2), 3: entry(-0.1, 1)}
     flight.take(output([9], logprobs=[found], prompt_logprobs=prompt, prompt_token_ids=[7, 8]))

@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 from services.common.budgets import Budget
-from services.gateway.apis.common.field_reader import Place
+from services.gateway.apis.common.field_reader import FieldReader
 
 _READ = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
 _WHY = {
@@ -65,11 +65,11 @@ def read_chat(system: Any, messages: list[Any], list_items: Budget) -> Chat:
     """
     chat = Chat()
     if system:
-        text = _texts(Place(system, "system", ".", list_items))
+        text = _texts(FieldReader(system, "system", ".", list_items))
         if text:
             chat.add({"role": "system", "content": text}, "system")
-    place = Place(messages, "messages", ".", list_items)
-    last: Place | None = None
+    place = FieldReader(messages, "messages", ".", list_items)
+    last: FieldReader | None = None
     for last in place.items():
         _read(last, chat)
     if chat.open_calls and last is not None:
@@ -83,7 +83,7 @@ def read_chat(system: Any, messages: list[Any], list_items: Budget) -> Chat:
     return chat
 
 
-def _read(place: Place, chat: Chat) -> None:
+def _read(place: FieldReader, chat: Chat) -> None:
     role = place.fields("role", "content").under("role").choice("user", "assistant", "system")
     content = place.under("content")
     if content.value is None:
@@ -102,7 +102,7 @@ def _read(place: Place, chat: Chat) -> None:
         _read_question(place, blocks, chat)
 
 
-def _check_kind(block: Place) -> None:
+def _check_kind(block: FieldReader) -> None:
     kind = block.value.get("type") if isinstance(block.value, dict) else None
     if isinstance(kind, str) and kind not in _READ:
         why = _WHY.get(kind, f"blocks here are of type {', '.join(_READ)}")
@@ -111,7 +111,7 @@ def _check_kind(block: Place) -> None:
     check_mark(block)
 
 
-def check_mark(place: Place) -> None:
+def check_mark(place: FieldReader) -> None:
     """SluiceError(INVALID_ARGUMENT) when a mark of the prompt cache, which has no effect here, is none."""
     mark = place.under("cache_control")
     if mark.optional(dict) is not None:
@@ -120,7 +120,7 @@ def check_mark(place: Place) -> None:
             mark.under("ttl").choice("5m", "1h")
 
 
-def _read_question(place: Place, blocks: list[Place], chat: Chat) -> None:
+def _read_question(place: FieldReader, blocks: list[FieldReader], chat: Chat) -> None:
     texts = []
     called = set(chat.open_calls)
     answered = set()
@@ -140,7 +140,7 @@ def _read_question(place: Place, blocks: list[Place], chat: Chat) -> None:
         _append(chat, "user", texts, place.path)
 
 
-def _read_result(block: Place, chat: Chat, called: Set[str]) -> str:
+def _read_result(block: FieldReader, chat: Chat, called: Set[str]) -> str:
     block.fields("type", "tool_use_id", "content", "is_error", "cache_control", "toolset_name")
     block.under("toolset_name").ignored(why="there are no toolsets here")
     call = block.under("tool_use_id")
@@ -154,7 +154,7 @@ def _read_result(block: Place, chat: Chat, called: Set[str]) -> str:
     return str(call.value)
 
 
-def _read_answer(place: Place, blocks: list[Place], chat: Chat) -> None:
+def _read_answer(place: FieldReader, blocks: list[FieldReader], chat: Chat) -> None:
     if chat.open_calls:
         raise _unanswered(place, chat.open_calls)
     texts: list[str] = []
@@ -188,7 +188,7 @@ def _read_answer(place: Place, blocks: list[Place], chat: Chat) -> None:
         chat.add({"role": "assistant", "content": texts, **said}, place.path)
 
 
-def _read_call(block: Place, others: Container[str]) -> dict[str, Any]:
+def _read_call(block: FieldReader, others: Container[str]) -> dict[str, Any]:
     block.fields("type", "id", "name", "input", "cache_control", "caller", "toolset_name")
     block.under("toolset_name").ignored(why="there are no toolsets here")
     call = block.under("id")
@@ -213,13 +213,13 @@ def _append(chat: Chat, role: str, texts: list[str], path: str) -> None:
         chat.add({"role": role, "content": texts[0] if len(texts) == 1 else parts}, path)
 
 
-def _text(block: Place) -> str:
+def _text(block: FieldReader) -> str:
     block.fields("type", "text", "cache_control", "citations")
     block.under("citations").ignored([], why="nothing here cites")
     return block.under("text").text()
 
 
-def _texts(place: Place) -> str:
+def _texts(place: FieldReader) -> str:
     """A string, or the texts of a list of text blocks, a line each."""
     if isinstance(place.value, str):
         return place.value
@@ -231,13 +231,13 @@ def _texts(place: Place) -> str:
     return "\n".join(texts)
 
 
-def _unanswered(place: Place, calls: list[str]) -> Exception:
+def _unanswered(place: FieldReader, calls: list[str]) -> Exception:
     return place.under("content").wrong(
         f"lacks `tool_result` blocks: the calls {', '.join(call[:64] for call in calls[:8])} of the message before "
         "have no results; each must have one right after it"
     )
 
 
-def _check_prefill(chat: Chat, last: Place | None) -> None:
+def _check_prefill(chat: Chat, last: FieldReader | None) -> None:
     if last is not None and chat.continues and chat.messages[-1]["content"] != chat.messages[-1]["content"].rstrip():
         raise last.under("content").wrong("must not end with white space, because the model goes on from there")

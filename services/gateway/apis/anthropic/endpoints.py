@@ -14,12 +14,12 @@ from services.common import logs
 from services.common.errors import SluiceError, invalid
 from services.common.observability import telemetry
 from services.gateway.apis.anthropic.dialect import VERSIONS, error_event_body
-from services.gateway.apis.anthropic.event_encoder import MessageTeller
+from services.gateway.apis.anthropic.event_encoder import MessageEventEncoder
 from services.gateway.apis.anthropic.message import whole
 from services.gateway.apis.anthropic.schemas import CountTokensRequest, MessagesRequest, PromptFields
 from services.gateway.apis.anthropic.translate import Able, Translated, thinks, translate
 from services.gateway.apis.anthropic.validation import check
-from services.gateway.apis.common.block_runner import Conductor, Remark
+from services.gateway.apis.common.block_runner import BlockAnswerRunner, Fallback
 from services.gateway.core import session_affinity as sessions
 from services.gateway.http.body import read_json
 from services.gateway.http.body_memory import BodyMemory
@@ -46,7 +46,7 @@ class Attempt:
     request_id: str
     translated: Translated
     clipped: bool
-    remarks: list[Remark]
+    remarks: list[Fallback]
 
     @property
     def shown(self) -> dict[str, bool]:
@@ -63,7 +63,9 @@ class MessagesEndpoints:
         bodies: memory of all request bodies.
     """
 
-    def __init__(self, conductor: Conductor, settings: GatewaySettings, bodies: BodyMemory | None = None) -> None:
+    def __init__(
+        self, conductor: BlockAnswerRunner, settings: GatewaySettings, bodies: BodyMemory | None = None
+    ) -> None:
         self._conductor = conductor
         self._settings = settings
         self._bodies = bodies
@@ -124,11 +126,11 @@ class MessagesEndpoints:
         entries = self._conductor.pipelines.catalogue.of_model(model)
         return bool(entries) and all("thinking_token_budget" in entry.capabilities for entry in entries)
 
-    def _remarks(self, fields: MessagesRequest) -> list[Remark]:
+    def _remarks(self, fields: MessagesRequest) -> list[Fallback]:
         budget = fields.thinking.budget_tokens if fields.thinking is not None else None
         if budget is None or self._bounds_thinking(fields.model):
             return []
-        return [Remark({BUDGET_NOT_ENFORCED})]
+        return [Fallback({BUDGET_NOT_ENFORCED})]
 
     async def _adjusted(self, attempt: Attempt, error: SluiceError) -> Attempt | None:
         """The attempt to make instead, where what went wrong is nothing that the client has to know.
@@ -146,10 +148,10 @@ class MessagesEndpoints:
         try:
             prompt = await self._conductor.pipelines.preprocess.tokenize(entry.model, generation.prompt, 0, "", "")
         except SluiceError as failure:  # where the engine makes prompts, preprocess sees this one first here
-            respell = attempt.translated.respell
-            if self._forget_switch(fields.model, respell(failure)):
+            rename_fields = attempt.translated.rename_fields
+            if self._forget_switch(fields.model, rename_fields(failure)):
                 return replace(attempt, translated=self._translated(fields, attempt.message_id))
-            raise respell(failure) from None
+            raise rename_fields(failure) from None
         room = min(limit for limit in (entry.context_length, prompt.context_length) if limit) - prompt.length
         if room < max(1, generation.stop.min_tokens):
             return None
@@ -171,19 +173,19 @@ class MessagesEndpoints:
         try:
             return (await pipelines.preprocess.tokenize(entry.model, translated.generation.prompt, 0, "", "")).length
         except SluiceError as error:
-            raise translated.respell(error) from None
+            raise translated.rename_fields(error) from None
 
     async def _answer(self, request: Request, attempt: Attempt) -> Response:
-        generation, respell = attempt.translated.generation, attempt.translated.respell
+        generation, rename_fields = attempt.translated.generation, attempt.translated.rename_fields
         if attempt.fields.stream:
-            teller = MessageTeller(
+            teller = MessageEventEncoder(
                 attempt.message_id,
                 attempt.fields.model,
                 lambda error: error_event_body(error, attempt.request_id),
                 **attempt.shown,
             )
-            return await self._conductor.stream(generation, teller, respell, _unheard, attempt.remarks)
-        collected = await self._conductor.collect(request, generation, respell)
+            return await self._conductor.stream(generation, teller, rename_fields, _unheard, attempt.remarks)
+        collected = await self._conductor.collect(request, generation, rename_fields)
         if collected is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         turn, made = collected

@@ -18,7 +18,7 @@ from services.gateway.core.request import Finish
 _PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 
 
-class MessageTeller:
+class MessageEventEncoder:
     """See Teller.
 
     Args:

@@ -8,7 +8,7 @@ from typing import Any
 
 from services.common.budgets import Budget
 from services.gateway.apis.anthropic.blocks import check_mark
-from services.gateway.apis.common.field_reader import Place
+from services.gateway.apis.common.field_reader import FieldReader
 
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
 
@@ -26,7 +26,7 @@ def read_tools(tools: list[Any], tool_choice: Any, list_items: Budget) -> Tools:
     """Checked tools; SluiceError(INVALID_ARGUMENT) names what is wrong, or what only Anthropic can run."""
     chat: list[dict[str, Any]] = []
     names: set[str] = set()
-    for place in Place(tools, "tools", ".", list_items).items():
+    for place in FieldReader(tools, "tools", ".", list_items).items():
         tool = _tool(place)
         name = tool["function"]["name"]
         if name in names:
@@ -35,10 +35,10 @@ def read_tools(tools: list[Any], tool_choice: Any, list_items: Budget) -> Tools:
         chat.append(tool)
     if tool_choice is None:
         return Tools(chat, None, True)
-    return _chosen(chat, names, Place(tool_choice, "tool_choice", ".", list_items))
+    return _chosen(chat, names, FieldReader(tool_choice, "tool_choice", ".", list_items))
 
 
-def _tool(place: Place) -> dict[str, Any]:
+def _tool(place: FieldReader) -> dict[str, Any]:
     kind = place.value.get("type") if isinstance(place.value, dict) else None
     if isinstance(kind, str) and kind != "custom":
         raise place.under("type").unsupported(
@@ -77,7 +77,7 @@ def _tool(place: Place) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _chosen(chat: list[dict[str, Any]], names: set[str], choice: Place) -> Tools:
+def _chosen(chat: list[dict[str, Any]], names: set[str], choice: FieldReader) -> Tools:
     kind = choice.kind("auto", "any", "tool", "none")
     known = {"tool": ("type", "name", "disable_parallel_tool_use"), "none": ("type",)}
     choice.fields(*known.get(kind, ("type", "disable_parallel_tool_use")))

@@ -9,7 +9,7 @@ from services.common.errors import SluiceError
 from services.gateway.apis.anthropic.blocks import Chat, read_chat
 from services.gateway.apis.anthropic.schemas import MessagesRequest, PromptFields
 from services.gateway.apis.anthropic.tools import Tools, read_tools
-from services.gateway.apis.common.field_reader import Spelling
+from services.gateway.apis.common.field_reader import FieldNameMap
 from services.gateway.apis.openai.schemas import ChatCompletionRequest
 from services.gateway.apis.openai.translate import chat_request
 from services.gateway.apis.openai.validation import check
@@ -50,9 +50,9 @@ class Translated:
     """A generation and how its errors are put into the client's words."""
 
     generation: GenerationRequest
-    spelling: Spelling
+    spelling: FieldNameMap
 
-    def respell(self, error: SluiceError) -> SluiceError:
+    def rename_fields(self, error: SluiceError) -> SluiceError:
         """The same error in the client's words, in which it names its field: the body has no other place for that."""
         said = self.spelling.of(error)
         message = said.message
@@ -83,7 +83,7 @@ def translate(
     """
     tools = read_tools(fields.tools, fields.tool_choice, budgets.list_items)
     chat = read_chat(fields.system, fields.messages, budgets.list_items)
-    spelling = Spelling(chat.paths, [f"tools.{index}" for index in range(len(tools.chat))], _OF_TOOL, _NAMES)
+    spelling = FieldNameMap(chat.paths, [f"tools.{index}" for index in range(len(tools.chat))], _OF_TOOL, _NAMES)
     body = _chat(fields, chat, tools, able, switched)
     try:
         checked = check(ChatCompletionRequest, body, budgets)

@@ -10,14 +10,14 @@ from starlette.responses import Response
 
 from services.common.errors import ErrorKind, SluiceError
 from services.common.tasks import TaskOwner
-from services.gateway.apis.common.sinks import CollectedTurn, StreamedTurn, Teller
+from services.gateway.apis.common.sinks import CollectedTurn, EventEncoder, StreamedTurn
 from services.gateway.apis.openai.logprobs import Naming
-from services.gateway.apis.openai.logprobs_assembler import Annotator
+from services.gateway.apis.openai.logprobs_assembler import LogprobsAssembler
 from services.gateway.clients.token_bytes import TokenPieces
 from services.gateway.core.request import GenerationRequest
 from services.gateway.http.degradation import Marked, mark
 from services.gateway.http.sse import EventStream, run_unless_gone
-from services.gateway.http.write_scheduler import Pacer
+from services.gateway.http.write_scheduler import WriteScheduler
 from services.gateway.pipeline.models import Pipelines
 from services.gateway.pipeline.pipeline import Generation
 from services.gateway.settings import GatewaySettings
@@ -26,21 +26,23 @@ Respell = Callable[[SluiceError], SluiceError]
 
 
 @dataclass(frozen=True, slots=True)
-class Remark:
+class Fallback:
     """Fallbacks that the API itself took."""
 
     degraded: set[str]
     migrations: int = 0
 
 
-class Conductor:
+class BlockAnswerRunner:
     """Starts turns and answers them, streamed or whole.
 
     Args:
         pieces: what single tokens stand for, for log-probabilities.
     """
 
-    def __init__(self, pipelines: Pipelines, settings: GatewaySettings, pacer: Pacer, pieces: TokenPieces) -> None:
+    def __init__(
+        self, pipelines: Pipelines, settings: GatewaySettings, pacer: WriteScheduler, pieces: TokenPieces
+    ) -> None:
         self.pipelines = pipelines
         self._max_unsent = settings.max_unsent_kb << 10
         self._pacer = pacer
@@ -58,8 +60,8 @@ class Conductor:
     async def stream(
         self,
         request: GenerationRequest,
-        teller: Teller,
-        respell: Respell,
+        teller: EventEncoder,
+        rename_fields: Respell,
         started: Callable[[Generation], None],
         remarks: Iterable[Marked] = (),
     ) -> Response:
@@ -69,10 +71,10 @@ class Conductor:
             started: hears of the generation before the teller is asked for anything.
             remarks: what the answer's headers say besides what happened to the generation.
         """
-        turn = StreamedTurn(teller, respell)
+        turn = StreamedTurn(teller, rename_fields)
         stream = turn.stream = EventStream(turn, self._pacer, self._max_unsent, {})
         try:
-            generation = await self._start(request, turn, respell)
+            generation = await self._start(request, turn, rename_fields)
             started(generation)
         except BaseException:
             stream.part()
@@ -82,15 +84,15 @@ class Conductor:
         return stream
 
     async def collect(
-        self, http: Request, request: GenerationRequest, respell: Respell
+        self, http: Request, request: GenerationRequest, rename_fields: Respell
     ) -> tuple[CollectedTurn, Generation] | None:
         """The whole turn, ended; None when the client went away meanwhile.
 
         Raises:
             SluiceError: in the client's words.
         """
-        turn = CollectedTurn(respell)
-        generation = await self._start(request, turn, respell)
+        turn = CollectedTurn(rename_fields)
+        generation = await self._start(request, turn, rename_fields)
         try:
             if not await run_unless_gone(http.receive, turn.done, turn.cancel):
                 return None
@@ -100,26 +102,26 @@ class Conductor:
             turn.cancel()
 
     async def _start(
-        self, request: GenerationRequest, turn: StreamedTurn | CollectedTurn, respell: Respell
+        self, request: GenerationRequest, turn: StreamedTurn | CollectedTurn, rename_fields: Respell
     ) -> Generation:
         if self.pipelines.of(request.model).only_asks():
-            raise respell(_only_asked())
+            raise rename_fields(_only_asked())
         shows = request.logprobs is not None
-        request = self._named(request, respell)
-        sink = Annotator(turn, self._pieces, request.model, self._tasks) if shows else turn
+        request = self._named(request, rename_fields)
+        sink = LogprobsAssembler(turn, self._pieces, request.model, self._tasks) if shows else turn
         try:
             generation = turn.generation = await self.pipelines.of(request.model).start(request, [sink])
         except SluiceError as error:
-            raise respell(error) from None
-        if isinstance(sink, Annotator):
+            raise rename_fields(error) from None
+        if isinstance(sink, LogprobsAssembler):
             sink.begin(generation.streams[0].tokens, generation.prompt_ids)
         return generation
 
-    def _named(self, request: GenerationRequest, respell: Respell) -> GenerationRequest:
+    def _named(self, request: GenerationRequest, rename_fields: Respell) -> GenerationRequest:
         try:
             return self.pipelines.named(request)
         except SluiceError as error:
-            raise respell(error) from None
+            raise rename_fields(error) from None
 
 
 def _only_asked() -> SluiceError:

@@ -13,7 +13,7 @@ PathStyle = Literal["[]", "."]
 """How clients of an API write the third of something: `input[2]` or `messages.2`."""
 
 
-class Place:
+class FieldReader:
     """A JSON value and its path in the body.
 
     Args:
@@ -40,18 +40,18 @@ class Place:
         colon = ":" if self._style == "." else ""
         return invalid(f"{self.path}{colon} {said}", param=self.path, code=code)
 
-    def under(self, name: str) -> Place:
+    def under(self, name: str) -> FieldReader:
         """A field of this object; its value is None when it is not there."""
         return self._at(self.value.get(name), f"{self.path}.{name}" if self.path else name)
 
-    def instead(self, value: Any) -> Place:
+    def instead(self, value: Any) -> FieldReader:
         """Another value at the same place: what is written there, in its long form."""
         return self._at(value, self.path)
 
-    def _at(self, value: Any, path: str) -> Place:
-        return Place(value, path, self._style, self._list_items)
+    def _at(self, value: Any, path: str) -> FieldReader:
+        return FieldReader(value, path, self._style, self._list_items)
 
-    def fields(self, *known: str) -> Place:
+    def fields(self, *known: str) -> FieldReader:
         """Itself, after a check that it is an object with no other fields than these."""
         if not isinstance(self.value, dict):
             raise self.wrong("must be an object")
@@ -73,7 +73,7 @@ class Place:
             raise place.wrong(f"is {place.value[:64]!r}; choose from {', '.join(kinds)}")
         return place.value
 
-    def items(self) -> Iterator[Place]:
+    def items(self) -> Iterator[FieldReader]:
         """The places of a list's members; SluiceError(INVALID_ARGUMENT) for one that is too long."""
         if not isinstance(self.value, list):
             raise self.wrong("must be a list")
@@ -117,7 +117,7 @@ class Place:
             raise self.unsupported(why)
 
 
-class Spelling:
+class FieldNameMap:
     """What the parts of a chat are called in the API that the client speaks.
 
     Args:

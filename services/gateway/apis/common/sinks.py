@@ -18,7 +18,7 @@ _TEXT, _REASONING = -1, -2
 """What waits in a streamed turn; from 0 on it is the number of a call."""
 
 
-class Teller(Protocol):
+class EventEncoder(Protocol):
     """Writes a turn as the events of one API; every method answers complete events."""
 
     def opening(self, counts: Counts) -> bytes:
@@ -41,9 +41,9 @@ class Teller(Protocol):
 class Turn:
     """What streamed and collected turns have in common; a sink that hears one choice."""
 
-    def __init__(self, respell: Callable[[SluiceError], SluiceError]) -> None:
+    def __init__(self, rename_fields: Callable[[SluiceError], SluiceError]) -> None:
         self.generation: Generation | None = None
-        self._respell = respell
+        self._respell = rename_fields
 
     @property
     def counts(self) -> Counts:
@@ -77,8 +77,8 @@ class Turn:
 class StreamedTurn(Turn):
     """A turn as server-sent events: what is said waits here until the next write."""
 
-    def __init__(self, teller: Teller, respell: Callable[[SluiceError], SluiceError]) -> None:
-        super().__init__(respell)
+    def __init__(self, teller: EventEncoder, rename_fields: Callable[[SluiceError], SluiceError]) -> None:
+        super().__init__(rename_fields)
         self.stream: EventStream
         self.unsent = 0
         self.over = False
@@ -178,8 +178,8 @@ class StreamedTurn(Turn):
 class CollectedTurn(Turn):
     """A turn that is answered at once."""
 
-    def __init__(self, respell: Callable[[SluiceError], SluiceError]) -> None:
-        super().__init__(respell)
+    def __init__(self, rename_fields: Callable[[SluiceError], SluiceError]) -> None:
+        super().__init__(rename_fields)
         self.transcript = Transcript()
         self.done = asyncio.Event()
         self._aside = TokensAside()

@@ -15,7 +15,7 @@ from services.gateway.core.request import Finish
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class DetailOptions:
     """What a request wants to hear besides text.
 
     Attributes:
@@ -47,7 +47,7 @@ class DetailedStreamedChoice(StreamedChoice):
 
     __slots__ = ("_naming", "_prompt_ids", "_prompt_ids_due", "_seen", "_tokens", "_wishes")
 
-    def __init__(self, index: int, events: StreamedChoices, wishes: Wishes, naming: Naming) -> None:
+    def __init__(self, index: int, events: StreamedChoices, wishes: DetailOptions, naming: Naming) -> None:
         super().__init__(index, events)
         self._wishes = wishes
         self._naming = naming
@@ -101,7 +101,7 @@ class DetailedStreamedChoice(StreamedChoice):
 class DetailedCollectedChoice(CollectedChoice):
     """A choice of an answer that is not streamed."""
 
-    def __init__(self, choices: CollectedChoices, form: Format, wishes: Wishes, naming: Naming) -> None:
+    def __init__(self, choices: CollectedChoices, form: Format, wishes: DetailOptions, naming: Naming) -> None:
         super().__init__(choices)
         self._form = form
         self._wishes = wishes

@@ -24,10 +24,10 @@ from services.gateway.apis.openai.choices import (
     Usage,
 )
 from services.gateway.apis.openai.completion_objects import ChatFormat, CompletionFormat, Format
-from services.gateway.apis.openai.detailed_choices import DetailedCollectedChoice, DetailedStreamedChoice, Wishes
+from services.gateway.apis.openai.detailed_choices import DetailedCollectedChoice, DetailedStreamedChoice, DetailOptions
 from services.gateway.apis.openai.error_params import client_names
 from services.gateway.apis.openai.logprobs import Naming
-from services.gateway.apis.openai.logprobs_assembler import Annotator, TokenSink
+from services.gateway.apis.openai.logprobs_assembler import LogprobsAssembler, TokenSink
 from services.gateway.apis.openai.prompt_transforms import needs_resolving, resolve
 from services.gateway.apis.openai.route_query import answer_query
 from services.gateway.apis.openai.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields
@@ -41,12 +41,12 @@ from services.gateway.http.body import read_json
 from services.gateway.http.body_memory import BodyMemory
 from services.gateway.http.degradation import mark
 from services.gateway.http.sse import EventStream, run_unless_gone
-from services.gateway.http.write_scheduler import Pacer
+from services.gateway.http.write_scheduler import WriteScheduler
 from services.gateway.pipeline.models import Pipelines
 from services.gateway.pipeline.pipeline import Pipeline
 from services.gateway.settings import GatewaySettings
 from services.gateway.workers.registry import WorkerEntry
-from services.gateway.workers.tokenizer_parity import Parity
+from services.gateway.workers.tokenizer_parity import TokenizerParity
 
 CLIENT_CLOSED_REQUEST = 499
 
@@ -63,8 +63,8 @@ class OpenAIEndpoints:
         self,
         pipelines: Pipelines,
         settings: GatewaySettings,
-        pacer: Pacer,
-        parity: Parity,
+        pacer: WriteScheduler,
+        parity: TokenizerParity,
         pieces: TokenPieces,
         bodies: BodyMemory | None = None,
     ) -> None:
@@ -206,9 +206,11 @@ class OpenAIEndpoints:
         mark(response, choices.usage.generations)
         return response
 
-    async def _start(self, generations: list[GenerationRequest], choices: Any, usage: Usage, asked: Wishes) -> None:
+    async def _start(
+        self, generations: list[GenerationRequest], choices: Any, usage: Usage, asked: DetailOptions
+    ) -> None:
         usage.only_prompt = asked.only_prompt
-        annotators: list[Annotator] = []
+        annotators: list[LogprobsAssembler] = []
         first = 0
         try:
             for one in generations:
@@ -220,7 +222,7 @@ class OpenAIEndpoints:
                 if asked.echo:
                     text = await self._pipelines.of(one.model).prompt_text(one)
                     for sink in sinks:
-                        sink.echo(text) if isinstance(sink, Annotator) else sink.text(text)
+                        sink.echo(text) if isinstance(sink, LogprobsAssembler) else sink.text(text)
                 generation = await self._pipelines.of(one.model).start(one, sinks)
                 usage.generations.append(generation)
                 if asked.any:
@@ -233,9 +235,9 @@ class OpenAIEndpoints:
                 annotator.forget()
             raise
 
-    def _annotator(self, sink: TokenSink, request: GenerationRequest, asked: Wishes) -> Annotator:
+    def _annotator(self, sink: TokenSink, request: GenerationRequest, asked: DetailOptions) -> LogprobsAssembler:
         of_prompt = request.prompt_logprobs is not None
-        return Annotator(sink, self._pieces, request.model, self._tasks, of_prompt, asked.only_prompt)
+        return LogprobsAssembler(sink, self._pieces, request.model, self._tasks, of_prompt, asked.only_prompt)
 
     def _naming(self, fields: GenerationFields) -> Naming:
         entry = self._pipelines.catalogue.model(fields.model)
@@ -252,11 +254,11 @@ def _run_at(pipeline: Pipeline, rank: int) -> None:
     directions.at_rank(rank)
 
 
-def wishes(fields: GenerationFields) -> Wishes:
+def wishes(fields: GenerationFields) -> DetailOptions:
     """What a request wants to hear besides text."""
     echo = isinstance(fields, CompletionRequest) and bool(fields.echo)
     asked = _asks_logprobs(fields)
-    return Wishes(
+    return DetailOptions(
         logprobs=asked,
         prompt_logprobs=fields.prompt_logprobs is not None,
         token_ids=bool(fields.return_token_ids),

@@ -45,7 +45,7 @@ class TokenSink(Protocol):
     def fail(self, error: SluiceError) -> None: ...
 
 
-class Annotator:
+class LogprobsAssembler:
     """Stands between a generation and a choice that shows its tokens.
 
     Args:

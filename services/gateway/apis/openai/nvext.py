@@ -8,7 +8,7 @@ from pydantic import Field
 
 from services.common.packing import pack_u32
 from services.gateway.apis.openai.fields import MAX_TOKEN_IDS, Strict, TokenId
-from services.gateway.core.routing_hints import Directions
+from services.gateway.core.routing_hints import RoutingHints
 
 QUERY = "query_instance_id:"
 WorkerName = Annotated[str, Field(min_length=1, max_length=512)] | Annotated[int, Field(ge=0, lt=2**64)]
@@ -29,7 +29,7 @@ class Nvext(Strict):
         None, max_length=8, description="query_instance_id: answers which worker would run it, and runs nothing"
     )
 
-    def directions(self) -> Directions:
+    def directions(self) -> RoutingHints:
         """Returns the same in the gateway's own words."""
         answering = "decode_worker_id" if self.decode_worker_id is not None else "backend_instance_id"
         named = {
@@ -41,7 +41,7 @@ class Nvext(Strict):
         def workers(part: str) -> tuple[str, ...]:
             return (str(getattr(self, named[part])),) if part in named else ()
 
-        return Directions(
+        return RoutingHints(
             workers=workers("workers"),
             prefill=workers("prefill"),
             token_ids=None if self.token_data is None else pack_u32(self.token_data),

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from services.common.packing import unpack_u32
 from services.gateway.apis.openai.completion_objects import Format, usage
-from services.gateway.core.request import GenerationRequest, Route, Tokenized
+from services.gateway.core.request import GenerationRequest, Route, TokenizedPrompt
 from services.gateway.http.degradation import DEGRADED
 from services.gateway.pipeline.pipeline import Pipeline
 
@@ -37,7 +37,7 @@ async def answer_query(pipeline: Pipeline, generations: Sequence[GenerationReque
     return response
 
 
-def _placement(prompt: Tokenized, route: Route) -> dict[str, Any]:
+def _placement(prompt: TokenizedPrompt, route: Route) -> dict[str, Any]:
     return {
         "token_ids": unpack_u32(prompt.token_ids).tolist(),
         "decode_worker_id": route.worker_id,

@@ -12,7 +12,7 @@ from services.common.errors import invalid
 from services.gateway.apis.openai.json_schema import check_schema
 from services.gateway.apis.openai.schema_meter import SchemaMeter
 from services.gateway.apis.openai.structured_output_fields import GuidedFields, ResponseFormat, StructuredOutputs
-from services.gateway.core.request import Guided
+from services.gateway.core.request import StructuredOutput
 from services.gateway.http.json_values import most_nodes
 
 CAPABILITIES = {
@@ -30,7 +30,7 @@ CAPABILITIES = {
 class Constraint:
     """A constraint, the field that asks for it, and what the engine must be able to do."""
 
-    guided: Guided
+    guided: StructuredOutput
     field: str
 
     @property
@@ -77,9 +77,9 @@ def _constraints(fields: GuidedFields, read: _Reader) -> Iterator[Constraint]:
         yield Constraint(read.choice(fields.guided_choice, "guided_choice"), "guided_choice")
 
 
-def _of_format(form: ResponseFormat, read: _Reader) -> Guided:
+def _of_format(form: ResponseFormat, read: _Reader) -> StructuredOutput:
     if form.type == "json_object":
-        return Guided("json_object")
+        return StructuredOutput("json_object")
     if form.type == "structural_tag":
         return read.tag({"type": form.type, **(form.model_extra or {})}, "response_format")
     assert form.json_schema is not None
@@ -102,7 +102,7 @@ def _of_structured_outputs(outputs: StructuredOutputs, read: _Reader) -> Constra
     if outputs.structural_tag is not None:
         field = "structured_outputs.structural_tag"
         return Constraint(read.tag(outputs.structural_tag, field), field)
-    return Constraint(Guided("json_object"), "structured_outputs.json_object")
+    return Constraint(StructuredOutput("json_object"), "structured_outputs.json_object")
 
 
 class _Reader:
@@ -111,28 +111,28 @@ class _Reader:
     def __init__(self, meter: SchemaMeter) -> None:
         self._meter = meter
 
-    def schema(self, document: Any, field: str) -> Guided:
+    def schema(self, document: Any, field: str) -> StructuredOutput:
         schema = self._counted(document, field)
         check_schema(schema, field)
-        return Guided("json_schema", orjson.dumps(schema).decode())
+        return StructuredOutput("json_schema", orjson.dumps(schema).decode())
 
-    def tag(self, document: Any, field: str) -> Guided:
+    def tag(self, document: Any, field: str) -> StructuredOutput:
         tag = self._counted(document, field)
-        return Guided("structural_tag", document if isinstance(document, str) else orjson.dumps(tag).decode())
+        return StructuredOutput("structural_tag", document if isinstance(document, str) else orjson.dumps(tag).decode())
 
-    def regex(self, pattern: str, field: str) -> Guided:
+    def regex(self, pattern: str, field: str) -> StructuredOutput:
         self._meter.add_pattern(pattern, field)
-        return Guided("regex", pattern)
+        return StructuredOutput("regex", pattern)
 
-    def grammar(self, grammar: str, field: str) -> Guided:
+    def grammar(self, grammar: str, field: str) -> StructuredOutput:
         self._meter.check_grammar([grammar], field)
         if not grammar.strip():
             raise invalid(f"{field} is empty.", param=field, code="invalid_value")
-        return Guided("ebnf", grammar)
+        return StructuredOutput("ebnf", grammar)
 
-    def choice(self, texts: list[str], field: str) -> Guided:
+    def choice(self, texts: list[str], field: str) -> StructuredOutput:
         self._meter.check_grammar(texts, field)
-        return Guided("choice", tuple(texts))
+        return StructuredOutput("choice", tuple(texts))
 
     def _counted(self, document: Any, field: str) -> Any:
         """Returns a JSON document, parsed where it is a text."""

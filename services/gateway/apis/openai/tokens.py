@@ -20,7 +20,7 @@ from services.gateway.apis.openai.schemas import ChatCompletionRequest
 from services.gateway.apis.openai.token_schemas import DetokenizeRequest, TokenizeRequest
 from services.gateway.apis.openai.translate import chat_request, count_tools
 from services.gateway.apis.openai.validation import check
-from services.gateway.core.request import ChatPrompt, GenerationRequest, Prompt, TextPrompt, Tokenized
+from services.gateway.core.request import ChatPrompt, GenerationRequest, Prompt, TextPrompt, TokenizedPrompt
 from services.gateway.http.body import read_json
 from services.gateway.http.body_memory import BodyMemory
 from services.gateway.pipeline.models import Pipelines
@@ -113,7 +113,7 @@ class TokenEndpoints:
         permits.current().check_model(entries[0].model)
         return entries[0]
 
-    async def _tokens(self, entry: WorkerEntry, prompt: Prompt) -> Tokenized:
+    async def _tokens(self, entry: WorkerEntry, prompt: Prompt) -> TokenizedPrompt:
         made = await self._pipelines.preprocess.tokenize(entry.model, prompt, 0, "", "")
         await _pay(made.length)
         return made
@@ -138,7 +138,7 @@ def _prompt(body: dict[str, Any], fields: TokenizeRequest) -> Prompt:
     )
 
 
-def _sampling(generation: GenerationRequest, prompt: Tokenized) -> dict[str, Any]:
+def _sampling(generation: GenerationRequest, prompt: TokenizedPrompt) -> dict[str, Any]:
     """What its worker gets: what the client set, else the model's own defaults, and the ids that end the answer."""
     stop = generation.stop
     given = {
@@ -154,7 +154,7 @@ def _sampling(generation: GenerationRequest, prompt: Tokenized) -> dict[str, Any
     return {**kept, "stop_token_ids": list(ends)}
 
 
-def _context(entry: WorkerEntry, prompt: Tokenized) -> int:
+def _context(entry: WorkerEntry, prompt: TokenizedPrompt) -> int:
     return min((length for length in (entry.context_length, prompt.context_length) if length), default=0)
 
 

@@ -12,13 +12,13 @@ from typing import Any
 import orjson
 
 from services.gateway.apis.openai.json_schema import check_schema
-from services.gateway.core.request import Guided
+from services.gateway.core.request import StructuredOutput
 
 CALL_PARSER = "llama3_json"
 """Postprocess' name for the parser of such an object."""
 
 
-def forced_call(tools: list[dict[str, Any]], tool_choice: Any) -> Guided | None:
+def forced_call(tools: list[dict[str, Any]], tool_choice: Any) -> StructuredOutput | None:
     """The schema of a demanded call; None when none is demanded, or when the tools' schemas cannot live in one.
 
     Args:
@@ -54,7 +54,9 @@ def forced_call(tools: list[dict[str, Any]], tool_choice: Any) -> Guided | None:
     if not calls:
         return None
     schema = calls[0] if len(calls) == 1 else {"anyOf": calls}
-    return Guided("json_schema", orjson.dumps({**schema, **({"$defs": definitions} if definitions else {})}).decode())
+    return StructuredOutput(
+        "json_schema", orjson.dumps({**schema, **({"$defs": definitions} if definitions else {})}).decode()
+    )
 
 
 def _points_elsewhere(schema: Any) -> bool:

@@ -17,11 +17,11 @@ from services.gateway.apis.openai.tool_choice import CALL_PARSER, forced_call
 from services.gateway.core.request import (
     ChatPrompt,
     GenerationRequest,
-    Guided,
     Parsing,
     Prompt,
-    Sampling,
-    StopRules,
+    SamplingParams,
+    StopParams,
+    StructuredOutput,
     TextPrompt,
     TokenPrompt,
 )
@@ -112,7 +112,7 @@ def _request(
     logprobs: int | None,
     asked: Constraint | None,
     parsing: Parsing | None = None,
-    demanded: Guided | None = None,
+    demanded: StructuredOutput | None = None,
 ) -> GenerationRequest:
     choices = fields.n or 1
     if choices > max_choices:
@@ -146,10 +146,10 @@ def _request(
     )
 
 
-def _sampling(fields: GenerationFields) -> Sampling:
+def _sampling(fields: GenerationFields) -> SamplingParams:
     if fields.vllm_xargs and fields.custom_params:
         raise invalid("vllm_xargs and custom_params exclude each other.", param="custom_params", code="invalid_value")
-    return Sampling(
+    return SamplingParams(
         temperature=fields.temperature,
         top_p=fields.top_p,
         top_k=fields.top_k,
@@ -165,8 +165,8 @@ def _sampling(fields: GenerationFields) -> Sampling:
     )
 
 
-def _stop(fields: GenerationFields, max_tokens: int | None, min_tokens: int) -> StopRules:
-    return StopRules(
+def _stop(fields: GenerationFields, max_tokens: int | None, min_tokens: int) -> StopParams:
+    return StopParams(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
         strings=fields.stop,
@@ -194,7 +194,7 @@ def _needs(
     logprobs: int | None,
     prompt_logprobs: int | None,
     constrained: tuple[str, str] | None,
-    demanded: Guided | None,
+    demanded: StructuredOutput | None,
 ) -> list[tuple[str, str]]:
     needs = [constrained] if constrained else []
     if demanded is not None:
@@ -210,7 +210,7 @@ def _needs(
     return needs
 
 
-def _parsing(fields: ChatCompletionRequest, prompt: ChatPrompt, demanded: Guided | None) -> Parsing:
+def _parsing(fields: ChatCompletionRequest, prompt: ChatPrompt, demanded: StructuredOutput | None) -> Parsing:
     tools = "auto" if fields.tools and fields.tool_choice != "none" else ""
     reasons = fields.separate_reasoning is not False
     return Parsing(
@@ -224,7 +224,7 @@ def _parsing(fields: ChatCompletionRequest, prompt: ChatPrompt, demanded: Guided
     )
 
 
-def _demanded_call(body: dict[str, Any], fields: ChatCompletionRequest) -> Guided | None:
+def _demanded_call(body: dict[str, Any], fields: ChatCompletionRequest) -> StructuredOutput | None:
     return forced_call(body["tools"], fields.tool_choice) if fields.tools else None
 
 

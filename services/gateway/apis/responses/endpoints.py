@@ -14,15 +14,15 @@ from services.common import logs
 from services.common.errors import SluiceError, invalid, not_found
 from services.common.observability import telemetry
 from services.gateway.admission import permit as permits
-from services.gateway.apis.common.block_runner import Conductor
+from services.gateway.apis.common.block_runner import BlockAnswerRunner
 from services.gateway.apis.openai.validation import check
 from services.gateway.apis.responses.conversation import Conversation, conversation
-from services.gateway.apis.responses.event_encoder import ResponseTeller
+from services.gateway.apis.responses.event_encoder import ResponseEventEncoder
 from services.gateway.apis.responses.items import Item, new_id, read_items
 from services.gateway.apis.responses.pagination import page
 from services.gateway.apis.responses.resource import Resource, Shown, output_of
 from services.gateway.apis.responses.schemas import ContextFields, InputTokensRequest, ResponsesRequest
-from services.gateway.apis.responses.store import Kept, ResponseStore
+from services.gateway.apis.responses.store import ResponseStore, StoredResponse
 from services.gateway.apis.responses.tools import Tools, read_tools
 from services.gateway.apis.responses.translate import Translated, translate
 from services.gateway.apis.responses.truncation import fitted
@@ -58,7 +58,7 @@ class ResponsesEndpoints:
 
     def __init__(
         self,
-        conductor: Conductor,
+        conductor: BlockAnswerRunner,
         settings: GatewaySettings,
         store: ResponseStore,
         bodies: BodyMemory | None = None,
@@ -95,7 +95,7 @@ class ResponsesEndpoints:
             def keep(response: dict[str, Any]) -> None:
                 if fields.store is not False:
                     items = orjson.dumps([item.stored for item in context.items])
-                    self._store.keep(owner, response_id, Kept(orjson.dumps(response), items))
+                    self._store.keep(owner, response_id, StoredResponse(orjson.dumps(response), items))
 
             answer = self._stream if fields.stream else self._collect
             return await answer(request, fields, translated, shown, keep)
@@ -176,7 +176,7 @@ class ResponsesEndpoints:
         forces = self._conductor.can(fields.model, "guided_json")
         return translate(fields, context.chat, context.tools, response_id, self._budgets, forces)
 
-    async def _kept(self, request: Request) -> Kept:
+    async def _kept(self, request: Request) -> StoredResponse:
         response_id = request.path_params["response_id"]
         kept = await self._store.find(permits.current().owner, response_id)
         if kept is None:
@@ -196,7 +196,7 @@ class ResponsesEndpoints:
         def started(generation: Generation) -> None:
             made.append(_resource(fields, translated, generation))
 
-        teller = ResponseTeller(lambda: made[0], shown, keep)
+        teller = ResponseEventEncoder(lambda: made[0], shown, keep)
         return await self._conductor.stream(translated.generation, teller, translated.spelling.of, started)
 
     async def _collect(

@@ -14,7 +14,7 @@ from services.gateway.apis.responses.resource import OutputItem, Resource, Shown
 from services.gateway.core.request import Finish
 
 
-class ResponseTeller:
+class ResponseEventEncoder:
     """See Teller.
 
     Args:

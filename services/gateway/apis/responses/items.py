@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.common.budgets import Budget
-from services.gateway.apis.common.field_reader import Place
+from services.gateway.apis.common.field_reader import FieldReader
 
 SEALED = "sluice1."
 """What `encrypted_content` begins with: the reasoning in base64, opaque to clients and no secret."""
@@ -48,7 +48,7 @@ def read_items(given: Any, list_items: Budget) -> list[Item]:
     """
     if isinstance(given, str):
         return [Item(_message("user", [{"type": "input_text", "text": given}]), "input")]
-    return [Item(_read(place), place.path) for place in Place(given, "input", "[]", list_items).items()]
+    return [Item(_read(place), place.path) for place in FieldReader(given, "input", "[]", list_items).items()]
 
 
 def seal(reasoning: str) -> str:
@@ -61,7 +61,7 @@ def new_id(prefix: str) -> str:
     return f"{prefix}_{secrets.token_hex(24)}"
 
 
-def _read(place: Place) -> dict[str, Any]:
+def _read(place: FieldReader) -> dict[str, Any]:
     if not isinstance(place.value, dict):
         raise place.wrong("must be an object")
     kind = place.value.get("type", "message" if place.value.keys() & {"role", "content"} else None)
@@ -77,7 +77,7 @@ def _read(place: Place) -> dict[str, Any]:
     return readers.get(str(kind), _read_reasoning)(place)
 
 
-def _read_message(place: Place) -> dict[str, Any]:
+def _read_message(place: FieldReader) -> dict[str, Any]:
     place.fields("type", "role", "content", "id", "status", "phase")
     role = place.under("role").choice("user", "assistant", "system", "developer")
     kind = "output_text" if role == "assistant" else "input_text"
@@ -104,7 +104,7 @@ def _message(role: str, parts: list[dict[str, Any]], item_id: str | None = None)
     }
 
 
-def _part(place: Place, kind: str) -> dict[str, Any]:
+def _part(place: FieldReader, kind: str) -> dict[str, Any]:
     """A part of a message or of a call's output; `kind` is what texts are kept as."""
     if isinstance(place.value, dict) and place.value.get("type") in ("input_image", "input_file", "input_audio"):
         raise place.under("type").unsupported(f"models here read text, and this is {place.value['type']!r}")
@@ -115,7 +115,7 @@ def _part(place: Place, kind: str) -> dict[str, Any]:
     return {"type": kind, "text": place.under("text").text()}
 
 
-def _read_call(place: Place) -> dict[str, Any]:
+def _read_call(place: FieldReader) -> dict[str, Any]:
     place.fields(
         "type", "id", "status", "call_id", "name", "arguments", "parsed_arguments", "caller", "namespace", "async"
     )
@@ -131,7 +131,7 @@ def _read_call(place: Place) -> dict[str, Any]:
     }
 
 
-def _read_output(place: Place) -> dict[str, Any]:
+def _read_output(place: FieldReader) -> dict[str, Any]:
     place.fields("type", "id", "status", "call_id", "output", "name", "caller", "namespace")
     output = place.under("output")
     listed = isinstance(output.value, list)
@@ -144,7 +144,7 @@ def _read_output(place: Place) -> dict[str, Any]:
     }
 
 
-def _read_reasoning(place: Place) -> dict[str, Any]:
+def _read_reasoning(place: FieldReader) -> dict[str, Any]:
     place.fields("type", "id", "status", "summary", "content", "encrypted_content")
     summary = _texts(place.under("summary"), "summary_text")
     content = _texts(place.under("content"), "reasoning_text")
@@ -161,7 +161,7 @@ def _read_reasoning(place: Place) -> dict[str, Any]:
     }
 
 
-def _texts(place: Place, kind: str) -> list[str]:
+def _texts(place: FieldReader, kind: str) -> list[str]:
     if place.value is None:
         return []
     texts = []

@@ -10,7 +10,7 @@ from services.common.errors import unavailable
 from services.common.redis.scripts import FAILURES, Script, ScriptRunner
 from services.common.redis.target import Credentials, parse
 from services.common.tasks import TaskOwner
-from services.gateway.apis.responses.store import Kept, ResponseStore
+from services.gateway.apis.responses.store import ResponseStore, StoredResponse
 
 log = logging.getLogger(__name__)
 
@@ -57,9 +57,9 @@ class RedisStore(ResponseStore):
         self._tasks = tasks
         self._prefix = prefix
         self._script = Script(files("services.gateway.apis.responses").joinpath("kept.lua").read_text("utf-8"))
-        self._waiting: dict[tuple[str, str], Kept] = {}
+        self._waiting: dict[tuple[str, str], StoredResponse] = {}
 
-    def keep(self, owner: str, response_id: str, kept: Kept) -> None:
+    def keep(self, owner: str, response_id: str, kept: StoredResponse) -> None:
         """See ResponseStore; one that cannot be kept is a line in the log."""
         of_owner = sum(one == owner for one, _ in self._waiting)
         if len(self._waiting) >= WAITING or of_owner >= WAITING_OF_OWNER:
@@ -68,7 +68,7 @@ class RedisStore(ResponseStore):
         self._waiting[owner, response_id] = kept
         self._tasks.spawn(self._send(owner, response_id, kept), "keep-response")
 
-    async def _send(self, owner: str, response_id: str, kept: Kept) -> None:
+    async def _send(self, owner: str, response_id: str, kept: StoredResponse) -> None:
         value = len(kept.response).to_bytes(_LENGTH, "big") + kept.response + kept.items
         try:
             await self._run(owner, "keep", response_id, value, self._longest_ms, *self._bounds)
@@ -77,7 +77,7 @@ class RedisStore(ResponseStore):
         finally:
             self._waiting.pop((owner, response_id), None)
 
-    async def find(self, owner: str, response_id: str) -> Kept | None:
+    async def find(self, owner: str, response_id: str) -> StoredResponse | None:
         """See ResponseStore; SluiceError(UNAVAILABLE) while Redis does not answer."""
         if (waiting := self._waiting.get((owner, response_id))) is not None:
             return waiting
@@ -85,7 +85,7 @@ class RedisStore(ResponseStore):
         if value is None:
             return None
         end = _LENGTH + int.from_bytes(value[:_LENGTH], "big")
-        return Kept(value[_LENGTH:end], value[end:])
+        return StoredResponse(value[_LENGTH:end], value[end:])
 
     async def drop(self, owner: str, response_id: str) -> bool:
         """See ResponseStore; SluiceError(UNAVAILABLE) while Redis does not answer."""

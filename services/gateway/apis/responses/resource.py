@@ -13,7 +13,7 @@ from services.gateway.apis.openai.completion_objects import degraded
 from services.gateway.apis.openai.logprobs import Naming, chat_logprobs
 from services.gateway.apis.responses.items import new_id, seal
 from services.gateway.apis.responses.schemas import ResponsesRequest
-from services.gateway.core.request import Finish, FinishReason, Sampling
+from services.gateway.core.request import Finish, FinishReason, SamplingParams
 
 _PREFIXES = {Kind.TEXT: "msg", Kind.REASONING: "rs", Kind.CALL: "fc"}
 
@@ -114,7 +114,7 @@ def last_status(finish: Finish) -> str:
 class Resource:
     """One response from beginning to end."""
 
-    def __init__(self, response_id: str, fields: ResponsesRequest, defaults: Sampling, prior: str | None) -> None:
+    def __init__(self, response_id: str, fields: ResponsesRequest, defaults: SamplingParams, prior: str | None) -> None:
         self.id = response_id
         self._fields = fields
         self._head = {"id": response_id, "object": "response", "created_at": int(time.time())}
@@ -168,7 +168,7 @@ def usage(counts: Counts) -> dict[str, Any]:
     }
 
 
-def _said_in_request(fields: ResponsesRequest, defaults: Sampling, prior: str | None) -> dict[str, Any]:
+def _said_in_request(fields: ResponsesRequest, defaults: SamplingParams, prior: str | None) -> dict[str, Any]:
     reasoning = fields.reasoning
     form = fields.text.format if fields.text is not None else None
     shown_form = {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)

@@ -18,7 +18,7 @@ PER_RESPONSE = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class StoredResponse:
     """One response: JSON of its object, and of the items it was made from, those of earlier responses included."""
 
     response: bytes
@@ -34,11 +34,11 @@ class ResponseStore(ABC):
     """Where responses are kept."""
 
     @abstractmethod
-    def keep(self, owner: str, response_id: str, kept: Kept) -> None:
+    def keep(self, owner: str, response_id: str, kept: StoredResponse) -> None:
         """Keeps a response from now on; does not wait."""
 
     @abstractmethod
-    async def find(self, owner: str, response_id: str) -> Kept | None:
+    async def find(self, owner: str, response_id: str) -> StoredResponse | None:
         """The response, or None when it is not kept (any more) or belongs to someone else."""
 
     @abstractmethod
@@ -76,7 +76,7 @@ class MemoryStore(ResponseStore):
         self._bytes_of_owner = min(bytes_of_owner, most_bytes)
         self._longest_s = longest_s
         self._clock = clock
-        self._owners: dict[str, OrderedDict[str, tuple[float, Kept]]] = {}
+        self._owners: dict[str, OrderedDict[str, tuple[float, StoredResponse]]] = {}
         self._sizes: dict[str, int] = {}
         self._ages: OrderedDict[tuple[str, str], float] = OrderedDict()  # oldest first
         self.size = 0
@@ -84,7 +84,7 @@ class MemoryStore(ResponseStore):
     def __len__(self) -> int:
         return len(self._ages)
 
-    def keep(self, owner: str, response_id: str, kept: Kept) -> None:
+    def keep(self, owner: str, response_id: str, kept: StoredResponse) -> None:
         """See ResponseStore; one that alone is over the limit is not kept."""
         self._forget(owner, response_id)
         self._expire()
@@ -100,7 +100,7 @@ class MemoryStore(ResponseStore):
         while len(self._ages) > self._most or self.size > self._most_bytes:
             self._make_room(owner)
 
-    async def find(self, owner: str, response_id: str) -> Kept | None:
+    async def find(self, owner: str, response_id: str) -> StoredResponse | None:
         """See ResponseStore."""
         self._expire()
         found = self._owners[owner].get(response_id) if owner in self._owners else None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.common.budgets import Budget
-from services.gateway.apis.common.field_reader import Place
+from services.gateway.apis.common.field_reader import FieldReader
 
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
 
@@ -32,11 +32,11 @@ def read_tools(tools: list[Any] | None, tool_choice: Any, list_items: Budget) ->
     """Checked tools; SluiceError(INVALID_ARGUMENT) names what is wrong, or what only OpenAI can run."""
     chat = []
     paths = []
-    for place in Place(tools or [], "tools", "[]", list_items).items():
+    for place in FieldReader(tools or [], "tools", "[]", list_items).items():
         chat.append(_function(place))
         paths.append(place.path)
     names = {tool["function"]["name"] for tool in chat}
-    choice = Place(tool_choice, "tool_choice", "[]", list_items)
+    choice = FieldReader(tool_choice, "tool_choice", "[]", list_items)
     if not isinstance(tool_choice, dict):
         if tool_choice is not None:
             choice.choice("none", "auto", "required")
@@ -48,7 +48,7 @@ def read_tools(tools: list[Any] | None, tool_choice: Any, list_items: Budget) ->
     return Tools(chat, paths, {"type": "function", "function": {"name": _named(choice, names)}})
 
 
-def _function(place: Place) -> dict[str, Any]:
+def _function(place: FieldReader) -> dict[str, Any]:
     kind = place.value.get("type") if isinstance(place.value, dict) else None
     if isinstance(kind, str) and kind != "function":
         raise place.under("type").unsupported(f"{kind[:64]!r} cannot run here; describe it as a function")
@@ -80,7 +80,7 @@ def _function(place: Place) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _allowed(choice: Place, names: Set[str]) -> set[str]:
+def _allowed(choice: FieldReader, names: Set[str]) -> set[str]:
     choice.fields("type", "mode", "tools")
     choice.under("mode").choice("auto", "required")
     allowed = {_named(place, names) for place in choice.under("tools").items()}
@@ -89,7 +89,7 @@ def _allowed(choice: Place, names: Set[str]) -> set[str]:
     return allowed
 
 
-def _named(place: Place, names: Set[str]) -> str:
+def _named(place: FieldReader, names: Set[str]) -> str:
     kind = place.value.get("type") if isinstance(place.value, dict) else None
     if isinstance(kind, str) and kind != "function":
         raise place.under("type").unsupported(f"{kind[:64]!r} cannot run here; functions can")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.common.errors import SluiceError
-from services.gateway.apis.common.field_reader import Spelling
+from services.gateway.apis.common.field_reader import FieldNameMap
 from services.gateway.apis.openai.schemas import ChatCompletionRequest
 from services.gateway.apis.openai.translate import chat_request
 from services.gateway.apis.openai.validation import check
@@ -35,7 +35,7 @@ class Translated:
     """A generation and how its errors are put into the client's words."""
 
     generation: GenerationRequest
-    spelling: Spelling
+    spelling: FieldNameMap
 
 
 def translate(
@@ -52,7 +52,7 @@ def translate(
         SluiceError: INVALID_ARGUMENT names what cannot be honoured, in the client's words.
     """
     logprobs = "top_logprobs" if getattr(fields, "top_logprobs", None) is not None else "include"
-    spelling = Spelling(
+    spelling = FieldNameMap(
         conversation.paths,
         tools.paths,
         {"function.name": "name", "function.parameters": "parameters"},

@@ -13,7 +13,7 @@ from services.common.errors import SluiceError
 from services.gateway.admission import permit as permits
 from services.gateway.admission.errors import OverLimit
 from services.gateway.admission.gate import Gate
-from services.gateway.admission.limits import Decision
+from services.gateway.admission.limits import LimitDecision
 from services.gateway.admission.permit import Permit
 from services.gateway.core import deadlines
 from services.gateway.http.degradation import DEGRADED
@@ -27,7 +27,7 @@ WAIT_SHARE = 0.5
 _BEARER = "bearer "
 
 
-class Admission:
+class AdmissionMiddleware:
     """Lets requests in before their bodies are read, so that those in line take no memory.
 
     Every request shows its key, which must have the scopes that its path and its headers need; those that ask for work
@@ -51,7 +51,7 @@ class Admission:
             permits.begin(self._gate.identify(_shown(scope)))
             await self._app(scope, receive, send)
             return
-        ears = _Ears(receive)
+        ears = _DisconnectMonitor(receive)
         try:
             key = self._gate.authenticate(_shown(scope))
             auditing.known(key.id)
@@ -77,7 +77,7 @@ class Admission:
         finally:
             self._gate.leave(permit)
 
-    def _marking(self, scope: Scope, send: Send, decision: Decision | None, permit: Permit | None) -> Send:
+    def _marking(self, scope: Scope, send: Send, decision: LimitDecision | None, permit: Permit | None) -> Send:
         """A send that says in the headers what is left of the limits."""
 
         def marking(message: Message) -> Awaitable[None]:
@@ -117,7 +117,7 @@ def _cost(scope: Scope) -> float:
     return 1.0
 
 
-class _Ears:
+class _DisconnectMonitor:
     """Hears that a client went away while its request waits; what it says meanwhile is kept, one message at most."""
 
     def __init__(self, receive: Receive) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 OPERATIONS = ("/health", "/ready", "/metrics", "/ui", "/docs", "/redoc", "/openapi.json", "/favicon.ico")
 
 
-class Auditing:
+class AuditMiddleware:
     """Around the whole application; what runs the service itself is left out.
 
     Args:
@@ -59,7 +59,7 @@ def attach(app: FastAPI, settings: AuditSettings, tasks: TaskOwner) -> Callable[
     if not settings.audit_log:
         return lambda: None
     entries = AuditLog(settings)
-    app.add_middleware(Auditing, entries=entries)
+    app.add_middleware(AuditMiddleware, entries=entries)
     tasks.spawn(entries.run(), "audit")
     return entries.close
 

@@ -14,7 +14,7 @@ _MS = deadlines.TIMEOUT_MS_HEADER.encode()
 _GRPC = deadlines.GRPC_TIMEOUT_HEADER.encode()
 
 
-class RequestDeadlines:
+class DeadlineMiddleware:
     """Begins every request's deadline before anything else is done for it.
 
     Args:

@@ -68,7 +68,7 @@ def host_policy(settings: GatewaySettings) -> HostPolicy:
     return HostPolicy(loopback or bool(hosts) or bool(origins), loopback, hosts or _any_unless(loopback), origins)
 
 
-class HostCheck:
+class HostMiddleware:
     """Refuses requests without exactly one well-formed Host header, and those that the policy does not serve.
 
     Args:

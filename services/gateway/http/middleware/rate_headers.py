@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
 
-from services.gateway.admission.limits import Decision, Level
+from services.gateway.admission.limits import LimitDecision, LimitState
 
 _ANTHROPIC_PATHS = "/v1/messages"
 
 
-def rate_headers(decision: Decision, path: str) -> list[tuple[bytes, bytes]]:
+def rate_headers(decision: LimitDecision, path: str) -> list[tuple[bytes, bytes]]:
     """`x-ratelimit-…`, or `anthropic-ratelimit-…` where that API is spoken; only for limits the key has."""
     of_api = _anthropic if path.startswith(_ANTHROPIC_PATHS) else _openai
     found: list[tuple[bytes, bytes]] = []
@@ -19,7 +19,7 @@ def rate_headers(decision: Decision, path: str) -> list[tuple[bytes, bytes]]:
     return found
 
 
-def _openai(name: str, level: Level) -> list[tuple[bytes, bytes]]:
+def _openai(name: str, level: LimitState) -> list[tuple[bytes, bytes]]:
     return [
         (f"x-ratelimit-limit-{name}".encode(), b"%d" % level.limit),
         (f"x-ratelimit-remaining-{name}".encode(), b"%d" % level.remaining),
@@ -27,7 +27,7 @@ def _openai(name: str, level: Level) -> list[tuple[bytes, bytes]]:
     ]
 
 
-def _anthropic(name: str, level: Level) -> list[tuple[bytes, bytes]]:
+def _anthropic(name: str, level: LimitState) -> list[tuple[bytes, bytes]]:
     reset = datetime.now(UTC).replace(microsecond=0) + timedelta(seconds=level.reset_s)
     return [
         (f"anthropic-ratelimit-{name}-limit".encode(), b"%d" % level.limit),

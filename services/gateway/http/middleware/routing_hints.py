@@ -8,7 +8,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.common.errors import SluiceError, invalid
 from services.gateway.core import routing_hints as directions
-from services.gateway.core.routing_hints import MOST_RANKS, NOWHERE, Directions
+from services.gateway.core.routing_hints import MOST_RANKS, NO_HINTS, RoutingHints
 from services.gateway.http.errors import error_response
 
 # Of each, the first header that is there counts: ours, Dynamo's, its older form, llm-d's or vLLM's, the Gateway API's.
@@ -28,7 +28,7 @@ HEADERS = {name.encode(): name for name in (*WORKER, ENDPOINT, *PREFILL, *RANK, 
 """Names of all of them, as ASGI has them and as text."""
 
 
-def of_headers(headers: Mapping[str, str]) -> Directions:
+def of_headers(headers: Mapping[str, str]) -> RoutingHints:
     """Returns what the headers say; SluiceError(INVALID_ARGUMENT) for a rank that cannot be one."""
     sources = {}
     for part, names in _PARTS.items():
@@ -39,7 +39,7 @@ def of_headers(headers: Mapping[str, str]) -> Directions:
         return _split(headers[sources[part]]) if part in sources else ()
 
     subset = headers.get(SUBSET)
-    return Directions(
+    return RoutingHints(
         workers=listed("workers"),
         endpoints=listed("endpoints"),
         prefill=listed("prefill"),
@@ -50,7 +50,7 @@ def of_headers(headers: Mapping[str, str]) -> Directions:
     )
 
 
-class RequestDirections:
+class RoutingHintHeaders:
     """Reads the directions of every request before anything else is done for it."""
 
     def __init__(self, app: ASGIApp) -> None:
@@ -59,7 +59,7 @@ class RequestDirections:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             found = {HEADERS[name]: value for name, value in scope["headers"] if name in HEADERS}
-            said = NOWHERE
+            said = NO_HINTS
             if found:
                 try:
                     said = of_headers({name: value.decode("latin-1").strip() for name, value in found.items()})

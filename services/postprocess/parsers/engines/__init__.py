@@ -9,7 +9,7 @@ from difflib import get_close_matches
 
 
 @dataclass(frozen=True, slots=True)
-class Shipped:
+class BundledParsers:
     """The names of one engine's parsers, and the version of its package that has exactly these."""
 
     version: str
@@ -25,8 +25,8 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-ENGINES: dict[str, Shipped] = {
-    "vllm": Shipped(
+ENGINES: dict[str, BundledParsers] = {
+    "vllm": BundledParsers(
         "0.33.0",
         _names(
             "apertus beam cohere_command3 cohere_command4 deepseek_v3 deepseek_v31 deepseek_v32 deepseek_v4 "
@@ -44,7 +44,7 @@ ENGINES: dict[str, Shipped] = {
             "step3p5 step5 "
         ),
     ),
-    "sglang": Shipped(
+    "sglang": BundledParsers(
         "0.5.23",
         _names(
             "apertus2509 beam cohere_command4 deepseekv3 deepseekv31 deepseekv32 deepseekv4 deepseekv41 dots "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.worker.conformance.heard import Heard
+from services.worker.conformance.heard import ObservedStream
 from services.worker.conformance.refusals import UNSUPPORTED, call_refused, unclaimed
 from services.worker.conformance.rule import NotChecked, NotClaimed, expect, rule
 from services.worker.conformance.subject import Subject
@@ -23,7 +23,7 @@ def _prompt(subject: Subject) -> list[int]:
     return subject.block_prompt()
 
 
-async def _ask(subject: Subject, prompt: list[int], salt: str = "") -> Heard:
+async def _ask(subject: Subject, prompt: list[int], salt: str = "") -> ObservedStream:
     request = subject.request(prompt, max_tokens=2)
     if salt:
         request.cache_salt = salt

@@ -7,7 +7,7 @@ import uuid
 import grpc
 
 from services.worker.conformance.caller import Caller
-from services.worker.conformance.heard import REASONS, Heard
+from services.worker.conformance.heard import REASONS, ObservedStream
 from services.worker.conformance.rule import NotChecked, expect, rule
 from services.worker.conformance.subject import Subject
 from sluice.v1 import common_pb2, worker_pb2
@@ -15,7 +15,7 @@ from sluice.v1 import common_pb2, worker_pb2
 CANCELLED = REASONS.FINISH_REASON_CANCELLED
 
 
-async def _running(subject: Subject, caller: Caller) -> Heard:
+async def _running(subject: Subject, caller: Caller) -> ObservedStream:
     """A long request that has begun."""
     (heard,) = await caller.start(subject.long())
     await caller.began(heard)
@@ -23,13 +23,13 @@ async def _running(subject: Subject, caller: Caller) -> Heard:
     return heard
 
 
-def _still_runs(heard: Heard) -> None:
+def _still_runs(heard: ObservedStream) -> None:
     if heard.terminals and heard.reason != REASONS.FINISH_REASON_ERROR:
         raise NotChecked(f"The engine cannot be kept busy: the request ended by itself, {heard.describe()}.")
     expect(not heard.terminals, f"A long request ended with {heard.describe()}.")
 
 
-async def _ends_cancelled(subject: Subject, caller: Caller, heard: Heard) -> str:
+async def _ends_cancelled(subject: Subject, caller: Caller, heard: ObservedStream) -> str:
     within = subject.patience.cancel_s
     await caller.ended(heard, within_s=within)
     expect(heard.reason == CANCELLED, f"It ended with {heard.describe()}, not with CANCELLED.")

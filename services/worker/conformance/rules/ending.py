@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.common.packing import pack_u32
-from services.worker.conformance.heard import REASONS, Heard
+from services.worker.conformance.heard import REASONS, ObservedStream
 from services.worker.conformance.refusals import unclaimed_option
 from services.worker.conformance.rule import NotChecked, expect, rule
 from services.worker.conformance.subject import Subject, prompt_of
@@ -109,7 +109,7 @@ async def min_tokens(subject: Subject) -> str:
     return f"{len(heard.token_ids)} tokens with a min_tokens of {least}."
 
 
-async def _stopped(subject: Subject) -> tuple[Heard, int]:
+async def _stopped(subject: Subject) -> tuple[ObservedStream, int]:
     """A generation with a stop id that came out of it before, and the id."""
     sample = await _sample(subject)
     for stop_id in _candidates(sample):
@@ -119,19 +119,19 @@ async def _stopped(subject: Subject) -> tuple[Heard, int]:
     raise NotChecked("No id of the sample came out a second time: the engine repeats nothing.")
 
 
-async def _sample(subject: Subject) -> Heard:
+async def _sample(subject: Subject) -> ObservedStream:
     """What the engine says when left alone."""
     heard = await subject.ask(subject.endless(max_tokens=SAMPLE_TOKENS))
     expect(bool(heard.token_ids), f"A plain generation ended with {heard.describe()}.")
     return heard
 
 
-def _candidates(sample: Heard) -> list[int]:
+def _candidates(sample: ObservedStream) -> list[int]:
     """Ids to end with, those from the middle first: an end in the middle shows more than one at either side."""
     ids = sample.token_ids[:-1] or sample.token_ids
     middle = len(ids) // 2
     return list(dict.fromkeys((ids[middle], ids[-1], ids[0])))
 
 
-def _prompt(sample: Heard) -> list[int]:
+def _prompt(sample: ObservedStream) -> list[int]:
     return prompt_of(sample.request)

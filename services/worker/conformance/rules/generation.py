@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.common.errors import ErrorKind
-from services.worker.conformance.heard import Heard
+from services.worker.conformance.heard import ObservedStream
 from services.worker.conformance.refusals import call_refused
 from services.worker.conformance.rule import NotClaimed, expect, rule
 from services.worker.conformance.subject import OUTPUT_TOKENS, Subject, prompt_of
@@ -85,7 +85,7 @@ async def usage(subject: Subject) -> str:
     return f"{counted.prompt_tokens} prompt and {counted.completion_tokens} generated tokens, as sent and received."
 
 
-def _check_usage(heard: Heard) -> None:
+def _check_usage(heard: ObservedStream) -> None:
     expect(heard.terminal.HasField("usage"), f"The terminal delta has no usage ({heard.describe()}).")
     counted, prompt = heard.terminal.usage, len(prompt_of(heard.request))
     expect(counted.prompt_tokens == prompt, f"usage says {counted.prompt_tokens} prompt tokens of {prompt}.")

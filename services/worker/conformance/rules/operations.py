@@ -10,7 +10,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from services.common.errors import ErrorKind
 from services.common.net.addresses import listens_on_loopback
-from services.worker.conformance.heard import REASONS, Heard
+from services.worker.conformance.heard import REASONS, ObservedStream
 from services.worker.conformance.rule import Broken, NotChecked, expect, rule
 from services.worker.conformance.subject import POLL_S, Subject
 from sluice.v1 import common_pb2, worker_pb2
@@ -126,7 +126,7 @@ async def _later_request(subject: Subject) -> str:
     raise Broken(f"Requests were still taken {subject.patience.settle_s:g} s after the worker was told to stop.")
 
 
-def _check_turned_away(heard: Heard) -> str:
+def _check_turned_away(heard: ObservedStream) -> str:
     error = heard.terminal.error
     expect(
         int(error.kind) == ErrorKind.ENGINE_SHUTDOWN and error.retryable,

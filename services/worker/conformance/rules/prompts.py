@@ -6,7 +6,7 @@ import json
 from array import array
 
 from services.common.packing import unpack_u32
-from services.worker.conformance.heard import REASONS, Heard
+from services.worker.conformance.heard import REASONS, ObservedStream
 from services.worker.conformance.refusals import INVALID, refused, unclaimed
 from services.worker.conformance.rule import expect, rule
 from services.worker.conformance.subject import Subject
@@ -17,7 +17,7 @@ ENDS = (REASONS.FINISH_REASON_STOP, REASONS.FINISH_REASON_LENGTH)
 TEXT = "The gate opens and the water rises."
 
 
-def _own_ids(heard: Heard) -> list[int]:
+def _own_ids(heard: ObservedStream) -> list[int]:
     """The prompt's ids as the worker made them."""
     expect(heard.reason in ENDS, f"It ended with {heard.describe()}.")
     packed = [extra.prompt_token_ids for extra in heard.extras if extra.prompt_token_ids]
@@ -25,7 +25,7 @@ def _own_ids(heard: Heard) -> list[int]:
     return unpack_u32(packed[0], "prompt_token_ids").tolist()
 
 
-def _check_count(heard: Heard, ids: list[int]) -> None:
+def _check_count(heard: ObservedStream, ids: list[int]) -> None:
     counted = heard.terminal.usage.prompt_tokens
     expect(counted == len(ids), f"usage says {counted} prompt tokens, prompt_token_ids has {len(ids)}.")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from services.worker.conformance.heard import REASONS, Heard
+from services.worker.conformance.heard import REASONS, ObservedStream
 from services.worker.conformance.refusals import UNSUPPORTED, refusal_of
 from services.worker.conformance.rule import NotChecked, NotClaimed, expect, rule
 from services.worker.conformance.subject import OUTPUT_TOKENS, Subject
@@ -71,7 +71,7 @@ async def not_this_part(subject: Subject, request: worker_pb2.GenerateRequest) -
     raise NotClaimed(f"Refused: {refusal_of(heard, UNSUPPORTED)}")
 
 
-async def _prefilled(subject: Subject, request: worker_pb2.GenerateRequest) -> Heard:
+async def _prefilled(subject: Subject, request: worker_pb2.GenerateRequest) -> ObservedStream:
     heard = await subject.ask(request)
     expect(heard.reason == HANDOFF, f"The prefill part ended with {heard.describe()}, not with HANDOFF.")
     expect(len(heard.token_ids) == 1, f"The prefill part gave {len(heard.token_ids)} tokens, not one.")

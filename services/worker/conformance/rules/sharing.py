@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.common.errors import ErrorKind
-from services.worker.conformance.heard import REASONS, Heard
+from services.worker.conformance.heard import REASONS, ObservedStream
 from services.worker.conformance.rule import NotChecked, expect, rule
 from services.worker.conformance.subject import OUTPUT_TOKENS, Subject
 
@@ -12,7 +12,7 @@ ATTEMPTS = 5
 """On a machine that is busy a fast engine is done before the kit gets its turn."""
 
 
-def _all_ended_well(requests: list[Heard]) -> None:
+def _all_ended_well(requests: list[ObservedStream]) -> None:
     bad = [heard for heard in requests if heard.reason not in (STOP, LENGTH) or not heard.token_ids]
     expect(not bad, f"{len(bad)} of {len(requests)} failed; one ended with {bad[0].describe() if bad else ''}.")
     long = [heard for heard in requests if len(heard.token_ids) > heard.request.stop.max_tokens]

@@ -34,7 +34,7 @@ class Role(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
+class SamplingParams:
     """How the next token is chosen; None takes the model's generation defaults, then the engine's own."""
 
     temperature: float | None = None
@@ -67,7 +67,7 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
-class Guided:
+class StructuredOutput:
     """A constraint on the output: a document of the named kind; choices are a tuple, the other kinds a text."""
 
     kind: Literal["json_schema", "regex", "ebnf", "choice", "json_object", "structural_tag"]
@@ -111,11 +111,11 @@ class GenerateRequest:
     text: str | None = None
     messages_json: bytes | None = None
     embeds: PromptEmbeds | None = None
-    sampling: Sampling = Sampling()
+    sampling: SamplingParams = SamplingParams()
     stop: Stop = Stop()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    guided: Guided | None = None
+    guided: StructuredOutput | None = None
     lora: str = ""
     cache_salt: str = ""
     priority: int = 0

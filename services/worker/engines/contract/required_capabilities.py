@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from services.worker.engines.contract.capabilities import Capability
-from services.worker.engines.contract.generation import GenerateRequest, Sampling
+from services.worker.engines.contract.generation import GenerateRequest, SamplingParams
 
 Uses = Callable[[GenerateRequest], bool]
 
@@ -19,7 +19,7 @@ GUIDED_KINDS = {
 }
 
 
-def _sampling(uses: Callable[[Sampling], bool]) -> Uses:
+def _sampling(uses: Callable[[SamplingParams], bool]) -> Uses:
     return lambda request: uses(request.sampling)
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from services.common import models
 from services.common.errors import ErrorKind, SluiceError
-from services.worker.engines.mock.text import Storyteller
+from services.worker.engines.mock.text import TextGenerator
 from services.worker.engines.mock.timing import FixedTiming, ModelledTiming, StepTiming, TableTiming
-from services.worker.engines.mock.vocabulary import Vocabulary, declared_context_length, load_vocabulary
+from services.worker.engines.mock.vocabulary import MockVocabulary, declared_context_length, load_vocabulary
 from services.worker.serving.memory import available_bytes
 from services.worker.settings import WorkerSettings
 
@@ -20,8 +20,8 @@ BLOCK_BYTES = 200  # of this process, for one block of the cache that is only im
 class Loaded:
     """What the model's files give."""
 
-    vocabulary: Vocabulary
-    storyteller: Storyteller
+    vocabulary: MockVocabulary
+    storyteller: TextGenerator
     processor: str
     fingerprint: str
     context_length: int
@@ -35,7 +35,7 @@ def load(settings: WorkerSettings) -> Loaded:
     # Whoever makes the ids, what an id means is in the files.
     vocabulary = load_vocabulary(path, processor if processor in models.PROCESSORS else models.detect_processor(path))
     return Loaded(
-        vocabulary, Storyteller(vocabulary), processor, models.fingerprint(path), declared_context_length(path)
+        vocabulary, TextGenerator(vocabulary), processor, models.fingerprint(path), declared_context_length(path)
     )
 
 

@@ -10,7 +10,7 @@ SHORTEST_SLEEP_S = 0.001
 LONGEST_LAG_S = 0.05
 
 
-class Pacer:
+class StepPacer:
     """A clock that advances by modelled durations: deadlines are absolute, so rounding never adds up.
 
     Steps shorter than a millisecond run without sleeping; the clock then leads the real one by at most that.

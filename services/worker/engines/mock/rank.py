@@ -11,7 +11,7 @@ from services.worker.engines.contract.generation import FinishReason, Usage
 from services.worker.engines.mock.extras import begin, push_with_logprobs
 from services.worker.engines.mock.faults import injected
 from services.worker.engines.mock.operations import Operations
-from services.worker.engines.mock.pacing import Pacer
+from services.worker.engines.mock.pacing import StepPacer
 from services.worker.engines.mock.scheduler import Scheduler, Step
 from services.worker.engines.mock.sequence import Sequence
 from services.worker.engines.mock.statistics import Statistics
@@ -98,7 +98,7 @@ class Rank:
 
     async def run(self) -> None:
         """Steps until cancelled."""
-        scheduler, operations, pacer = self._scheduler, self._operations, Pacer()
+        scheduler, operations, pacer = self._scheduler, self._operations, StepPacer()
         while True:
             if not scheduler.busy or operations.faults.hang:
                 self._work.clear()

@@ -19,7 +19,7 @@ from services.common.packing import pack_u32
 from services.worker.engines.contract.generation import FinishReason, GenerateRequest, Stop
 from services.worker.engines.mock.guided import guided_text
 from services.worker.engines.mock.guided.effort import Effort
-from services.worker.engines.mock.vocabulary import Vocabulary
+from services.worker.engines.mock.vocabulary import MockVocabulary
 
 SHORTEST, LONGEST = 30, 200
 ECHO_WORDS = 16
@@ -58,7 +58,7 @@ class Answer:
 AnswerFor = Callable[[GenerateRequest, int], Answer]
 
 
-class Storyteller:
+class TextGenerator:
     """Answers prompts, the same way for the same prompt and seed.
 
     Choices of one prompt without a seed differ: the number at the end of a request id such as `chat-1` takes its place.
@@ -66,7 +66,7 @@ class Storyteller:
     A request resumed on another worker gets the rest of the answer its first worker had begun.
     """
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: MockVocabulary) -> None:
         self._vocabulary = vocabulary
         self._sentences = _sentences(vocabulary)
 
@@ -178,7 +178,7 @@ def _seed(prompt: array[int], seed: int | None) -> int:
     return xxh3_64_intdigest(pack_u32(prompt), (seed or 0) & (2**64 - 1))
 
 
-def _sentences(vocabulary: Vocabulary) -> list[array[int]]:
+def _sentences(vocabulary: MockVocabulary) -> list[array[int]]:
     # A SentencePiece tokenizer puts a space before every text by itself, a byte-level one does not.
     apart = vocabulary.decode([*vocabulary.encode("a"), *vocabulary.encode("b")]) == "a b"
     space = "" if apart else " "

@@ -12,7 +12,7 @@ from services.common import models
 from services.common.errors import SluiceError, invalid
 
 
-class Vocabulary(ABC):
+class MockVocabulary(ABC):
     """A tokenizer without its chat template.
 
     Attributes:
@@ -50,7 +50,7 @@ class Vocabulary(ABC):
         return {}
 
 
-class _Mistral(Vocabulary):
+class _Mistral(MockVocabulary):
     def __init__(self, path: Path) -> None:
         from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
 
@@ -71,7 +71,7 @@ class _Mistral(Vocabulary):
         return self._tokenizer.decode(list(ids))
 
 
-class _HuggingFace(Vocabulary):
+class _HuggingFace(MockVocabulary):
     def __init__(self, path: Path) -> None:
         from tokenizers import Tokenizer
 
@@ -100,7 +100,7 @@ class _HuggingFace(Vocabulary):
         return text
 
 
-def load_vocabulary(path: Path, processor: str) -> Vocabulary:
+def load_vocabulary(path: Path, processor: str) -> MockVocabulary:
     """Reads the tokenizer at `path`; slow, so call it off the event loop.
 
     Raises:

@@ -16,10 +16,10 @@ from services.worker.engines.contract.engine import Embedded, EngineConfig, Gene
 from services.worker.engines.contract.generation import Delta, FinishReason, GenerateRequest
 from services.worker.engines.sglang import card
 from services.worker.engines.sglang.controls import Controls
-from services.worker.engines.sglang.handoff import Meeting, meeting_of
+from services.worker.engines.sglang.handoff import BootstrapInfo, meeting_of
 from services.worker.engines.sglang.metrics import SchedulerMetrics
-from services.worker.engines.sglang.request_state import Chunk, Flight, first_line
-from services.worker.engines.sglang.runtime import Hosted
+from services.worker.engines.sglang.request_state import Chunk, RequestState, first_line
+from services.worker.engines.sglang.runtime import SglangRuntime
 from services.worker.engines.sglang.sampling import Facts, engine_request
 from services.worker.kv_events.cache_events import KvEventSource
 from services.worker.serving.delta_stream import DeltaStream
@@ -37,10 +37,10 @@ class SglangEngine(LLMEngine):
     def __init__(self, settings: WorkerSettings) -> None:
         super().__init__()
         self._settings = settings
-        self._hosted = Hosted(settings)
+        self._hosted = SglangRuntime(settings)
         self._metrics = SchedulerMetrics()
         self._numbers = itertools.count(1)
-        self._flights: dict[str, Flight] = {}
+        self._flights: dict[str, RequestState] = {}
         self._tasks_of: dict[str, asyncio.Task[None]] = {}
         self._config: EngineConfig | None = None
         self._facts = Facts(0, {})
@@ -146,7 +146,7 @@ class SglangEngine(LLMEngine):
         vectors = [array("f", one["embedding"]).tobytes() for one in found]
         return Embedded(vectors, sum(len(one) for one in inputs))
 
-    async def _fly(self, flight: Flight, asked: Any) -> None:
+    async def _fly(self, flight: RequestState, asked: Any) -> None:
         try:
             async with aclosing(self._hosted.manager.generate_request(asked)) as chunks:
                 async for chunk in chunks:
@@ -165,7 +165,7 @@ class SglangEngine(LLMEngine):
             if self._flights.get(flight.request.request_id) is flight:
                 del self._flights[flight.request.request_id]
 
-    def _take(self, flight: Flight, chunk: Chunk) -> None:
+    def _take(self, flight: RequestState, chunk: Chunk) -> None:
         """Called by SGLang's receiver, which serves all requests: nothing may escape."""
         try:
             flight.take(chunk)
@@ -175,13 +175,13 @@ class SglangEngine(LLMEngine):
         if flight.ended:
             self._stop(flight)
 
-    def _stop(self, flight: Flight) -> None:
+    def _stop(self, flight: RequestState) -> None:
         """SGLang aborts a request whose task is cancelled, and keeps its own account until its scheduler agrees."""
         self._hosted.manager.listeners.pop(flight.rid, None)
         if task := self._tasks_of.get(flight.rid):
             task.cancel()
 
-    def _hand_over(self, flight: Flight, meeting: Meeting) -> None:
+    def _hand_over(self, flight: RequestState, meeting: BootstrapInfo) -> None:
         """Ends a request for its caller while SGLang waits for the decode side to fetch the cache."""
         del self._flights[flight.request.request_id]
         self._hosted.manager.listeners.pop(flight.rid, None)
@@ -197,12 +197,14 @@ class SglangEngine(LLMEngine):
         return self._config
 
 
-def _flight(request: GenerateRequest, rid: str, sink: Sink, config: EngineConfig, meeting: Meeting | None) -> Flight:
+def _flight(
+    request: GenerateRequest, rid: str, sink: Sink, config: EngineConfig, meeting: BootstrapInfo | None
+) -> RequestState:
     if meeting is None:
-        return Flight(request, rid, sink)
+        return RequestState(request, rid, sink)
     if config.role.name == "PREFILL":
-        return Flight(request, rid, sink, handoff=meeting.pack())
-    return Flight(request, rid, sink, skip=meeting.told)
+        return RequestState(request, rid, sink, handoff=meeting.pack())
+    return RequestState(request, rid, sink, skip=meeting.told)
 
 
 def _incomplete() -> SluiceError:

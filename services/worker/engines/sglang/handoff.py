@@ -11,12 +11,12 @@ from services.common.errors import SluiceError, invalid
 from services.worker.engines.contract.generation import Disaggregation, GenerateRequest, Role
 
 ROOM_BITS = 63
-NOBODY = "2.2.2.2"
+FAKE_BOOTSTRAP_HOST = "2.2.2.2"
 """SGLang's own name for a decode side that does not exist: the prefill side ends by itself."""
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class BootstrapInfo:
     """Bootstrap server of the prefill side and the room of one request.
 
     Attributes:
@@ -37,11 +37,11 @@ class Meeting:
         return {"bootstrap_host": self.host, "bootstrap_port": self.port, "bootstrap_room": self.room}
 
 
-def unpack(handoff: bytes) -> Meeting:
-    """Reads `Meeting.pack`; SluiceError(INVALID_ARGUMENT) for anything else."""
+def unpack(handoff: bytes) -> BootstrapInfo:
+    """Reads `BootstrapInfo.pack`; SluiceError(INVALID_ARGUMENT) for anything else."""
     try:
         found = json.loads(handoff)
-        meeting = Meeting(str(found["host"]), int(found["port"]), int(found["room"]), int(found.get("told", 1)))
+        meeting = BootstrapInfo(str(found["host"]), int(found["port"]), int(found["room"]), int(found.get("told", 1)))
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise _malformed("it is not from an sglang worker") from error
     if not (meeting.host and 0 < meeting.port < 1 << 16 and 0 <= meeting.room < 1 << ROOM_BITS and meeting.told >= 0):
@@ -49,7 +49,7 @@ def unpack(handoff: bytes) -> Meeting:
     return meeting
 
 
-def meeting_of(request: GenerateRequest, role: Role, host: str, port: int) -> Meeting | None:
+def meeting_of(request: GenerateRequest, role: Role, host: str, port: int) -> BootstrapInfo | None:
     """Where a request's two halves meet; None on a worker that plays both.
 
     A room that the caller names means that it starts both sides at once. Otherwise the prefill side makes one and says
@@ -71,14 +71,18 @@ def meeting_of(request: GenerateRequest, role: Role, host: str, port: int) -> Me
     if given.bootstrap_room:
         if given.bootstrap_room >= 1 << ROOM_BITS:
             raise _malformed("its room is out of range")
-        return Meeting(given.bootstrap_host or host, given.bootstrap_port or port, given.bootstrap_room)
+        return BootstrapInfo(given.bootstrap_host or host, given.bootstrap_port or port, given.bootstrap_room)
     if role is Role.DECODE:
         raise invalid(
             "A decode worker of sglang needs the handoff of a prefill worker, or a bootstrap host, port and room.",
             param="disaggregation",
         )
     room = secrets.randbits(ROOM_BITS - 1) + 1
-    return Meeting(NOBODY, port, room) if request.stop.max_tokens == 1 else Meeting(host, port, room, told=0)
+    return (
+        BootstrapInfo(FAKE_BOOTSTRAP_HOST, port, room)
+        if request.stop.max_tokens == 1
+        else BootstrapInfo(host, port, room, told=0)
+    )
 
 
 def _malformed(what: str) -> SluiceError:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from services.worker.engines.crash_reason import LastWords
+from services.worker.engines.crash_reason import CrashReason
 from services.worker.engines.sglang import import_stubs as stand_ins
 
 RENDEZVOUS = "SLUICE_SGLANG_RENDEZVOUS"
@@ -36,7 +36,7 @@ def run_scheduler(server_args: Any, port_args: Any, *args: Any, **kwargs: Any) -
         stand_ins.forgo_pinned_memory()
     if server_args.log_level != "debug":
         logging.getLogger("sglang.srt.managers.scheduler").addFilter(
-            LastWords(folder / LAST_WORDS, "Scheduler hit an exception")
+            CrashReason(folder / LAST_WORDS, "Scheduler hit an exception")
         )
     port_args.detokenizer_ipc_name = port_args.tokenizer_ipc_name
     run_scheduler_process(server_args, port_args, *args, **kwargs)

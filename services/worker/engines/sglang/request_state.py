@@ -24,7 +24,7 @@ Chunk = Mapping[str, Any]
 """One item of SGLang's stream: `output_ids` since the last one, and `meta_info`."""
 
 
-class Flight:
+class RequestState:
     """Follows one request from its first token to its end.
 
     Args:

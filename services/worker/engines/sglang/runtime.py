@@ -38,7 +38,7 @@ OnPhase = Callable[[str, float | None], None]
 OnFailure = Callable[[str, BaseException], None]
 
 
-class Hosted:
+class SglangRuntime:
     """Owns what `start` makes: schedulers, sockets, files.
 
     Attributes:

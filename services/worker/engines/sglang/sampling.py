@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.common.errors import invalid
-from services.worker.engines.contract.generation import GenerateRequest, Guided, Sampling, Stop
+from services.worker.engines.contract.generation import GenerateRequest, SamplingParams, Stop, StructuredOutput
 from services.worker.engines.sampling_fields import ENGINE_OPTIONS, set_by
 from services.worker.engines.sglang.fields import FIELDS
 
@@ -112,7 +112,7 @@ def stop_ids(stop: Stop) -> frozenset[int]:
     return stop.stop_token_ids - frozenset(stop.eos_token_ids) if stop.ignore_eos else stop.stop_token_ids
 
 
-def _sampling(sampling: Sampling, facts: Facts) -> dict[str, Any]:
+def _sampling(sampling: SamplingParams, facts: Facts) -> dict[str, Any]:
     params: dict[str, Any] = {name: value for name in _SAME_NAME if (value := getattr(sampling, name)) is not None}
     if sampling.top_k is not None:
         params["top_k"] = sampling.top_k if sampling.top_k > 0 else -1
@@ -137,7 +137,7 @@ def _stop(stop: Stop, room: int) -> dict[str, Any]:
     return params
 
 
-def _guided(guided: Guided) -> dict[str, Any]:
+def _guided(guided: StructuredOutput) -> dict[str, Any]:
     if guided.kind == "choice":
         return {"ebnf": choice_grammar(tuple(guided.grammar))}
     if guided.kind == "json_object":

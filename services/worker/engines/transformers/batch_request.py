@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from services.worker.engines.contract.generation import PositionLogprobs
-from services.worker.engines.transformers.sampler import Chooser
+from services.worker.engines.transformers.sampler import TokenSampler
 
 
-class Seat:
+class BatchRequest:
     """One request as the step thread knows it.
 
     Args:
@@ -19,7 +19,7 @@ class Seat:
         priority: lower ones leave the waiting line first.
     """
 
-    def __init__(self, chooser: Chooser, seed: int, adapter: str, priority: int) -> None:
+    def __init__(self, chooser: TokenSampler, seed: int, adapter: str, priority: int) -> None:
         self.chooser = chooser
         self.seed = seed
         self.adapter = adapter

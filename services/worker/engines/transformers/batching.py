@@ -18,12 +18,12 @@ from transformers.generation.continuous_batching import ContinuousBatchingManage
 from transformers.generation.continuous_batching.cache_allocators import cache_allocator
 from transformers.generation.continuous_batching.requests import RequestStatus
 
-from services.worker.engines.transformers.batch_request import Failures, Seat
+from services.worker.engines.transformers.batch_request import BatchRequest, Failures
 from services.worker.engines.transformers.block_names import BlockNames, forget_names, watched
 from services.worker.engines.transformers.lora import Adapters
 from services.worker.engines.transformers.sampler import choose
 from services.worker.engines.transformers.sizing import Plan
-from services.worker.engines.transformers.step import CacheNews, Gauges, Listener, Row, Step
+from services.worker.engines.transformers.step import CacheChanges, Gauges, Listener, Row, Step
 
 SMOOTHING = 0.1
 
@@ -58,11 +58,11 @@ class Batcher(ContinuousBatchingManager):  # type: ignore[misc]
         )
         super().__init__(model, GenerationConfig(do_sample=False, eos_token_id=-1), config)
         self.gauges = Gauges()
-        self.seats: dict[str, Seat] = {}
+        self.seats: dict[str, BatchRequest] = {}
         self._plan = plan
         self._adapters = adapters
         self._listener = listener
-        self._news = CacheNews()
+        self._news = CacheChanges()
         self._names = BlockNames()
         self._failures = Failures()
         self._step_began = 0.0
@@ -89,7 +89,7 @@ class Batcher(ContinuousBatchingManager):  # type: ignore[misc]
         self._generation_thread = threading.Thread(target=self._run, name="transformers-steps", daemon=True)
         self._generation_thread.start()
 
-    def add(self, key: str, seat: Seat, token_ids: list[int], limit: int) -> bool:
+    def add(self, key: str, seat: BatchRequest, token_ids: list[int], limit: int) -> bool:
         """Queues a request; False when the thread takes none any more."""
         self.seats[key] = seat
         stop_ids = list(seat.chooser.plan.stop_ids) or [-1]

@@ -10,7 +10,7 @@ from typing import Any
 
 from services.common.hashing import BASE_SEED, chain, local_hash
 from services.common.packing import pack_u32
-from services.worker.engines.transformers.step import CacheNews
+from services.worker.engines.transformers.step import CacheChanges
 
 
 class BlockNames:
@@ -24,7 +24,7 @@ class BlockNames:
         return chain(parent_hash, local_hash(pack_u32(tokens), self.seed), self.seed)
 
 
-def watched(ledger: Any, news: CacheNews) -> None:
+def watched(ledger: Any, news: CacheChanges) -> None:
     """Makes a ledger of the library tell what it registers and forgets."""
     register, release, evict = ledger.register_new_hash, ledger.release, ledger.evict_cached_blocks
 
@@ -52,7 +52,7 @@ def watched(ledger: Any, news: CacheNews) -> None:
     ledger.evict_cached_blocks = evict_cached_blocks
 
 
-def forget_names(ledger: Any, news: CacheNews) -> None:
+def forget_names(ledger: Any, news: CacheChanges) -> None:
     """Blocks that are in use keep their contents, and nobody finds them any more."""
     for block_id, block_hash in list(ledger.block_to_hash.items()):
         if block_id not in ledger.cached_blocks:

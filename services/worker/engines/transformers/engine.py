@@ -15,12 +15,12 @@ from services.worker.engines.contract.capabilities import SAMPLING, Capability
 from services.worker.engines.contract.engine import Embedded, EngineConfig, GenerateContext, LLMEngine, Load, Sink
 from services.worker.engines.contract.generation import Delta, FinishReason, GenerateRequest
 from services.worker.engines.transformers import guidance, options
-from services.worker.engines.transformers.request_state import Live
+from services.worker.engines.transformers.request_state import RequestState
 from services.worker.engines.transformers.sampling import plan_of
 from services.worker.engines.transformers.starting import Started, start_engine
 from services.worker.engines.transformers.step import Listener, Step
 from services.worker.kv_events.cache_events import KvEventSource
-from services.worker.serving.compiling import Compiling
+from services.worker.serving.compiling import GrammarCompiler
 from services.worker.serving.delta_stream import DeltaStream
 from services.worker.serving.download import download
 from services.worker.settings import WorkerSettings
@@ -55,8 +55,8 @@ class TransformersEngine(LLMEngine):
         super().__init__()
         self._settings = settings
         self._options = options.read(settings.engine_args)
-        self._live: dict[str, Live] = {}
-        self._by_request: dict[str, Live] = {}
+        self._live: dict[str, RequestState] = {}
+        self._by_request: dict[str, RequestState] = {}
         self._keys = itertools.count()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -65,7 +65,7 @@ class TransformersEngine(LLMEngine):
         self._stopping = False
         # Passes beside the steps share the cores with them: one at a time.
         self._passes = asyncio.Lock()
-        self._compiling = Compiling(settings.grammar_timeout_s, settings.grammar_threads)
+        self._compiling = GrammarCompiler(settings.grammar_timeout_s, settings.grammar_threads)
 
     @classmethod
     def from_args(cls, settings: WorkerSettings) -> Self:
@@ -107,7 +107,7 @@ class TransformersEngine(LLMEngine):
                 f"The prompt leaves no room in the context of {started.config.context_length} tokens.", param="prompt"
             )
         plan = plan_of(request, started.folder.generation, started.config.eos_token_ids)
-        live = Live(str(next(self._keys)), request, sink, plan, limit)
+        live = RequestState(str(next(self._keys)), request, sink, plan, limit)
         self._live[live.key] = self._by_request[request.request_id] = live
         self._idle.clear()
         if request.guided is None and request.prompt_logprobs is None:
@@ -213,13 +213,13 @@ class TransformersEngine(LLMEngine):
             raise SluiceError(ErrorKind.UNAVAILABLE, "The engine has not started yet.", code="engine_starting")
         return self._started
 
-    def _seat(self, started: Started, live: Live, constraint: Any) -> None:
+    def _seat(self, started: Started, live: RequestState, constraint: Any) -> None:
         request = live.request
         seed = seed_for(request.lora, request.cache_salt)
         if not started.add(live.key, request, live.plan, constraint, seed, live.limit):
             self._end(live, FinishReason.ERROR, error=_gone())
 
-    async def _prepare(self, started: Started, live: Live) -> None:
+    async def _prepare(self, started: Started, live: RequestState) -> None:
         """What takes a while before a request can be seated; it may be over by then."""
         try:
             constraint = None
@@ -255,7 +255,7 @@ class TransformersEngine(LLMEngine):
             if (live := self._live.get(key)) is not None:
                 self._end(live, FinishReason.ERROR, error=_gone())
 
-    def _end(self, live: Live, reason: FinishReason, error: SluiceError | None = None) -> None:
+    def _end(self, live: RequestState, reason: FinishReason, error: SluiceError | None = None) -> None:
         if self._live.pop(live.key, None) is None:
             return
         del self._by_request[live.request.request_id]

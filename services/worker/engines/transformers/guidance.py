@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from services.common.errors import SluiceError, invalid
 from services.worker.engines.contract.capabilities import Capability
-from services.worker.engines.contract.generation import Guided
+from services.worker.engines.contract.generation import StructuredOutput
 
 KINDS = frozenset(
     {Capability.GUIDED_JSON, Capability.GUIDED_REGEX, Capability.GUIDED_GRAMMAR, Capability.GUIDED_CHOICE}
@@ -138,7 +138,7 @@ class Grammars:
         self._ends = eos_token_ids
         self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_token_ids))
 
-    def constraint(self, guided: Guided, resumed: list[int]) -> Constraint:
+    def constraint(self, guided: StructuredOutput, resumed: list[int]) -> Constraint:
         """Compiles a grammar, which takes up to seconds within its limits, without the GIL: call it off the event loop.
 
         Args:
@@ -164,7 +164,7 @@ class Grammars:
         return Constraint(matcher, self._vocab_size, self._ends)
 
 
-def _grammar(guided: Guided) -> str:
+def _grammar(guided: StructuredOutput) -> str:
     from llguidance import grammar_from
 
     if guided.kind == "json_object":
@@ -179,7 +179,7 @@ def _grammar(guided: Guided) -> str:
     return str(grammar_from(_FORMATS[guided.kind], text))
 
 
-def _refused(guided: Guided, problem: str) -> SluiceError:
+def _refused(guided: StructuredOutput, problem: str) -> SluiceError:
     return invalid(
         f"The {guided.kind.replace('_', ' ')} in response_format cannot be used: {_first_line(problem)}.",
         param="response_format",

@@ -8,7 +8,7 @@ from services.worker.engines.contract.generation import FinishReason, GenerateRe
 from services.worker.engines.transformers.sampling import SamplingPlan
 
 
-class Live:
+class RequestState:
     """A request from submit to its terminal delta.
 
     Args:

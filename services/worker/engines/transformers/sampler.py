@@ -19,7 +19,7 @@ from services.worker.engines.transformers.sampling import History, SamplingPlan
 NEVER = float("-inf")
 
 
-class Chooser:
+class TokenSampler:
     """One request's part in the sampling of its batches.
 
     Args:
@@ -75,7 +75,7 @@ class Chooser:
 
 
 def choose(
-    logits: Tensor, choosers: Sequence[Chooser]
+    logits: Tensor, choosers: Sequence[TokenSampler]
 ) -> tuple[Tensor, list[int], list[PositionLogprobs | None] | None]:
     """The next token of each request.
 
@@ -121,7 +121,7 @@ def _logprobs(raw: Tensor, ids: Sequence[int], wanted: Sequence[int | None]) -> 
     ]
 
 
-def _draw(logits: Tensor, choosers: Sequence[Chooser]) -> Tensor:
+def _draw(logits: Tensor, choosers: Sequence[TokenSampler]) -> Tensor:
     """Samples a token per row; exponential noise makes the draw of a row independent of the batch it is in."""
     plans = [chooser.plan for chooser in choosers]
     logits = logits / _column([plan.temperature for plan in plans], logits)

@@ -50,12 +50,12 @@ class Started:
         limit: int,
     ) -> bool:
         """Queues a request under a key; False when the engine has stopped."""
-        from services.worker.engines.transformers.batch_request import Seat
-        from services.worker.engines.transformers.sampler import Chooser
+        from services.worker.engines.transformers.batch_request import BatchRequest
+        from services.worker.engines.transformers.sampler import TokenSampler
 
         token_ids = request.token_ids.tolist()
-        chooser = Chooser(plan, History(token_ids, request.resumed_tokens), constraint, self.model.device)
-        return self.batcher.add(key, Seat(chooser, seed, request.lora, request.priority), token_ids, limit)
+        chooser = TokenSampler(plan, History(token_ids, request.resumed_tokens), constraint, self.model.device)
+        return self.batcher.add(key, BatchRequest(chooser, seed, request.lora, request.priority), token_ids, limit)
 
     def constraint(self, request: GenerateRequest) -> Constraint:
         """Compiles a request's grammar; slow. SluiceError(INVALID_ARGUMENT) when it cannot be used."""

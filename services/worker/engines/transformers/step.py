@@ -54,7 +54,7 @@ class Gauges:
     step_ms: float = 0.0
 
 
-class CacheNews:
+class CacheChanges:
     """Collects what is stored in and removed from the prefix cache within a step, in order."""
 
     def __init__(self) -> None:

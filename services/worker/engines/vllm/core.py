@@ -41,7 +41,7 @@ def run_engine_core(*args: Any, **kwargs: Any) -> None:
     from vllm.v1.engine.core import EngineCoreProc
 
     own = logging.getLogger("vllm.v1.engine.core")
-    own.addFilter(last_words.LastWords(Path(os.environ[_LAST_WORDS]), "EngineCore failed to start"))
+    own.addFilter(last_words.CrashReason(Path(os.environ[_LAST_WORDS]), "EngineCore failed to start"))
     try:
         (_theirs or EngineCoreProc.run_engine_core)(*args, **kwargs)
     except Exception:

@@ -21,11 +21,11 @@ from services.worker.engines.vllm.controls import Controls
 from services.worker.engines.vllm.embedding import embed_all
 from services.worker.engines.vllm.events import CacheEvents
 from services.worker.engines.vllm.handoff import Handoff, read_handoff
-from services.worker.engines.vllm.inflight_requests import Flights
-from services.worker.engines.vllm.outputs import Flight
+from services.worker.engines.vllm.inflight_requests import InflightRequests
+from services.worker.engines.vllm.outputs import RequestState
 from services.worker.engines.vllm.sampling import Facts, sampling_arguments
 from services.worker.kv_events.cache_events import KvEventSource
-from services.worker.serving.compiling import Compiling
+from services.worker.serving.compiling import GrammarCompiler
 from services.worker.serving.delta_stream import DeltaStream
 from services.worker.serving.download import download
 from services.worker.settings import WorkerSettings
@@ -52,8 +52,8 @@ class VllmEngine(LLMEngine):
         self._adapters = Adapters()
         self._controls: Controls | None = None
         self._events = CacheEvents()
-        self._compiling = Compiling(settings.grammar_timeout_s, settings.grammar_threads)
-        self._flights = Flights(self.tasks, self._abort_in_vllm, library.error_of)
+        self._compiling = GrammarCompiler(settings.grammar_timeout_s, settings.grammar_threads)
+        self._flights = InflightRequests(self.tasks, self._abort_in_vllm, library.error_of)
 
     @classmethod
     def from_args(cls, settings: WorkerSettings) -> Self:
@@ -128,7 +128,7 @@ class VllmEngine(LLMEngine):
         params = library.sampling_params(sampling_arguments(request, self._facts, handoff))
         prompt = self._prompt(request, handoff)
         adapter = self._lora(request.lora)
-        flight = Flight(
+        flight = RequestState(
             request.embeds.length if request.embeds is not None else len(request.token_ids),
             sink,
             request.logprobs,

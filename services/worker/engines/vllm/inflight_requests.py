@@ -11,7 +11,7 @@ from typing import Any
 from services.common.errors import ErrorKind, SluiceError, internal
 from services.common.tasks import TaskOwner
 from services.worker.engines.contract.generation import FinishReason
-from services.worker.engines.vllm.outputs import Flight
+from services.worker.engines.vllm.outputs import RequestState
 
 log = logging.getLogger(__name__)
 
@@ -21,13 +21,13 @@ Admit = Callable[[], Any]
 
 @dataclass(slots=True)
 class _Entry:
-    flight: Flight
+    flight: RequestState
     engine_id: str = ""
     cancelled: bool = False
 
 
 @dataclass(slots=True)
-class Flights:
+class InflightRequests:
     """Keeps vLLM's view and ours of who is under way the same.
 
     vLLM hands each output to a collector that a consumer awaits: a task switch a token. Here the collector's `put` is
@@ -53,7 +53,7 @@ class Flights:
         """Prompt tokens of requests without a first token."""
         return sum(entry.flight.prompt_tokens for entry in self._entries.values() if not entry.flight.begun)
 
-    def begin(self, request_id: str, flight: Flight, admit: Admit) -> None:
+    def begin(self, request_id: str, flight: RequestState, admit: Admit) -> None:
         """Gives a request to vLLM; the flight's sink hears how it goes."""
         entry = _Entry(flight)
         self._entries[request_id] = entry

@@ -8,14 +8,20 @@ from typing import Any
 
 from services.common.errors import ErrorKind, SluiceError
 from services.worker.engines.contract.engine import Sink
-from services.worker.engines.contract.generation import FinishReason, Guided, PositionLogprobs, TokenLogprob, Usage
+from services.worker.engines.contract.generation import (
+    FinishReason,
+    PositionLogprobs,
+    StructuredOutput,
+    TokenLogprob,
+    Usage,
+)
 from services.worker.engines.vllm.handoff import Handoff
 from services.worker.serving.compiling import naming_constraint
 
 LOWEST_LOGPROB = -9999.0
 
 
-class Flight:
+class RequestState:
     """One request under way, from vLLM's outputs to its sink.
 
     Args:
@@ -37,7 +43,7 @@ class Flight:
         prompt_top: int | None,
         *,
         hands_over: bool = False,
-        guided: Guided | None = None,
+        guided: StructuredOutput | None = None,
     ) -> None:
         self.ended = False
         self.begun = False

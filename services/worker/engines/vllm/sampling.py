@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.common.errors import invalid
-from services.worker.engines.contract.generation import GenerateRequest, Guided, Role, Sampling, Stop
+from services.worker.engines.contract.generation import GenerateRequest, Role, SamplingParams, Stop, StructuredOutput
 from services.worker.engines.sampling_fields import ENGINE_OPTIONS, set_by
 from services.worker.engines.vllm.fields import FIELDS, GUIDED_FIELDS
 from services.worker.engines.vllm.handoff import Handoff
@@ -87,7 +87,7 @@ def room(request: GenerateRequest, facts: Facts) -> int:
     return facts.context_length - length
 
 
-def _sampling(sampling: Sampling, defaults: Mapping[str, Any]) -> dict[str, Any]:
+def _sampling(sampling: SamplingParams, defaults: Mapping[str, Any]) -> dict[str, Any]:
     arguments = {name: defaults[name] for name in _SAME_NAME if defaults.get(name) is not None}
     for name in _SAME_NAME:
         if (value := getattr(sampling, name)) is not None:
@@ -125,7 +125,7 @@ def _engine_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return arguments
 
 
-def _guided(guided: Guided, options: Mapping[str, Any]) -> dict[str, Any]:
+def _guided(guided: StructuredOutput, options: Mapping[str, Any]) -> dict[str, Any]:
     chosen = {name: value for name, value in options.items() if name in GUIDED_OPTIONS}
     if guided.kind == "json_object":
         return {"json_object": True, **chosen}

@@ -12,13 +12,13 @@ import json
 from random import Random
 
 from services.common.errors import SluiceError, invalid
-from services.worker.engines.contract.generation import Guided
-from services.worker.engines.mock.guided.effort import MOST_CHARACTERS, Effort, OutOfReach
+from services.worker.engines.contract.generation import StructuredOutput
+from services.worker.engines.mock.guided.effort import MOST_CHARACTERS, Effort, UnsupportedSchema
 from services.worker.engines.mock.guided.regex import matching
 from services.worker.engines.mock.guided.schema import Examples
 
 
-def guided_text(guided: Guided, random: Random, effort: Effort | None = None) -> str:
+def guided_text(guided: StructuredOutput, random: Random, effort: Effort | None = None) -> str:
     """A text that satisfies the constraint, the same one for the same state of `random`.
 
     Args:
@@ -31,7 +31,7 @@ def guided_text(guided: Guided, random: Random, effort: Effort | None = None) ->
         text = _text(guided, random, effort or Effort())
         text.encode()
         return text
-    except OutOfReach as limit:
+    except UnsupportedSchema as limit:
         raise _refused(f"The mock engine cannot follow this {guided.kind}: {limit}.") from None
     except UnicodeEncodeError:
         raise _refused(f"No text of Unicode satisfies this {guided.kind}.") from None
@@ -45,7 +45,7 @@ def _refused(message: str) -> SluiceError:
     return invalid(message, param="response_format", code="invalid_value")
 
 
-def _text(guided: Guided, random: Random, effort: Effort) -> str:
+def _text(guided: StructuredOutput, random: Random, effort: Effort) -> str:
     if guided.kind == "choice":
         chosen: str = random.choice(tuple(guided.grammar))
         effort.write(len(chosen))
@@ -58,6 +58,6 @@ def _text(guided: Guided, random: Random, effort: Effort) -> str:
         schema = json.loads(str(guided.grammar))
         text = json.dumps(Examples(schema, random, effort).of(schema), ensure_ascii=False)
         if len(text) > MOST_CHARACTERS:
-            raise OutOfReach(f"an example is longer than {MOST_CHARACTERS} characters")
+            raise UnsupportedSchema(f"an example is longer than {MOST_CHARACTERS} characters")
         return text
-    raise OutOfReach("the engine does not understand it")
+    raise UnsupportedSchema("the engine does not understand it")

@@ -12,7 +12,7 @@ from services.worker.engines.contract.generation import FinishReason, GenerateRe
 from services.worker.engines.mock.guided.effort import Effort
 from services.worker.engines.mock.sequence import Sequence
 from services.worker.engines.mock.text import Answer
-from services.worker.serving.compiling import Compiling
+from services.worker.serving.compiling import GrammarCompiler
 
 MakeAnswer = Callable[[GenerateRequest, int, Effort], Answer]
 
@@ -43,7 +43,7 @@ class GuidedAnswers:
         self._tasks = tasks
         self._limit_s = limit_s
         self._most = most
-        self._compiling = Compiling(limit_s, threads)
+        self._compiling = GrammarCompiler(limit_s, threads)
         self._waiting: dict[str, tuple[Sequence, asyncio.Task[None]]] = {}
 
     def __len__(self) -> int:

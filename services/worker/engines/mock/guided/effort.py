@@ -12,11 +12,11 @@ MOST_CHARACTERS = 262_144
 """Of the text."""
 
 
-class OutOfReach(Exception):
+class UnsupportedSchema(Exception):
     """No example can be made; the text says why, without a full stop."""
 
 
-class TooMuch(OutOfReach):
+class SchemaTooComplex(UnsupportedSchema):
     """Making one costs too much; another branch of the document would not help."""
 
 
@@ -35,10 +35,10 @@ class Effort:
         """Counts work that is about to be done."""
         self._steps += steps
         if self._steps > MOST_STEPS or monotonic() > self._deadline_s:
-            raise TooMuch("an example takes more work than the engine does for one request")
+            raise SchemaTooComplex("an example takes more work than the engine does for one request")
 
     def write(self, characters: int) -> None:
         """Counts characters of the text."""
         self._characters += characters
         if self._characters > MOST_CHARACTERS:
-            raise TooMuch(f"an example is longer than {MOST_CHARACTERS} characters")
+            raise SchemaTooComplex(f"an example is longer than {MOST_CHARACTERS} characters")

@@ -14,7 +14,7 @@ from re import _constants as code  # type: ignore[attr-defined]
 from re import _parser as parser  # type: ignore[attr-defined]
 from typing import Any
 
-from services.worker.engines.mock.guided.effort import Effort, OutOfReach
+from services.worker.engines.mock.guided.effort import Effort, UnsupportedSchema
 
 LONGEST_PATTERN = 4_096
 LONGEST_TEXT = 4_096
@@ -39,12 +39,12 @@ def matching(pattern: str, random: Random, effort: Effort) -> str:
         OutOfReach: it is no expression of Python's, or one with parts that cannot be followed.
     """
     if len(pattern) > LONGEST_PATTERN:
-        raise OutOfReach(f"it is longer than {LONGEST_PATTERN} characters")
+        raise UnsupportedSchema(f"it is longer than {LONGEST_PATTERN} characters")
     effort.spend(len(pattern))
     try:
         tree = parser.parse(pattern)
     except (re.error, OverflowError) as error:
-        raise OutOfReach(f"it is no regular expression, {error}") from None
+        raise UnsupportedSchema(f"it is no regular expression, {error}") from None
     return _Writer(random, effort).text(tree)
 
 
@@ -59,7 +59,7 @@ class _Writer:
         self._write(tree)
         text = "".join(self._characters)
         if not all(_holds(demand, text, position) for demand, position in self._demands):
-            raise OutOfReach("no text that it matches was found")
+            raise UnsupportedSchema("no text that it matches was found")
         return text
 
     def _write(self, tree: Iterable[tuple[Any, Any]]) -> None:
@@ -67,7 +67,7 @@ class _Writer:
             self._effort.spend()
             self._write_one(operation, argument)
             if len(self._characters) > LONGEST_TEXT:
-                raise OutOfReach(f"what it matches is longer than {LONGEST_TEXT} characters")
+                raise UnsupportedSchema(f"what it matches is longer than {LONGEST_TEXT} characters")
 
     def _write_one(self, operation: Any, argument: Any) -> None:
         if operation is code.LITERAL:
@@ -87,11 +87,11 @@ class _Writer:
         elif operation is code.AT:
             self._demands.append((argument, len(self._characters)))
         else:
-            raise OutOfReach(f"{str(operation).lower().replace('_', ' ')} is not supported")
+            raise UnsupportedSchema(f"{str(operation).lower().replace('_', ' ')} is not supported")
 
     def _repeat(self, least: int, most: Any, repeated: Iterable[tuple[Any, Any]]) -> None:
         if least > LONGEST_TEXT:
-            raise OutOfReach(f"what it matches is longer than {LONGEST_TEXT} characters")
+            raise UnsupportedSchema(f"what it matches is longer than {LONGEST_TEXT} characters")
         for _ in range(self._random.randint(least, min(int(most), least + _MORE))):
             self._effort.spend()
             self._write(repeated)
@@ -107,7 +107,7 @@ class _Writer:
             return chr(self._random.randint(value[0], min(value[1], value[0] + 255)))
         if kind is code.CATEGORY and value in _CATEGORIES:
             return self._random.choice(_CATEGORIES[value])
-        raise OutOfReach(f"{str(kind).lower()} in a set is not supported")
+        raise UnsupportedSchema(f"{str(kind).lower()} in a set is not supported")
 
     def _outside(self, members: list[tuple[Any, Any]]) -> str:
         """A printable character that is in none of these, whether case counts or not."""
@@ -115,7 +115,7 @@ class _Writer:
         left = [one for one in _PRINTABLE if not any(_holds_one(member, one) for member in members)]
         left = [one for one in left if one.isalnum()] or left
         if not left:
-            raise OutOfReach("a set leaves no printable character")
+            raise UnsupportedSchema("a set leaves no printable character")
         return self._random.choice(left)
 
 
@@ -135,7 +135,7 @@ def _holds_one(member: tuple[Any, Any], character: str) -> bool:
         code.CATEGORY_NOT_WORD: not _is_word(character),
     }
     if kind is not code.CATEGORY or value not in holds:
-        raise OutOfReach(f"{str(kind).lower()} in a set is not supported")
+        raise UnsupportedSchema(f"{str(kind).lower()} in a set is not supported")
     return holds[value]
 
 
@@ -148,7 +148,7 @@ def _holds(demand: Any, text: str, position: int) -> bool:
     touches = _is_word(text[position - 1 : position] if position else "") != _is_word(text[position : position + 1])
     if demand in (code.AT_BOUNDARY, code.AT_NON_BOUNDARY):
         return bool(text) and touches == (demand is code.AT_BOUNDARY)  # Pythons differ about \B in an empty text
-    raise OutOfReach(f"{str(demand).lower().replace('_', ' ')} is not supported")
+    raise UnsupportedSchema(f"{str(demand).lower().replace('_', ' ')} is not supported")
 
 
 def _is_word(character: str) -> bool:

@@ -13,7 +13,7 @@ import math
 from random import Random
 from typing import Any
 
-from services.worker.engines.mock.guided.effort import Effort, OutOfReach, TooMuch
+from services.worker.engines.mock.guided.effort import Effort, SchemaTooComplex, UnsupportedSchema
 from services.worker.engines.mock.guided.regex import matching
 
 DEEPEST = 32
@@ -66,16 +66,16 @@ class Examples:
         """A value that satisfies the schema; OutOfReach when none can be made."""
         self._made += 1
         if self._made > MOST_VALUES:
-            raise TooMuch("it demands too many values")
+            raise SchemaTooComplex("it demands too many values")
         if depth > DEEPEST:
-            raise OutOfReach("it is nested too deeply")
+            raise UnsupportedSchema("it is nested too deeply")
         if schema is True:
             return self._random.choice(_WORDS)
         if not isinstance(schema, dict):
-            raise OutOfReach("a part of it allows nothing or is no schema")
+            raise UnsupportedSchema("a part of it allows nothing or is no schema")
         schema = self._merged(schema, depth)
         if unknown := sorted(schema.keys() - _KNOWN):
-            raise OutOfReach(f"the keyword {unknown[0][:60]!r} is not supported")
+            raise UnsupportedSchema(f"the keyword {unknown[0][:60]!r} is not supported")
         if "const" in schema:
             return self._given(schema["const"])
         if "enum" in schema:
@@ -105,12 +105,12 @@ class Examples:
         if "$ref" not in schema and "allOf" not in schema:
             return schema
         if depth > DEEPEST:
-            raise OutOfReach("references run in a circle")
+            raise UnsupportedSchema("references run in a circle")
         merged = {key: value for key, value in schema.items() if key not in ("$ref", "allOf")}
         parts = [self._referred(schema["$ref"])] if "$ref" in schema else []
         for part in (*parts, *schema.get("allOf", ())):
             if not isinstance(part, dict):
-                raise OutOfReach("allOf and $ref need schemas that are objects")
+                raise UnsupportedSchema("allOf and $ref need schemas that are objects")
             for key, value in self._merged(part, depth + 1).items():
                 merged[key] = self._both(key, merged[key], value) if key in merged else value
         return merged
@@ -136,7 +136,7 @@ class Examples:
             return max(one, other)
         if key.startswith(("max", "exclusiveMax")):
             return min(one, other)
-        raise OutOfReach(f"two demands on {key!r} cannot be put together")
+        raise UnsupportedSchema(f"two demands on {key!r} cannot be put together")
 
     def _size(self, schema: Any) -> int:
         """How much a branch demands, roughly; looked at as far as the effort lasts."""
@@ -151,14 +151,14 @@ class Examples:
 
     def _referred(self, reference: Any) -> Any:
         if not isinstance(reference, str) or not reference.startswith("#"):
-            raise OutOfReach("a reference leads out of the document")
+            raise UnsupportedSchema("a reference leads out of the document")
         found = self._root
         parts = reference[1:].split("/")
         self._effort.spend(len(parts))
         for part in filter(None, parts):
             name = part.replace("~1", "/").replace("~0", "~")
             if not isinstance(found, dict) or name not in found:
-                raise OutOfReach(f"the reference {reference[:80]} leads nowhere")
+                raise UnsupportedSchema(f"the reference {reference[:80]} leads nowhere")
             found = found[name]
         return found
 
@@ -170,13 +170,13 @@ class Examples:
         # A recursive schema ends where a branch does: the flat ones come first once it is deep.
         if depth > OPTIONAL_UNTIL:
             branches.sort(key=self._size)
-        problem = OutOfReach(f"{keyword} has no branch that can be followed")
+        problem = UnsupportedSchema(f"{keyword} has no branch that can be followed")
         for branch in branches:
             try:
                 return self.of({**rest, "allOf": [branch]} if rest else branch, depth + 1)
-            except TooMuch:
+            except SchemaTooComplex:
                 raise
-            except OutOfReach as error:
+            except UnsupportedSchema as error:
                 problem = error
         raise problem
 
@@ -197,7 +197,7 @@ class Examples:
                 return self._random.random() < 0.5
             case "null":
                 return None
-        raise OutOfReach(f"the type {str(kind)[:60]!r} is not one of JSON's")
+        raise UnsupportedSchema(f"the type {str(kind)[:60]!r} is not one of JSON's")
 
     def _object(self, schema: dict[str, Any], depth: int) -> dict[str, Any]:
         properties, required = schema.get("properties", {}), dict.fromkeys(schema.get("required", []))
@@ -209,9 +209,9 @@ class Examples:
             elif depth < OPTIONAL_UNTIL:
                 try:
                     made[name] = self.of(part, depth + 1)
-                except TooMuch:
+                except SchemaTooComplex:
                     raise
-                except OutOfReach:
+                except UnsupportedSchema:
                     continue  # it may be left out
         for name in required:
             if name not in made:
@@ -237,7 +237,7 @@ class Examples:
             if not (schema.get("uniqueItems") and value in made):
                 made.append(value)
         if len(made) < wanted:
-            raise OutOfReach("an array demands more different items than were found")
+            raise UnsupportedSchema("an array demands more different items than were found")
         return made
 
     def _string(self, schema: dict[str, Any]) -> str:
@@ -248,17 +248,17 @@ class Examples:
     def _text(self, schema: dict[str, Any]) -> str:
         least, most = schema.get("minLength", 0), schema.get("maxLength", LONGEST)
         if least > LONGEST or least > most:
-            raise OutOfReach(f"a string would be longer than {min(most, LONGEST)} characters")
+            raise UnsupportedSchema(f"a string would be longer than {min(most, LONGEST)} characters")
         if "pattern" in schema:
             pattern = schema["pattern"]
             for _ in range(16):  # a pattern may match anywhere in the text; one that matches all of it will do
                 if least <= len(text := matching(pattern, self._random, self._effort)) <= most:
                     return text
-            raise OutOfReach("a pattern and the length of its string do not go together")
+            raise UnsupportedSchema("a pattern and the length of its string do not go together")
         if "format" in schema:
             text = _FORMATS.get(schema["format"], "")
             if not text or not least <= len(text) <= most:
-                raise OutOfReach(f"the format {schema['format'][:60]!r} is not supported")
+                raise UnsupportedSchema(f"the format {schema['format'][:60]!r} is not supported")
             return text
         words = self._random.choice(_WORDS)
         while len(words) < least:
@@ -280,14 +280,14 @@ class Examples:
             candidates.append((max(low, above) + min(high, below)) / 2)
         fitting = [value for value in candidates if low <= value <= high and above < value < below]
         if not fitting:
-            raise OutOfReach("no number fits its bounds")
+            raise UnsupportedSchema("no number fits its bounds")
         chosen: float = self._random.choice(fitting)
         return int(chosen) if float(chosen).is_integer() else chosen
 
 
 def _filled(value: Any, keyword: str) -> list[Any]:
     if not isinstance(value, list) or not value:
-        raise OutOfReach(f"{keyword} is no list or an empty one")
+        raise UnsupportedSchema(f"{keyword} is no list or an empty one")
     return value
 
 
@@ -295,7 +295,7 @@ def _common_type(one: Any, other: Any) -> Any:
     left, right = ([kind] if isinstance(kind, str) else list(kind) for kind in (one, other))
     common = [kind for kind in left if kind in right]
     if not common:
-        raise OutOfReach("allOf demands two types at once")
+        raise UnsupportedSchema("allOf demands two types at once")
     return common
 
 
