@@ -18,8 +18,8 @@ from services.gateway.pipeline.stages import (
     Placement,
     PlacementRequest,
     Route,
-    Said,
     Sink,
+    TextDelta,
     TokenizedPrompt,
     WorkerEntry,
 )
@@ -88,14 +88,14 @@ class Numbers:
         self._left = most
         self._head = f"({prompt_tokens})"
 
-    def feed(self, token_ids: Sequence[int]) -> Said:
+    def feed(self, token_ids: Sequence[int]) -> TextDelta:
         taken = token_ids[: self._left]
         self._left -= len(taken)
         head, self._head = self._head, ""
-        return Said(text=head + "".join(f" {token}" for token in taken), stopped=not self._left)
+        return TextDelta(text=head + "".join(f" {token}" for token in taken), stopped=not self._left)
 
-    def end(self, reason: FinishReason, stop_token_id: int | None) -> Said:
-        return Said()
+    def end(self, reason: FinishReason, stop_token_id: int | None) -> TextDelta:
+        return TextDelta()
 
 
 class Moderated(Pipeline):

@@ -18,10 +18,10 @@ from services.gateway.http.settings import HttpSettings
 from services.gateway.pipeline.config import (
     ALIASES,
     Disaggregation,
-    FieldReader,
     PipelineConfig,
     PresetName,
     Routing,
+    StageLocation,
     parse_stages,
     resolve,
 )
@@ -120,10 +120,10 @@ class GatewaySettings(HttpSettings, BodySettings, AuditSettings, HttpsSettings, 
     pipeline_config: Path | None = Field(
         None, description="TOML, YAML or JSON file with the pipeline's knobs; flags change what it says"
     )
-    preprocessing: FieldReader | None = Field(
+    preprocessing: StageLocation | None = Field(
         None, description="who makes token ids: preprocess services (frontend, default) or the worker's engine"
     )
-    postprocessing: FieldReader | None = Field(
+    postprocessing: StageLocation | None = Field(
         None, description="who makes text: postprocess services (frontend, default) or the worker's engine"
     )
     routing: Routing | None = Field(

@@ -28,7 +28,7 @@ from tests.engines.servers import ROOT, python
 from tests.support.engines import until
 from tests.support.marked_vocabulary import build_marked_model, markers_in
 from tests.support.parser_corpus import TOOLS, corpus
-from tests.support.parsing import Said, said
+from tests.support.parsing import ParsedDelta, said
 
 pytestmark = pytest.mark.engines
 
@@ -81,7 +81,7 @@ class Both:
         answer: dict[str, Any] = json.loads(line)
         return answer
 
-    async def ours(self, options: StreamOptions, ids: list[int]) -> tuple[Said, int]:
+    async def ours(self, options: StreamOptions, ids: list[int]) -> tuple[ParsedDelta, int]:
         async with asyncio.timeout(WAIT_S):
             events, finish = await self.opener.parse(
                 [*ids, self.eos], options, self.vocabulary, FinishReason.STOP, "request"

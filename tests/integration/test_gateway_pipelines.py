@@ -11,8 +11,8 @@ import pytest
 
 from services.common.errors import ErrorKind, SluiceError
 from services.gateway.core.request import GenerationRequest, TokenizedPrompt
+from services.gateway.pipeline import models as pipelines_module
 from services.gateway.pipeline.config import PipelineConfig
-from services.gateway.pipeline.pipeline import models as pipelines_module
 from services.gateway.pipeline.stages import Components
 from services.gateway.workers.registry import WorkerEntry
 from tests.support.survival import Stage, asking, staged, until

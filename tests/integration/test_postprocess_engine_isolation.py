@@ -12,7 +12,7 @@ import pytest
 from services.postprocess.parsers.isolated.remote import RemoteStream
 from services.postprocess.streams.factory import CustomParsers, StreamFactory
 from services.postprocess.streams.stream import FinishReason, Limits, StreamOptions
-from tests.support.parsing import TOOLS, Said, said
+from tests.support.parsing import TOOLS, ParsedDelta, said
 from tests.support.vocabularies import tekken
 
 PACKAGE = Path(__file__).parents[1] / "support" / "fake_vllm_package"
@@ -37,7 +37,7 @@ def opened(opener: StreamFactory) -> RemoteStream:
     return stream
 
 
-async def heard(stream: RemoteStream) -> Said:
+async def heard(stream: RemoteStream) -> ParsedDelta:
     news = asyncio.Event()
     stream.changed = news.set
     async with asyncio.timeout(WAIT_S):

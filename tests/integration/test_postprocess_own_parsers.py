@@ -16,7 +16,7 @@ from services.postprocess.parsers.isolated.host import ParserHost
 from services.postprocess.parsers.isolated.remote import RemoteStream
 from services.postprocess.streams.factory import AnyParsed, CustomParsers, StreamFactory
 from services.postprocess.streams.stream import FinishReason, Limits, StreamOptions
-from tests.support.parsing import Said, said
+from tests.support.parsing import ParsedDelta, said
 from tests.support.vocabularies import tekken
 
 SHOUTING = "tests.support.own_parsers:Shouting"
@@ -50,7 +50,7 @@ class Listener:
     def end(self) -> None:
         self.stream.end(FinishReason.STOP)
 
-    async def heard(self) -> Said:
+    async def heard(self) -> ParsedDelta:
         async with asyncio.timeout(WAIT_S):
             while self.stream.finish is None:
                 await self.news.wait()

@@ -23,7 +23,7 @@ from services.common.rpc.errors import from_rpc_error
 from services.common.rpc.rotating_channel import PeerCredentials
 from services.gateway.clients.router import RouterClient
 from services.gateway.core.request import TokenizedPrompt
-from services.gateway.workers.registry import Catalogue
+from services.gateway.workers.registry import WorkerRegistry
 from sluice.v1 import router_pb2, router_pb2_grpc
 from tests.support.router_cluster import MODEL, FakeWorker, RouterProcess, routers, until
 from tests.support.tiny_models import build_tiny_model
@@ -139,7 +139,7 @@ async def test_gateway_clients_and_workers_show_their_token() -> None:
         await worker.attach(caller)  # type: ignore[arg-type]  # all it needs is a stub
         credentials = PeerCredentials(None, shows("right", "router"))
         client = RouterClient([f"127.0.0.1:{router.port}"], credentials, 20, owner="me")
-        catalogue = Catalogue(client.replicas, lambda entry: None, lambda worker_id: None, client.owner)
+        catalogue = WorkerRegistry(client.replicas, lambda entry: None, lambda worker_id: None, client.owner)
         await client.replicas.start()
         following = asyncio.create_task(catalogue.run())
         reporting = asyncio.create_task(client.run_reports())

@@ -14,7 +14,7 @@ from services.common.hashing import block_hashes
 from services.common.packing import pack_u32
 from services.gateway.clients.router import RouterClient
 from services.gateway.core.request import Route, TokenizedPrompt
-from services.gateway.workers.registry import Catalogue
+from services.gateway.workers.registry import WorkerRegistry
 from sluice.v1 import router_pb2
 from tests.support.redis_server import RedisServer
 from tests.support.router_cluster import BLOCK, MODEL, FakeWorker, RouterProcess, routers, until
@@ -267,7 +267,7 @@ class Gateway:
 
     def __init__(self, pair: list[RouterProcess], owner: str) -> None:
         self.client = RouterClient([f"127.0.0.1:{replica.port}" for replica in pair], None, 20, owner)
-        self.catalogue = Catalogue(self.client.replicas, lambda entry: None, lambda worker_id: None, owner)
+        self.catalogue = WorkerRegistry(self.client.replicas, lambda entry: None, lambda worker_id: None, owner)
 
     async def start(self) -> None:
         await self.client.replicas.start()

@@ -28,7 +28,7 @@ from services.worker.engines.contract.generation import FinishReason, GenerateRe
 from services.worker.engines.mock import MockEngine
 from services.worker.engines.mock.guided import guided_text
 from services.worker.engines.mock.guided.effort import MOST_STEPS, Effort, SchemaTooComplex
-from services.worker.engines.sglang.request_state import Flight as SglangFlight
+from services.worker.engines.sglang.request_state import RequestState as SglangFlight
 from services.worker.engines.transformers.guidance import Constraint, GrammarLimits, Grammars
 from services.worker.engines.vllm import library
 from services.worker.engines.vllm.engine import VllmEngine

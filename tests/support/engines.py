@@ -17,14 +17,14 @@ from services.worker.engines.contract.generation import (
     Stop,
     Usage,
 )
-from services.worker.engines.mock.vocabulary import Vocabulary
+from services.worker.engines.mock.vocabulary import MockVocabulary
 from services.worker.kv_events.cache_events import BlocksRemoved, BlocksStored, KvEvent
 from services.worker.settings import WorkerSettings
 
 BOS, EOS, TURN = 0, 1, 2
 
 
-class WordVocabulary(Vocabulary):
+class WordVocabulary(MockVocabulary):
     """One id a word, given out on first sight; 0 begins, 1 ends, 2 separates turns."""
 
     def __init__(self, size: int = 5_000) -> None:

@@ -25,7 +25,7 @@ TOOLS = (
 
 
 @dataclass(frozen=True)
-class TextDelta:
+class ParsedDelta:
     """An answer as its events say it; `order` has the kinds in turn."""
 
     content: str
@@ -35,7 +35,7 @@ class TextDelta:
     order: tuple[str, ...]
 
 
-def said(events: Iterable[Event]) -> TextDelta:
+def said(events: Iterable[Event]) -> ParsedDelta:
     """What events come to, however they were cut."""
     events = list(events)
     plain = merge(event for event in events if not isinstance(event, Degraded))
@@ -46,7 +46,7 @@ def said(events: Iterable[Event]) -> TextDelta:
     starts = [event for event in plain if isinstance(event, CallStart)]
     assert [start.call for start in starts] == list(range(len(starts)))
     assert len({start.id for start in starts}) == len(starts)
-    return TextDelta(
+    return ParsedDelta(
         "".join(event.text for event in plain if isinstance(event, Content)),
         "".join(event.text for event in plain if isinstance(event, Reasoning)),
         tuple((start.name, arguments.get(start.call, ""), start.id) for start in starts),
@@ -55,7 +55,7 @@ def said(events: Iterable[Event]) -> TextDelta:
     )
 
 
-def parsed(names: ParserNames, pieces: Sequence[str], context: ParserContext | None = None) -> TextDelta:
+def parsed(names: ParserNames, pieces: Sequence[str], context: ParserContext | None = None) -> ParsedDelta:
     """What a parser says about a text in pieces."""
     parser = build(names, context or ParserContext(TOOLS, identity="request-1"))
     events: list[Event] = []

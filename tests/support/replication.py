@@ -11,7 +11,7 @@ from services.router.kv_index.events import BlockOp, EventBatch, Kind, Tier
 from services.router.router import Router, RouterConfig
 from services.router.store.redis import RedisStore
 from services.router.workers.stream import WorkerStream
-from services.router.workers.stream_messages import Replies, Report, SnapshotChunk, TextDelta
+from services.router.workers.stream_messages import Replies, Report, Said, SnapshotChunk
 from services.router.workers.worker import Role, Worker, WorkerRank
 from tests.support.redis_server import RedisServer
 
@@ -144,7 +144,7 @@ class Engine:
         self.sequences[rank] += 1
         return EventBatch(rank, self.sequences[rank], (BlockOp(kind, tier, pack_u64(hashes)),))
 
-    async def say(self, *said: TextDelta) -> None:
+    async def say(self, *said: Said) -> None:
         """Tells its router, and sends the snapshots that it asks for."""
         if self.attachment is None:
             return

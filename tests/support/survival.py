@@ -51,7 +51,7 @@ from services.postprocess import service as postprocess
 from services.postprocess.detokenize.registry import VocabularyRegistry
 from services.postprocess.settings import PostprocessSettings
 from services.postprocess.streams.factory import StreamFactory
-from services.worker.engines.mock.vocabulary import Vocabulary, load_vocabulary
+from services.worker.engines.mock.vocabulary import MockVocabulary, load_vocabulary
 from services.worker.serving.server import WorkerServer
 from sluice.v1 import postprocess_pb2, postprocess_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tests.support.workers import hosted
@@ -244,7 +244,7 @@ class Bookings:
 
 
 class _Preprocess:
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: MockVocabulary) -> None:
         self._vocabulary = vocabulary
 
     async def tokenize(self, model: str, prompt: Any, *rest: Any) -> TokenizedPrompt:

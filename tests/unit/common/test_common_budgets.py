@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from services.common import budgets
-from services.common.budgets import BudgetPool, RetryBudget
+from services.common.budgets import Budget, BudgetPool
 from services.common.errors import ErrorKind, SluiceError
 
 
@@ -19,13 +19,13 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_budget_amount_at_limit_passes(refused: list[str]) -> None:
-    RetryBudget("schema_nodes", 3, "--max-schema-nodes").check(3, "The nodes")
+    Budget("schema_nodes", 3, "--max-schema-nodes").check(3, "The nodes")
     assert refused == []
 
 
 def test_budget_amount_over_limit_raises_and_counts(refused: list[str]) -> None:
     with pytest.raises(SluiceError, match="--max-schema-nodes") as caught:
-        RetryBudget("schema_nodes", 3, "--max-schema-nodes").check(4, "The nodes", param="tools")
+        Budget("schema_nodes", 3, "--max-schema-nodes").check(4, "The nodes", param="tools")
     assert (caught.value.kind, caught.value.param, caught.value.code) == (
         ErrorKind.INVALID_ARGUMENT,
         "tools",
@@ -36,7 +36,7 @@ def test_budget_amount_over_limit_raises_and_counts(refused: list[str]) -> None:
 
 def test_budget_undeclared_name_raises() -> None:
     with pytest.raises(ValueError, match="not a declared budget"):
-        RetryBudget("everything", 1, "--max-everything")
+        Budget("everything", 1, "--max-everything")
 
 
 async def test_budget_pool_full_grants_waiting_shares_in_order() -> None:
@@ -107,5 +107,5 @@ async def test_budget_pool_missing_is_what_the_first_waiting_share_lacks() -> No
 
 
 def test_budget_excess_without_an_error_is_counted(refused: list[str]) -> None:
-    RetryBudget("pipelined_requests", 4, "--max-pipelined-requests").count()
+    Budget("pipelined_requests", 4, "--max-pipelined-requests").count()
     assert refused == ["pipelined_requests"]

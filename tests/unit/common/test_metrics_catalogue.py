@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from services.common.observability import instruments
 from services.common.observability.declarations import MODEL, Declared, MetricDeclarations
-from services.common.observability.instruments import Counter, Histogram, Level, watch
+from services.common.observability.instruments import Counter, Gauge, Histogram, watch
 from services.common.observability.label_bounds import OTHER, Label, LabelBounds
 from sluice import metrics
 
@@ -133,7 +133,7 @@ def test_ages_are_folded_to_the_oldest(scrape: Scrape) -> None:
 
 
 def test_levels_go_down_again(scrape: Scrape) -> None:
-    level = Level(MetricDeclarations("test").gauge("streams", "alive"))
+    level = Gauge(MetricDeclarations("test").gauge("streams", "alive"))
     level.add(+2)
     level.add(-1)
     assert scrape.points("sluice_test_streams") == {(): 1}

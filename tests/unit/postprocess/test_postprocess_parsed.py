@@ -28,7 +28,7 @@ from services.postprocess.streams.parser_selection import plan_of
 from services.postprocess.streams.session import PostSession, SessionLimits
 from services.postprocess.streams.stream import Finish, FinishReason, Limits, Stream, StreamOptions
 from services.postprocess.wire import to_text_batch
-from tests.support.parsing import TOOLS, Said, said
+from tests.support.parsing import TOOLS, ParsedDelta, said
 from tests.support.tiny_models import CHATML
 from tests.support.vocabularies import byte_level, tekken, word_piece
 
@@ -51,7 +51,9 @@ def opened(options: StreamOptions = OPTIONS, known: Any = None) -> ParsedStream:
     return stream
 
 
-def run(tokens: list[int], cuts: list[int], options: StreamOptions = OPTIONS, known: Any = None) -> tuple[Said, Finish]:
+def run(
+    tokens: list[int], cuts: list[int], options: StreamOptions = OPTIONS, known: Any = None
+) -> tuple[ParsedDelta, Finish]:
     stream = opened(options, known)
     for a, b in itertools.pairwise([0, *sorted(cut % (len(tokens) + 1) for cut in cuts), len(tokens)]):
         stream.feed(tokens[a:b])
@@ -101,7 +103,7 @@ def test_a_stop_string_counts_wherever_it_stands_and_ends_the_stream() -> None:
     stream.feed(tekken().encode(ANSWER))
     assert stream.finish is not None
     assert (stream.finish.reason, stream.finish.stop_string) == (FinishReason.STOP, "Bedenke")
-    assert said(stream.events) == Said("", "", (), frozenset(), ())
+    assert said(stream.events) == ParsedDelta("", "", (), frozenset(), ())
 
 
 def test_special_tokens_that_are_markup_are_seen_and_others_skipped() -> None:

@@ -9,17 +9,17 @@ import pytest
 from services.postprocess.parsers.base import ParserContext
 from services.postprocess.parsers.events import CallArguments, CallStart
 from services.postprocess.parsers.registry import ParserNames, build
-from tests.support.parsing import TOOLS, Said, parsed
+from tests.support.parsing import TOOLS, ParsedDelta, parsed
 
 CITY = '{"city": "Zürich 🌧️"}'
 
 
-def one(tool: str, text: str, reasoning: str = "", **more: object) -> Said:
+def one(tool: str, text: str, reasoning: str = "", **more: object) -> ParsedDelta:
     context = ParserContext(TOOLS, identity="r", **more)  # type: ignore[arg-type]
     return parsed(ParserNames(tool, reasoning), [text], context)
 
 
-def calls(said: Said) -> list[tuple[str, str]]:
+def calls(said: ParsedDelta) -> list[tuple[str, str]]:
     return [call[:2] for call in said.calls]
 
 
@@ -167,9 +167,9 @@ def test_a_call_that_is_cut_off_keeps_what_it_has(name: str) -> None:
 
 def test_an_ordinary_answer_in_json_is_no_call() -> None:
     for text in ('{"name": "Bob", "age": 3}', '{"name": "unknown_tool", "parameters": {}}', "{", '{"a": [1]} text'):
-        assert one("llama3_json", text) == Said(text, "", (), frozenset(), ("Content",))
+        assert one("llama3_json", text) == ParsedDelta(text, "", (), frozenset(), ("Content",))
     for text in ("[1, 2]", "[unknown(a=1)]", "[see](http://x)", "["):
-        assert one("pythonic", text) == Said(text, "", (), frozenset(), ("Content",))
+        assert one("pythonic", text) == ParsedDelta(text, "", (), frozenset(), ("Content",))
 
 
 def test_pythonic_arguments_become_json() -> None:

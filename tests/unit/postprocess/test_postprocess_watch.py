@@ -11,7 +11,7 @@ from services.postprocess.parsers.events import Content, Event
 from services.postprocess.parsers.watchdog import HELD_AT_MOST, WATCH
 from services.postprocess.streams.parsed import ParsedStream
 from services.postprocess.streams.stream import FinishReason, Limits, Stream, StreamOptions
-from tests.support.parsing import Said, said
+from tests.support.parsing import ParsedDelta, said
 from tests.support.vocabularies import tekken
 
 
@@ -72,7 +72,7 @@ def stream_of(parser: Parser) -> ParsedStream:
     return ParsedStream(Stream(StreamOptions("m"), tekken().vocabulary, Limits()), parser)
 
 
-def heard(stream: ParsedStream, text: str) -> Said:
+def heard(stream: ParsedStream, text: str) -> ParsedDelta:
     stream.feed(tekken().encode(text))
     stream.end(FinishReason.STOP)
     assert stream.finish is not None

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from services.common.errors import ErrorKind, SluiceError
 from services.common.models import ModelSpec
 from services.postprocess.detokenize.registry import load
-from services.postprocess.detokenize.vocabulary import MockVocabulary
+from services.postprocess.detokenize.vocabulary import Vocabulary
 from services.postprocess.parsers.events import CallArguments, Content, Event, Reasoning, merge
 from services.postprocess.parsers.registry import ParserNames
 from services.postprocess.streams.factory import StreamFactory
@@ -44,7 +44,7 @@ CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</
 
 
 @cache
-def vocabulary() -> MockVocabulary:
+def vocabulary() -> Vocabulary:
     return load(ModelSpec("tiny", str(tiny_folder())))
 
 
