@@ -71,53 +71,53 @@ async def serve(settings: GatewaySettings, stop: Stop) -> None:
         settings.route_timeout_s,
         owner=f"gateway-{uuid.uuid4().hex}",
     )
-    switchboard = ObservedStreamManager(
+    stream_manager = ObservedStreamManager(
         settings.max_streams, router.prefill_complete, router.free, metrics, settings.postprocess_wait_s
     )
-    metrics.watch(lambda: switchboard.live)
-    fleet = ConnectionManager(
+    metrics.watch(lambda: stream_manager.live)
+    connections = ConnectionManager(
         settings.postprocess,
         credentials,
         settings.connect_timeout_s,
-        switchboard,
+        stream_manager,
         tasks,
         settings.worker_message_mb << 20,
         Budget("batch_tokens", settings.max_batch_tokens, "--max-batch-tokens"),
     )
-    catalogue = WorkerRegistry(router.replicas, fleet.worker_up, fleet.worker_down, router.owner)
+    registry = WorkerRegistry(router.replicas, connections.worker_up, connections.worker_down, router.owner)
     components = Components(
         preprocess=preprocess,
         router=router,
-        catalogue=catalogue,
-        fleet=fleet,
-        switchboard=switchboard,
+        registry=registry,
+        connections=connections,
+        stream_manager=stream_manager,
         metrics=metrics,
         tasks=tasks,
         migration=settings.migration_policy,
         route_timeout_s=settings.route_timeout_s,
         post_wait_s=settings.postprocess_wait_s,
     )
-    pieces = TokenPieces(fleet.postprocess)
+    pieces = TokenPieces(connections.postprocess)
     pipelines = Pipelines(
         settings.pipeline, components, settings.model_grace_s, (pieces.forget,), settings.tokenize_timeout_s
     )
 
-    parity = TokenizerParity(preprocess.tokenizers, catalogue.of_model, lambda: list(catalogue.models))
-    pacer = WriteScheduler(KeepaliveMonitor(settings.comment_every_s, settings.write_timeout_s))
+    parity = TokenizerParity(preprocess.tokenizers, registry.of_model, lambda: list(registry.models))
+    write_scheduler = WriteScheduler(KeepaliveMonitor(settings.comment_every_s, settings.write_timeout_s))
     bodies = BodyMemory(settings.body_memory_bytes, BodyPace(settings.large_body_share))
-    openai = OpenAIEndpoints(pipelines, settings, pacer, parity, pieces, bodies)
-    conductor = BlockAnswerRunner(pipelines, settings, pacer, pieces)
+    openai = OpenAIEndpoints(pipelines, settings, write_scheduler, parity, pieces, bodies)
+    block_runner = BlockAnswerRunner(pipelines, settings, write_scheduler, pieces)
     kept = build_store(settings, tasks)
-    readiness = Readiness(preprocess, router, catalogue, fleet, settings.pipeline.services)
+    readiness = Readiness(preprocess, router, registry, connections, settings.pipeline.services)
     app = create_app(
         openai,
         TokenEndpoints(pipelines, settings, bodies),
-        EmbeddingEndpoints(pipelines, EmbedClient(catalogue, fleet, settings.embed_timeout_s), settings, bodies),
+        EmbeddingEndpoints(pipelines, EmbedClient(registry, connections, settings.embed_timeout_s), settings, bodies),
         readiness,
         metrics,
         [
-            partial(add_responses, endpoints=ResponsesEndpoints(conductor, settings, kept, bodies)),
-            partial(add_messages, endpoints=MessagesEndpoints(conductor, settings, bodies)),
+            partial(add_responses, endpoints=ResponsesEndpoints(block_runner, settings, kept, bodies)),
+            partial(add_messages, endpoints=MessagesEndpoints(block_runner, settings, bodies)),
         ],
     )
     gate = build_gate(settings, settings.listen, tasks)
@@ -127,27 +127,31 @@ async def serve(settings: GatewaySettings, stop: Stop) -> None:
     app.add_middleware(HostMiddleware, policy=host_policy(settings), on_refused=gate.count_refused)
     app.add_middleware(AnthropicDialect)  # outermost, because errors of all the others get its form
     close_audit = auditing.attach(app, settings, tasks)
-    view = LiveView(preprocess, router, switchboard, catalogue, fleet, settings.ui_viewers) if settings.ui else None
+    view = (
+        LiveView(preprocess, router, stream_manager, registry, connections, settings.ui_viewers)
+        if settings.ui
+        else None
+    )
     add_live_view(app, view)
     server = build_server(settings, app, https_context(settings))
 
-    replica_sets = (preprocess.replicas, router.replicas, fleet.postprocess)
+    replica_sets = (preprocess.replicas, router.replicas, connections.postprocess)
     for replicas in replica_sets:
         replicas.on_event = partial(metrics.trouble, replicas.peer)
         await replicas.start()
-    tasks.spawn(catalogue.run(), "catalogue")
+    tasks.spawn(registry.run(), "registry")
     tasks.spawn(pipelines.run(), "models")
     tasks.spawn(parity.run(), "parity")
     tasks.spawn(router.run_reports(), "reports")
-    tasks.spawn(fleet.run_sweeps(), "sweeps")
+    tasks.spawn(connections.run_sweeps(), "sweeps")
     silent = WorkerWatchdog(
-        lambda: fleet.workers,
-        switchboard.computing,
+        lambda: connections.workers,
+        stream_manager.computing,
         settings.token_timeout_s,
         partial(metrics.trouble, "worker", SILENT),
     )
     tasks.spawn(silent.run(), "silent-workers")
-    tasks.spawn(_sweep_stalled(switchboard, settings.stall_timeout_s), "stalled")
+    tasks.spawn(_sweep_stalled(stream_manager, settings.stall_timeout_s), "stalled")
     if view is not None:
         tasks.spawn(view.run(), "live-view")
     await readiness.first(FIRST_READY_S)
@@ -159,7 +163,7 @@ async def serve(settings: GatewaySettings, stop: Stop) -> None:
     if view is not None:
         view.close()
     server.stop()
-    ending = asyncio.get_running_loop().call_later(settings.drain_s, switchboard.give_up_all, shutting_down())
+    ending = asyncio.get_running_loop().call_later(settings.drain_s, stream_manager.give_up_all, shutting_down())
     await asyncio.gather(serving, return_exceptions=True)
     ending.cancel()
     await router.flush_reports(LAST_REPORTS_S)
@@ -171,10 +175,10 @@ async def serve(settings: GatewaySettings, stop: Stop) -> None:
         await replicas.close()
 
 
-async def _sweep_stalled(switchboard: StreamManager, stall_timeout_s: float) -> None:
+async def _sweep_stalled(stream_manager: StreamManager, stall_timeout_s: float) -> None:
     while True:
         await asyncio.sleep(stall_timeout_s)
-        switchboard.sweep_stalled()
+        stream_manager.sweep_stalled()
 
 
 def main() -> None:

@@ -35,14 +35,14 @@ class Readiness:
         self,
         preprocess: PreprocessClient,
         router: RouterClient,
-        catalogue: WorkerRegistry,
-        fleet: ConnectionManager,
+        registry: WorkerRegistry,
+        connections: ConnectionManager,
         needed: Collection[str] = ALL,
     ) -> None:
         self._preprocess = preprocess
         self._router = router
-        self._catalogue = catalogue
-        self._fleet = fleet
+        self._registry = registry
+        self._connections = connections
         self._needed = needed
         self.leaving = False  # it answers what runs and takes no more
 
@@ -56,7 +56,7 @@ class Readiness:
 
     @property
     def _complete(self) -> bool:
-        return bool(self.state()["ready"]) and self._fleet.connected_workers >= len(self._catalogue.workers)
+        return bool(self.state()["ready"]) and self._connections.connected_workers >= len(self._registry.workers)
 
     def report(self, permit: Permit) -> dict[str, Any]:
         """The state as far as a request may know it: its own models, and without a key no names at all."""
@@ -76,13 +76,13 @@ class Readiness:
         """
         if not permit.may_use(model):
             raise not_found("The model does not exist.", param="model", code="model_not_found")
-        entries = [entry for entry in self._catalogue.of_model(model) if self._is_connected(entry.worker_id)]
+        entries = [entry for entry in self._registry.of_model(model) if self._is_connected(entry.worker_id)]
         roles = {entry.role for entry in entries}
         complete = any(entry.runs_alone for entry in entries) or roles >= {Role.PREFILL, Role.DECODE}
         return {"ready": self.state()["ready"] and complete, "workers": len(entries)}
 
     def _is_connected(self, worker_id: str) -> bool:
-        link = self._fleet.find(worker_id)
+        link = self._connections.find(worker_id)
         return link is not None and link.connected
 
     def state(self) -> dict[str, Any]:
@@ -90,12 +90,12 @@ class Readiness:
         services = {
             "preprocess": len(self._preprocess.replicas.serving),
             "router": len(self._router.replicas.serving),
-            "postprocess": len(self._fleet.postprocess.serving),
+            "postprocess": len(self._connections.postprocess.serving),
         }
         return {
-            "ready": not self.leaving and all(services[name] for name in self._needed) and self._catalogue.synced,
+            "ready": not self.leaving and all(services[name] for name in self._needed) and self._registry.synced,
             "services": services,
-            "workers": self._fleet.connected_workers,
+            "workers": self._connections.connected_workers,
             "pid": os.getpid(),  # several gateways may share a port
-            "models": list(self._catalogue.models),
+            "models": list(self._registry.models),
         }

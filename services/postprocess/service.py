@@ -54,12 +54,12 @@ class PostprocessService(postprocess_pb2_grpc.PostprocessServicer):
         self,
         library: VocabularyRegistry,
         limits: SessionLimits,
-        opener: StreamFactory,
+        stream_factory: StreamFactory,
         on_death: Callable[[str, BaseException], None] | None = None,
     ) -> None:
         self._library = library
         self._limits = limits
-        self._opener = opener
+        self._stream_factory = stream_factory
         self._on_death = on_death
         self._metrics = Metrics()
         self._sessions: set[PostSession] = set()
@@ -86,7 +86,9 @@ class PostprocessService(postprocess_pb2_grpc.PostprocessServicer):
     async def Session(self, request_iterator: object, context: SessionContext) -> None:  # type: ignore[override]
         """See postprocess.proto."""
         writer = BatchWriter(lambda: to_text_batch(session.drain()), context.write)
-        session = PostSession(self._library, self._limits, self._metrics, writer.wake, self._on_death, self._opener)
+        session = PostSession(
+            self._library, self._limits, self._metrics, writer.wake, self._on_death, self._stream_factory
+        )
 
         def on_message(message: postprocess_pb2.PostSessionRequest) -> None:
             began_s = perf_counter()
@@ -145,7 +147,7 @@ class PostprocessService(postprocess_pb2_grpc.PostprocessServicer):
             raise SluiceError(ErrorKind.TOO_LARGE, f"{len(tokens)} tokens are too many.", param="token_ids")
         vocabulary = await self._library.get(options.model)
         reason, identity = to_reason(request.finish_reason), secrets.token_hex(12)
-        events, finish = await self._opener.parse(tokens, options, vocabulary, reason, identity)
+        events, finish = await self._stream_factory.parse(tokens, options, vocabulary, reason, identity)
         if finish.error is not None:
             raise finish.error
         self._metrics.took(len(tokens))
@@ -219,17 +221,17 @@ async def serve(settings: PostprocessSettings, stop: Stop) -> None:
         settings.engines,
         settings.later_engines,
     )
-    opener = StreamFactory(limits.stream, own, stop.fail)
-    service = PostprocessService(library, limits, opener, stop.fail)
+    stream_factory = StreamFactory(limits.stream, own, stop.fail)
+    service = PostprocessService(library, limits, stream_factory, stop.fail)
     server = GrpcServer(settings, postprocess_pb2.DESCRIPTOR)
     postprocess_pb2_grpc.add_PostprocessServicer_to_server(service, server.server)
     await server.start()
-    learning = _learning(settings, library, opener, stop) if settings.learns else None
+    learning = _learning(settings, library, stream_factory, stop) if settings.learns else None
     try:
         if learning is not None:
             await learning.start()
-        await opener.start()
-        if not settings.preload or await _before(stop, _loaded(library, opener)):
+        await stream_factory.start()
+        if not settings.preload or await _before(stop, _loaded(library, stream_factory)):
             if learning is not None:
                 await learning.catch_up()
             await server.set_serving(True)
@@ -245,28 +247,28 @@ async def serve(settings: PostprocessSettings, stop: Stop) -> None:
         if learning is not None:
             await learning.close()
         await library.close()
-        await opener.close()
+        await stream_factory.close()
 
 
 def _learning(
-    settings: PostprocessSettings, library: VocabularyRegistry, opener: StreamFactory, stop: Stop
+    settings: PostprocessSettings, library: VocabularyRegistry, stream_factory: StreamFactory, stop: Stop
 ) -> ModelDiscovery:
     async def learned(model: DiscoveredModel) -> None:
         await library.add(settings.learned_spec(model))
         settings.warn_without_native_code(model)
-        await opener.prepare_for(await library.get(model.spec.name))
+        await stream_factory.prepare_for(await library.get(model.spec.name))
 
     async def gone(model: DiscoveredModel) -> None:
         if source := library.remove(model.spec.name):
-            opener.release(source)
+            stream_factory.release(source)
 
     configured = {spec.name for spec in settings.served}
     return ModelDiscovery("postprocess", settings, configured, library, learned, gone, stop)
 
 
-async def _loaded(library: VocabularyRegistry, opener: StreamFactory) -> None:
+async def _loaded(library: VocabularyRegistry, stream_factory: StreamFactory) -> None:
     """All models, and the engines' parsers that `auto` means for them."""
-    await asyncio.gather(*(opener.prepare_for(vocabulary) for vocabulary in await library.load_all()))
+    await asyncio.gather(*(stream_factory.prepare_for(vocabulary) for vocabulary in await library.load_all()))
 
 
 async def _before(stop: Stop, loading: Coroutine[Any, Any, None]) -> bool:

@@ -41,10 +41,10 @@ async def serve(settings: PreprocessSettings, stop: Stop) -> None:
     # These threads only wait; what is waited for is bounded by the engines' own processes.
     patience_s = settings.work_limit_s + settings.engine_start_s  # a process that died is back within it
     waiters, for_foreign = (ComputePool(WAITING_THREADS, settings.max_waiting, 0, patience_s) for _ in range(2))
-    engines, speed = settings.engines, settings.speed
+    engines, encoder_options = settings.engines, settings.encoder_options
     registry = ModelRegistry(
         settings.served,
-        lambda spec: load_tokenizer(spec, limits, engines, speed, settings.template_file(spec.name)),
+        lambda spec: load_tokenizer(spec, limits, engines, encoder_options, settings.template_file(spec.name)),
         settings.load_wait_s,
     )
     server = GrpcServer(settings, preprocess_pb2.DESCRIPTOR)

@@ -102,7 +102,7 @@ class PreprocessSettings(ProcessingSettings, GrpcServiceSettings):
         }
 
     @property
-    def speed(self) -> EncoderOptions:
+    def encoder_options(self) -> EncoderOptions:
         """What tokenizers may do to be fast."""
         return EncoderOptions(self.fast_tokenizers, self.cache_mb << 20)
 

@@ -11,7 +11,7 @@ import httpx
 
 from tests.support.suite import Suite
 
-EXAMPLES = Path(__file__).parents[2] / "examples" / "hooks"
+EXAMPLES = Path(__file__).parents[2] / "examples" / "plugins"
 PATH = {"PYTHONPATH": os.pathsep.join([str(EXAMPLES), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
 
 

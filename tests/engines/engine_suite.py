@@ -625,9 +625,9 @@ async def refused_start(engine: EngineUnderTest, *flags: str, model: Path | None
     text = errors.decode()
     assert process.returncode not in (0, None), text
     assert "Traceback" not in text or engine.name in ("vllm", "vllm-grpc"), text
-    last_words = [line for line in text.splitlines() if " services.common.runner " in line]
-    assert len(last_words) == 1, text
-    return last_words[0]
+    crash_reason = [line for line in text.splitlines() if " services.common.runner " in line]
+    assert len(crash_reason) == 1, text
+    return crash_reason[0]
 
 
 def _python_path(engine: EngineUnderTest) -> str:

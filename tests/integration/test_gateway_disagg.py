@@ -23,7 +23,7 @@ from services.gateway.pipeline.config import PipelineConfig
 from services.gateway.streams.disaggregation import HANDOFF_REFUSED, NO_PREFILL, PREFILL_BUSY, PREFILL_FAILED
 from services.gateway.streams.migration_policy import MigrationPolicy
 from services.gateway.streams.stream import GenerationStream
-from services.gateway.workers import connections as fleet
+from services.gateway.workers import connections as connections
 from services.worker.engines.contract import handoff
 from tests.support.survival import Client, ObservedStream, Stage, asking, staged, until
 from tests.support.tiny_models import build_tiny_model
@@ -55,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "BACKOFF_S", (0.005, 0.05))
-    monkeypatch.setattr(fleet, "SWEEP_S", 0.05)
+    monkeypatch.setattr(connections, "SWEEP_S", 0.05)
 
 
 class Detailed(Client):
@@ -97,7 +97,7 @@ async def test_a_pair_answers_as_one_worker_does(folder: Path) -> None:
         for name, request in REQUESTS.items():
             told, alone = await hear(one, request)
             heard, shared = await hear(two, request)
-            assert two.bookings.last == ("w0", "w1")
+            assert two.reservations.last == ("w0", "w1")
             assert heard == told, name
             assert shared.positions == alone.positions
             assert shared.of_prompt == alone.of_prompt
@@ -130,7 +130,7 @@ async def test_several_requests_share_the_pair_and_free_it(folder: Path) -> None
     async with staged(folder, roles=("prefill", "decode")) as stage:
         heard = await asyncio.gather(*(stage.ask(request) for request in requests))
         assert [one.text for one in heard] == told
-        assert stage.bookings.made == len(requests)
+        assert stage.reservations.made == len(requests)
         await stage.quiet()
 
 
@@ -143,7 +143,7 @@ async def test_a_lost_prefill_worker_is_replaced_by_another(folder: Path) -> Non
         assert heard.usage[:2] == told.usage[:2]
         assert heard.finish is not None
         assert (heard.finish.migrations, heard.finish.degraded) == (1, ())
-        assert stage.bookings.last == ("w1", "w2")
+        assert stage.reservations.last == ("w1", "w2")
         await stage.quiet()
 
 
@@ -213,15 +213,15 @@ async def test_without_migration_a_lost_decode_worker_is_an_error(folder: Path) 
 async def test_a_decode_worker_that_is_gone_when_its_turn_comes(folder: Path) -> None:
     async with staged(folder, roles=("prefill", "decode", "decode")) as stage:
         told = await stage.ask(LONG)
-        board, worker = stage.pipeline.switchboard, stage.pipeline.fleet.worker("w1")
-        hand_over = board.hand_over
+        stream_manager, worker = stage.pipeline.stream_manager, stage.pipeline.connections.worker("w1")
+        hand_over = stream_manager.hand_over
 
         def too_late(stream: GenerationStream, handed: bytes) -> None:
             worker._connected.clear()
             worker.break_off()
             hand_over(stream, handed)
 
-        board.hand_over = too_late
+        stream_manager.hand_over = too_late
         heard = await stage.ask(LONG)
         assert heard.comparable.text == told.text
         assert heard.finish is not None
@@ -242,17 +242,17 @@ async def test_a_client_that_leaves_at_any_moment_leaves_nothing_behind(folder: 
 async def test_short_prompts_are_not_worth_the_way(folder: Path) -> None:
     async with staged(folder, roles=("prefill", "decode"), config=PipelineConfig(disagg_min_tokens=40)) as stage:
         heard = await stage.ask(asking("short", "Hi."))
-        assert stage.bookings.last == ("", "w1")
+        assert stage.reservations.last == ("", "w1")
         assert heard.finish is not None
         assert not heard.finish.degraded
         await stage.ask(asking("longer", "A long tale of rivers and of gates and of mills. " * 10))
-        assert stage.bookings.last == ("w0", "w1")
+        assert stage.reservations.last == ("w0", "w1")
 
 
 @pytest.mark.parametrize(("word", "mark"), [("pair_busy", (PREFILL_BUSY,)), ("few_uncached_tokens", ())])
 async def test_what_the_router_passes_over_is_said(folder: Path, word: str, mark: tuple[str, ...]) -> None:
     async with staged(folder, roles=("prefill", "decode")) as stage:
-        stage.bookings.skipped = word
+        stage.reservations.skipped = word
         heard = await stage.ask(asking("skipped", "Hi."))
         assert heard.finish is not None
         assert heard.finish.degraded == mark
@@ -268,7 +268,7 @@ async def test_decode_workers_alone_say_that_they_are(folder: Path) -> None:
 async def test_off_never_shares_and_require_never_runs_alone(folder: Path) -> None:
     async with staged(folder, roles=("prefill", "decode"), config=PipelineConfig(disaggregation="off")) as stage:
         heard = await stage.ask(asking("off", "Hi."))
-        assert stage.bookings.last == ("", "w1")
+        assert stage.reservations.last == ("", "w1")
         assert heard.finish is not None
         assert not heard.finish.degraded
     for roles in (("decode",), ("aggregated",), ("prefill",)):
@@ -287,8 +287,8 @@ async def test_without_a_router_the_pair_is_made_here(folder: Path) -> None:
         async def away(*arguments: Any, **more: Any) -> Any:
             raise SluiceError(ErrorKind.UNAVAILABLE, "away")
 
-        stage.bookings.route = away  # type: ignore[method-assign]
-        workers = stage.pipeline.catalogue.workers
+        stage.reservations.route = away  # type: ignore[method-assign]
+        workers = stage.pipeline.registry.workers
         workers["w1"] = replace(workers["w1"], capabilities=workers["w1"].capabilities - {"local_prefill"})
         heard = await stage.ask(asking("away", "Hi."))
         assert heard.finish is not None

@@ -48,34 +48,34 @@ async def test_a_replica_that_leaves_the_name_service_ends_no_gateway(
     monkeypatch.setattr(replicas, "_resolve", resolve)
     deaths: list[str] = []
     tasks = TaskOwner(on_death=lambda name, error: deaths.append(f"{name}: {error}"))
-    board = StreamManager(4, lambda *_: None, lambda *_: None, GatewayMetrics())
-    fleet = ConnectionManager(["post:1"], None, 5.0, board, tasks)
+    stream_manager = StreamManager(4, lambda *_: None, lambda *_: None, GatewayMetrics())
+    connections = ConnectionManager(["post:1"], None, 5.0, stream_manager, tasks)
     for host in hosts:
         await host.server.start()
         await host.server.set_serving(True)
     try:
-        await fleet.postprocess.start()
-        tasks.spawn(fleet.run_sweeps(), "sweeps")
-        await until(lambda: sum(link.connected for link in board.texts.links.values()) == 2)
+        await connections.postprocess.start()
+        tasks.spawn(connections.run_sweeps(), "sweeps")
+        await until(lambda: sum(link.connected for link in stream_manager.texts.links.values()) == 2)
         leaver = hosts[0]
         known.remove(leaver)
         await leaver.server.set_serving(False)
-        await until(lambda: board.texts.links[leaver.address].retired)
+        await until(lambda: stream_manager.texts.links[leaver.address].retired)
         await asyncio.sleep(0.2)  # ten looks at the name service
-        assert board.texts.links[leaver.address].connected, "what it carries may finish"
+        assert stream_manager.texts.links[leaver.address].connected, "what it carries may finish"
         if back:
             known.append(leaver)
             await leaver.server.set_serving(True)
-            await until(lambda: not board.texts.links[leaver.address].retired)
+            await until(lambda: not stream_manager.texts.links[leaver.address].retired)
             await asyncio.sleep(1.5)
-            assert all(link.connected for link in board.texts.links.values())
+            assert all(link.connected for link in stream_manager.texts.links.values())
             assert leaver.sessions == 1
         else:
-            await until(lambda: leaver.address not in fleet.postprocess._replicas)
-            assert list(board.texts.links) == [hosts[1].address]
+            await until(lambda: leaver.address not in connections.postprocess._replicas)
+            assert list(stream_manager.texts.links) == [hosts[1].address]
         assert not deaths
     finally:
         await tasks.close()
-        await fleet.postprocess.close()
+        await connections.postprocess.close()
         for host in hosts:
             await host.server.stop(0)

@@ -8,26 +8,26 @@ import pytest
 
 from services.common.errors import ErrorKind, SluiceError
 from services.common.packing import unpack_u32
-from services.gateway.core import routing_hints as directions
+from services.gateway.core import routing_hints as hints
 from services.gateway.core.request import FinishReason, StopParams
 from services.gateway.pipeline.config import PipelineConfig
 from services.worker.engines.mock.vocabulary import load_vocabulary
 from tests.support.survival import asking, staged
 from tests.support.tiny_models import build_tiny_model
 
-EXAMPLES = Path(__file__).parents[2] / "examples" / "hooks"
+EXAMPLES = Path(__file__).parents[2] / "examples" / "plugins"
 PROMPT = "Tell me of rivers."
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_model(tmp_path_factory.mktemp("hooks") / "tiny")
+    return build_tiny_model(tmp_path_factory.mktemp("plugins") / "tiny")
 
 
 @pytest.fixture(autouse=True)
 def examples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    directions.begin(directions.NO_HINTS)
+    hints.begin(hints.NO_HINTS)
 
 
 async def test_a_tokenize_stage(folder: Path) -> None:
@@ -46,7 +46,7 @@ async def test_a_route_stage(folder: Path) -> None:
             chosen.add(routes[0][1].worker_id)
             assert (await stage.ask(asking("r", PROMPT, cache_salt=salt))).text
         assert chosen == {"w0", "w1"}
-        assert stage.bookings.made == 0
+        assert stage.reservations.made == 0
         await stage.quiet()
 
 

@@ -33,7 +33,7 @@ class App:
     """Echoes JSON, and streams whatever the test says."""
 
     def __init__(self, watch: KeepaliveMonitor | None = None) -> None:
-        self.pacer = WriteScheduler(watch)
+        self.write_scheduler = WriteScheduler(watch)
         self.choices: list[StreamedChoices] = []
         self.served: list[str] = []
         self.over = 0
@@ -45,7 +45,7 @@ class App:
         try:
             if scope["path"] == "/stream":
                 choices = StreamedChoices(ChatFormat("chatcmpl-1", 1, "m", False), 1, False)
-                choices.stream = EventStream(choices, self.pacer, 64 << 10, {})
+                choices.stream = EventStream(choices, self.write_scheduler, 64 << 10, {})
                 self.choices.append(choices)
                 await choices.stream(scope, receive, send)
                 return
@@ -211,7 +211,7 @@ async def test_a_slow_reader_is_bounded_and_cut() -> None:
             await asyncio.sleep(0.001)
             assert written < 8 << 20, "it was never cut"
         await until(lambda: not server._server.server_state.connections)
-        assert len(app.pacer.silence) == 0
+        assert len(app.write_scheduler.silence) == 0
         client.close()
 
 

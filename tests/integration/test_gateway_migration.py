@@ -24,7 +24,7 @@ from services.gateway.core.request import (
     StructuredOutput,
 )
 from services.gateway.streams.migration import MigrationPolicy
-from services.gateway.workers import connections as fleet
+from services.gateway.workers import connections as connections
 from services.gateway.workers.registry import WorkerEntry
 from tests.support.survival import Client, ObservedStream, Stage, asking, staged, until
 from tests.support.tiny_models import build_tiny_model
@@ -81,7 +81,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "BACKOFF_S", (0.005, 0.05))
-    monkeypatch.setattr(fleet, "SWEEP_S", 0.05)
+    monkeypatch.setattr(connections, "SWEEP_S", 0.05)
 
 
 async def undisturbed(stage: Stage, request: GenerationRequest) -> ObservedStream:
@@ -141,7 +141,7 @@ async def test_a_drained_worker_hands_its_generations_over(folder: Path) -> None
         await stage.hosts[0].worker.drain(0)
         heard = await asyncio.gather(*asked)
         assert all(one.finish is not None and one.finish.migrations == 1 for one in heard)
-        stage.bookings.order = ["w1"]
+        stage.reservations.order = ["w1"]
         assert [one.comparable.text for one in heard] == [(await stage.ask(request)).text for request in requests]
         await stage.quiet()
 
@@ -170,8 +170,8 @@ async def test_generations_that_must_not_move_end_with_the_reason(
     folder: Path, policy: MigrationPolicy, request_of: dict[str, Any]
 ) -> None:
     async with staged(folder, policy=policy) as stage:
-        stage.pipeline.catalogue.workers = {
-            name: _without_resuming(entry) for name, entry in stage.pipeline.catalogue.workers.items()
+        stage.pipeline.registry.workers = {
+            name: _without_resuming(entry) for name, entry in stage.pipeline.registry.workers.items()
         }
         stage.knives[0].set(9)
         heard = await stage.ask(asking("stays", "Tell me of stones.", **request_of))
@@ -204,7 +204,7 @@ async def test_a_generation_does_not_go_back_to_a_worker_that_dies_too(folder: P
         heard = await asked
         assert heard.finish is not None
         assert heard.finish.migrations == 2
-        stage.bookings.order = ["w2"]
+        stage.reservations.order = ["w2"]
         assert heard.text == (await stage.ask(STORIES["plain"])).text
         await stage.quiet()
 
@@ -212,8 +212,8 @@ async def test_a_generation_does_not_go_back_to_a_worker_that_dies_too(folder: P
 async def test_nobody_left_is_a_typed_error_within_the_wait(folder: Path) -> None:
     async with staged(folder, workers=1, policy=MigrationPolicy(wait_s=0.3)) as stage:
         stage.knives[0].set(5)
-        stage.pipeline.fleet.worker("w0")._connect_timeout_s = 0.05
-        stage.pipeline.catalogue.workers.clear()
+        stage.pipeline.connections.worker("w0")._connect_timeout_s = 0.05
+        stage.pipeline.registry.workers.clear()
         with pytest.raises(SluiceError):
             await stage.ask(STORIES["plain"])
         assert not stage.left()

@@ -12,12 +12,12 @@ import pytest
 from services.common.errors import ErrorKind, SluiceError
 from services.common.packing import unpack_u32
 from services.gateway.clients import link
-from services.gateway.core import routing_hints as directions
+from services.gateway.core import routing_hints as hints
 from services.gateway.core.request import ChatPrompt, GenerationRequest, Parsing, SamplingParams, StopParams
 from services.gateway.core.routing_hints import RoutingHints
 from services.gateway.pipeline.config import PipelineConfig
 from services.gateway.streams.migration_policy import MigrationPolicy
-from services.gateway.workers import connections as fleet
+from services.gateway.workers import connections as connections
 from services.worker.engines.mock.vocabulary import load_vocabulary
 from tests.support.survival import asking, staged
 from tests.support.tiny_models import build_tiny_model
@@ -41,8 +41,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def undirected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "BACKOFF_S", (0.005, 0.05))
-    monkeypatch.setattr(fleet, "SWEEP_S", 0.05)
-    directions.begin(directions.NO_HINTS)
+    monkeypatch.setattr(connections, "SWEEP_S", 0.05)
+    hints.begin(hints.NO_HINTS)
 
 
 def config_of(pre: Any, post: Any, routing: Any, migration: bool) -> PipelineConfig:
@@ -72,17 +72,17 @@ async def test_every_combination_answers_the_same_or_is_refused(folder: Path, kn
             vocabulary = load_vocabulary(folder, "hf")
             assert unpack_u32(prompt.token_ids).tolist() == list(vocabulary.encode(REQUEST.prompt.text))  # type: ignore[union-attr]
             assert route.worker_id == "w0"
-            assert stage.bookings.made == 0
+            assert stage.reservations.made == 0
             return
         if routing == "direct":
-            directions.begin(RoutingHints(workers=("w0", "w1")))
+            hints.begin(RoutingHints(workers=("w0", "w1")))
         heard = await stage.ask(REQUEST)
         assert (heard.text, heard.reasoning) == HEARD
         assert heard.finish is not None
         assert heard.finish.stop_string == "END"
         assert not heard.finish.degraded
         assert heard.usage[0] == len(load_vocabulary(folder, "hf").encode(REQUEST.prompt.text))  # type: ignore[union-attr]
-        assert bool(stage.bookings.made) == (routing == "discover")
+        assert bool(stage.reservations.made) == (routing == "discover")
         assert bool(stage.replicas[0].service and stage.replicas[0].service._sessions) == (knobs[1] == "frontend")
         stage.knives[0].set(5)
         cut = await stage.ask(REQUEST)

@@ -18,7 +18,7 @@ from services.gateway.workers.registry import WorkerEntry
 from tests.support.survival import Stage, asking, staged, until
 from tests.support.tiny_models import build_tiny_model
 
-EXAMPLES = Path(__file__).parents[2] / "examples" / "hooks"
+EXAMPLES = Path(__file__).parents[2] / "examples" / "plugins"
 PROMPT = "Tell me of rivers."
 LISTENING = PipelineConfig(stages={"tokenize": "listening_stage:Listener"})
 
@@ -91,7 +91,7 @@ async def test_model_whose_engine_makes_text_leaves_others_on_the_replicas(folde
 async def test_migration_of_one_model_is_off_while_others_move(folder: Path) -> None:
     config = PipelineConfig(models={"still": PipelineConfig(migration=False)})
     async with staged(folder, models=("tiny", "tiny", "still", "still"), config=config) as stage:
-        stage.bookings.order.sort()
+        stage.reservations.order.sort()
         for knife in (0, 2):
             stage.knives[knife].set(5)
         moved, failed = await asyncio.gather(stage.ask(asking("a", PROMPT)), stage.ask(asking("b", PROMPT, "still")))
@@ -110,9 +110,9 @@ async def test_stage_is_called_before_the_first_request_of_a_model(folder: Path)
 
 def leave(stage: Stage) -> WorkerEntry:
     """Takes the only worker out of the catalogue; returns its entry."""
-    catalogue = stage.pipelines.catalogue
-    entry = catalogue.workers["w0"]
-    catalogue._down("w0")
+    registry = stage.pipelines.registry
+    entry = registry.workers["w0"]
+    registry._down("w0")
     return entry
 
 
@@ -121,7 +121,7 @@ async def test_stage_is_called_when_a_model_has_left_for_the_grace_period(folder
         await until(lambda: Listener.calls == ["up tiny"])
         entry = leave(stage)
         await until(lambda: Listener.calls == ["up tiny", "removed tiny"])
-        stage.pipelines.catalogue._up(entry)
+        stage.pipelines.registry._up(entry)
         await until(lambda: Listener.calls == ["up tiny", "removed tiny", "up tiny"])
 
 
@@ -131,7 +131,7 @@ async def test_model_that_returns_within_the_grace_period_is_not_removed(folder:
         entry = leave(stage)
         for _ in range(5):
             stage.pipelines.look()
-        stage.pipelines.catalogue._up(entry)
+        stage.pipelines.registry._up(entry)
         stage.pipelines.look()
         assert (await stage.ask(asking("a", PROMPT))).text
     assert Listener.calls == ["up tiny", "tokenize tiny"]

@@ -31,7 +31,7 @@ async def watched(stage: Stage) -> AsyncIterator[list[int]]:
     given_up: list[int] = []
     pipeline = stage.pipeline
     silent = WorkerWatchdog(
-        lambda: pipeline.fleet.workers, pipeline.switchboard.computing, SILENCE_S, lambda: given_up.append(1)
+        lambda: pipeline.connections.workers, pipeline.stream_manager.computing, SILENCE_S, lambda: given_up.append(1)
     )
     looking = asyncio.create_task(silent.run())
     try:
@@ -61,7 +61,7 @@ async def test_generations_of_a_hung_worker_go_on_elsewhere_and_nobody_can_tell(
         assert [one.text for one in heard] == told
         assert {one.finish.migrations for one in heard if one.finish is not None} == {1}
         assert len(given_up) == 1
-        assert not stage.pipeline.fleet.sound("w0")
+        assert not stage.pipeline.connections.sound("w0")
         later = await stage.ask(asking("later", "Tell me of boats."))
         assert later.finish is not None
         assert later.finish.migrations == 0, "it was sent to the worker that hangs"
@@ -97,9 +97,9 @@ async def test_it_is_trusted_again_when_it_begins_a_generation(folder: Path) -> 
         await until(lambda: stage.hosts[0].worker.live_requests == 1)
         await fault(stage, "hang")
         assert (await asked).error is not None
-        assert not stage.pipeline.fleet.sound("w0")
+        assert not stage.pipeline.connections.sound("w0")
         await fault(stage, "none")
-        await until(lambda: stage.pipeline.fleet.connected_workers == 1)
+        await until(lambda: stage.pipeline.connections.connected_workers == 1)
         assert (await stage.ask(asking("trial", "Tell me of mills."))).finish is not None  # better than nobody
-        assert stage.pipeline.fleet.sound("w0")
+        assert stage.pipeline.connections.sound("w0")
         await stage.quiet()

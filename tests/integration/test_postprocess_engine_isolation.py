@@ -21,18 +21,18 @@ WAIT_S = 120
 
 
 @pytest.fixture
-async def opener(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[StreamFactory]:
+async def stream_factory(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[StreamFactory]:
     monkeypatch.setenv("PYTHONPATH", str(PACKAGE))
-    opener = StreamFactory(Limits(), CustomParsers(time_s=6.0, memory_mb=64, engines={"vllm": ""}))
-    await opener.start()
-    await opener.prepare(opener.plan(OPTIONS, tekken().vocabulary, ""))
-    yield opener
-    await opener.close()
+    stream_factory = StreamFactory(Limits(), CustomParsers(time_s=6.0, memory_mb=64, engines={"vllm": ""}))
+    await stream_factory.start()
+    await stream_factory.prepare(stream_factory.plan(OPTIONS, tekken().vocabulary, ""))
+    yield stream_factory
+    await stream_factory.close()
 
 
-def opened(opener: StreamFactory) -> RemoteStream:
+def opened(stream_factory: StreamFactory) -> RemoteStream:
     vocabulary = tekken().vocabulary
-    stream = opener.begin(OPTIONS, vocabulary, opener.plan(OPTIONS, vocabulary, "request"))
+    stream = stream_factory.begin(OPTIONS, vocabulary, stream_factory.plan(OPTIONS, vocabulary, "request"))
     assert isinstance(stream, RemoteStream)
     return stream
 
@@ -52,9 +52,9 @@ async def heard(stream: RemoteStream) -> ParsedDelta:
     [("RAISE", "parser_failed"), ("LOOP", "parser_too_slow"), ("GROW", "parser_failed"), ("DIE", "parser_died")],
 )
 async def test_a_bad_stream_becomes_plain_text_and_its_neighbours_notice_nothing(
-    opener: StreamFactory, bad: str, reason: str
+    stream_factory: StreamFactory, bad: str, reason: str
 ) -> None:
-    culprit, *neighbours = [opened(opener) for _ in range(4)]
+    culprit, *neighbours = [opened(stream_factory) for _ in range(4)]
     for stream in (*neighbours, culprit):
         stream.feed(tekken().encode("before "))
     for stream in neighbours:

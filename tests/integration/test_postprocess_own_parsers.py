@@ -25,20 +25,20 @@ WAIT_S = 60
 
 
 @pytest.fixture
-async def opener() -> AsyncIterator[StreamFactory]:
-    opener = StreamFactory(Limits(), CustomParsers([SHOUTING], time_s=6.0, memory_mb=64))
-    await opener.start()
-    yield opener
-    await opener.close()
+async def stream_factory() -> AsyncIterator[StreamFactory]:
+    stream_factory = StreamFactory(Limits(), CustomParsers([SHOUTING], time_s=6.0, memory_mb=64))
+    await stream_factory.start()
+    yield stream_factory
+    await stream_factory.close()
 
 
 class Listener:
     """One stream and what it says."""
 
-    def __init__(self, opener: StreamFactory, options: StreamOptions = OPTIONS) -> None:
+    def __init__(self, stream_factory: StreamFactory, options: StreamOptions = OPTIONS) -> None:
         vocabulary = tekken().vocabulary
-        plan = opener.plan(options, vocabulary, "request-1")
-        self.stream: AnyParsed = opener.parsed(options, vocabulary, plan)
+        plan = stream_factory.plan(options, vocabulary, "request-1")
+        self.stream: AnyParsed = stream_factory.parsed(options, vocabulary, plan)
         assert isinstance(self.stream, RemoteStream)
         self.news = asyncio.Event()
         self.stream.changed = self.news.set
@@ -65,8 +65,8 @@ class Listener:
                 self.news.clear()
 
 
-async def test_it_says_what_the_parser_says(opener: StreamFactory) -> None:
-    listener = Listener(opener)
+async def test_it_says_what_the_parser_says(stream_factory: StreamFactory) -> None:
+    listener = Listener(stream_factory)
     for piece in ("one ?hm ", "and !f! ", "two 😀"):
         listener.feed(piece)
     listener.end()
@@ -80,8 +80,8 @@ async def test_it_says_what_the_parser_says(opener: StreamFactory) -> None:
     assert finish.reasoning_tokens > 0
 
 
-async def test_a_hundred_streams_share_the_process(opener: StreamFactory) -> None:
-    listeners = [Listener(opener) for _ in range(100)]
+async def test_a_hundred_streams_share_the_process(stream_factory: StreamFactory) -> None:
+    listeners = [Listener(stream_factory) for _ in range(100)]
     for round_ in range(5):
         for index, listener in enumerate(listeners):
             listener.feed(f"w{index} r{round_} ")
@@ -97,10 +97,10 @@ async def test_a_hundred_streams_share_the_process(opener: StreamFactory) -> Non
     [("RAISE", "parser_failed"), ("LOOP", "parser_too_slow"), ("GROW", "parser_failed"), ("DIE", "parser_died")],
 )
 async def test_a_bad_stream_becomes_plain_text_and_its_neighbours_notice_nothing(
-    opener: StreamFactory, bad: str, reason: str
+    stream_factory: StreamFactory, bad: str, reason: str
 ) -> None:
-    neighbours = [Listener(opener) for _ in range(3)]
-    culprit = Listener(opener)
+    neighbours = [Listener(stream_factory) for _ in range(3)]
+    culprit = Listener(stream_factory)
     for listener in (*neighbours, culprit):
         listener.feed("before mid")
     await culprit.until("BEFORE ")
@@ -118,19 +118,19 @@ async def test_a_bad_stream_becomes_plain_text_and_its_neighbours_notice_nothing
         heard = await listener.heard()
         assert (heard.content, heard.degraded) == ("BEFORE MIDDLE AFTER", frozenset())
         assert [call[0] for call in heard.calls] == ["f"]
-    later = Listener(opener)
+    later = Listener(stream_factory)
     later.feed("fine again")
     later.end()
     assert (await later.heard()).content == "FINE AGAIN"
 
 
-async def test_a_killed_process_is_replaced_and_streams_go_on_where_they_were(opener: StreamFactory) -> None:
-    listeners = [Listener(opener) for _ in range(20)]
+async def test_a_killed_process_is_replaced_and_streams_go_on_where_they_were(stream_factory: StreamFactory) -> None:
+    listeners = [Listener(stream_factory) for _ in range(20)]
     for listener in listeners:
         listener.feed("first sec")
     for listener in listeners:
         await listener.until("FIRST ")
-    host = opener.host(SHOUTING)
+    host = stream_factory.host(SHOUTING)
     assert host is not None
     os.kill(host.pid, signal.SIGKILL)
     for listener in listeners:
@@ -143,10 +143,10 @@ async def test_a_killed_process_is_replaced_and_streams_go_on_where_they_were(op
 
 
 async def test_a_parser_that_was_given_up_comes_back_under_load(
-    opener: StreamFactory, monkeypatch: pytest.MonkeyPatch
+    stream_factory: StreamFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def one_more() -> str:
-        listener = Listener(opener)
+        listener = Listener(stream_factory)
         listener.feed("fine again")
         listener.end()
         content = (await listener.heard()).content
@@ -156,7 +156,7 @@ async def test_a_parser_that_was_given_up_comes_back_under_load(
     async def cannot_start(self: ParserHost) -> None:
         raise unavailable("There is no memory for it now.")
 
-    found = opener.host(SHOUTING)
+    found = stream_factory.host(SHOUTING)
     assert found is not None
     assert await one_more() == "FINE AGAIN"
     monkeypatch.setattr(host, "RETRY_S", 1.0)
@@ -170,29 +170,29 @@ async def test_a_parser_that_was_given_up_comes_back_under_load(
             pass
 
 
-async def test_a_closed_stream_is_forgotten_there_too(opener: StreamFactory) -> None:
-    listener, other = Listener(opener), Listener(opener)
+async def test_a_closed_stream_is_forgotten_there_too(stream_factory: StreamFactory) -> None:
+    listener, other = Listener(stream_factory), Listener(stream_factory)
     listener.feed("LOO")
     listener.stream.close()
     other.feed("fine ")
     other.end()
     assert (await other.heard()).content == "FINE "
-    host = opener.host(SHOUTING)
+    host = stream_factory.host(SHOUTING)
     assert host is not None
     other.stream.close()
     assert host.streams == 0
 
 
-async def test_parsers_can_be_combined_with_built_in_ones(opener: StreamFactory) -> None:
-    listener = Listener(opener, StreamOptions("m", tool_parser=SHOUTING, reasoning_parser="think"))
+async def test_parsers_can_be_combined_with_built_in_ones(stream_factory: StreamFactory) -> None:
+    listener = Listener(stream_factory, StreamOptions("m", tool_parser=SHOUTING, reasoning_parser="think"))
     listener.feed("<think>quiet</think> loud")
     listener.end()
     heard = await listener.heard()
     assert (heard.reasoning, heard.content) == ("quiet", "LOUD")
 
 
-async def test_special_tokens_that_an_own_parser_names_are_seen(opener: StreamFactory) -> None:
-    listener = Listener(opener)
+async def test_special_tokens_that_an_own_parser_names_are_seen(stream_factory: StreamFactory) -> None:
+    listener = Listener(stream_factory)
     listener.stream.feed([*tekken().encode("a "), 9, *tekken().encode(" b")])
     listener.end()
     assert (await listener.heard()).content == "A [TOOL_CALLS] B"
@@ -200,22 +200,22 @@ async def test_special_tokens_that_an_own_parser_names_are_seen(opener: StreamFa
 
 @pytest.mark.parametrize("name", ["tests.support.own_parsers:Broken", "tests.support.own_parsers:Gone", "no.module:X"])
 async def test_a_class_that_is_no_parser_is_refused_at_the_start(name: str) -> None:
-    opener = StreamFactory(Limits(), CustomParsers([name]))
+    stream_factory = StreamFactory(Limits(), CustomParsers([name]))
     with pytest.raises(SluiceError, match="does not start"):
-        await opener.start()
-    await opener.close()
+        await stream_factory.start()
+    await stream_factory.close()
 
 
-async def test_only_listed_classes_can_be_named(opener: StreamFactory) -> None:
+async def test_only_listed_classes_can_be_named(stream_factory: StreamFactory) -> None:
     options = StreamOptions("m", tool_parser="tests.support.own_parsers:Broken")
     with pytest.raises(SluiceError, match=r"not available; there is auto, deepseek_r1.*Shouting") as caught:
-        opener.plan(options, tekken().vocabulary, "")
+        stream_factory.plan(options, tekken().vocabulary, "")
     assert caught.value.code == "no_such_parser"
 
 
-async def test_a_whole_sequence_at_once(opener: StreamFactory) -> None:
+async def test_a_whole_sequence_at_once(stream_factory: StreamFactory) -> None:
     tokens = tekken().encode("all at once !f! ")
-    events, finish = await opener.parse(tokens, OPTIONS, tekken().vocabulary, FinishReason.STOP, "x")
+    events, finish = await stream_factory.parse(tokens, OPTIONS, tekken().vocabulary, FinishReason.STOP, "x")
     assert said(events).content == "ALL AT ONCE "
     assert finish.reason is FinishReason.TOOL_CALLS
     assert not any(isinstance(event, Degraded) for event in events)

@@ -43,17 +43,17 @@ def deaths() -> list[str]:
 
 
 @pytest.fixture
-async def opener(deaths: list[str]) -> AsyncIterator[StreamFactory]:
+async def stream_factory(deaths: list[str]) -> AsyncIterator[StreamFactory]:
     own = CustomParsers([SHOUTING], time_s=6.0, memory_mb=64)
-    opener = StreamFactory(Limits(), own, on_death=lambda task, error: deaths.append(task))
-    yield opener
-    await opener.close()
+    stream_factory = StreamFactory(Limits(), own, on_death=lambda task, error: deaths.append(task))
+    yield stream_factory
+    await stream_factory.close()
 
 
-async def one_stream(opener: StreamFactory) -> str:
+async def one_stream(stream_factory: StreamFactory) -> str:
     tokens = tekken().encode("fine again")
     async with asyncio.timeout(WAIT_S):
-        events, _ = await opener.parse(tokens, OPTIONS, tekken().vocabulary, FinishReason.STOP, "x")
+        events, _ = await stream_factory.parse(tokens, OPTIONS, tekken().vocabulary, FinishReason.STOP, "x")
     return said(events).content
 
 
@@ -68,45 +68,45 @@ def with_a_strange_hello(patched: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("trouble", [without_processes, with_a_strange_hello])
 async def test_a_process_that_cannot_begin_again_is_tried_again_later(
     trouble: Callable[[pytest.MonkeyPatch], None],
-    opener: StreamFactory,
+    stream_factory: StreamFactory,
     deaths: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(host, "RETRY_S", 0.5)
-    await opener.start()
-    found = opener.host(SHOUTING)
+    await stream_factory.start()
+    found = stream_factory.host(SHOUTING)
     assert found is not None
-    assert await one_stream(opener) == "FINE AGAIN"
+    assert await one_stream(stream_factory) == "FINE AGAIN"
     with monkeypatch.context() as patched:
         os.kill(found.pid, signal.SIGKILL)
         trouble(patched)
-        assert await one_stream(opener) == "fine again"
+        assert await one_stream(stream_factory) == "fine again"
         await asyncio.sleep(2 * host.RETRY_S)  # then the next stream is another attempt
-        assert await one_stream(opener) == "fine again"
+        assert await one_stream(stream_factory) == "fine again"
         assert found.pid == 0
     async with asyncio.timeout(WAIT_S):
-        while await one_stream(opener) != "FINE AGAIN":
+        while await one_stream(stream_factory) != "FINE AGAIN":
             pass
     assert deaths == []
 
 
 async def test_a_pipe_that_fails_is_a_death_like_any_other(
-    opener: StreamFactory, deaths: list[str], monkeypatch: pytest.MonkeyPatch
+    stream_factory: StreamFactory, deaths: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await opener.start()
+    await stream_factory.start()
     with monkeypatch.context() as patched:
         patched.setattr(asyncio.StreamReader, "readexactly", broken_pipe)
-        assert await one_stream(opener) == "fine again"
+        assert await one_stream(stream_factory) == "fine again"
     assert deaths == []
 
 
 @pytest.mark.parametrize("trouble", [without_processes, with_a_strange_hello])
 async def test_a_service_that_cannot_start_one_says_so(
-    trouble: Callable[[pytest.MonkeyPatch], None], opener: StreamFactory, monkeypatch: pytest.MonkeyPatch
+    trouble: Callable[[pytest.MonkeyPatch], None], stream_factory: StreamFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trouble(monkeypatch)
     with pytest.raises(SluiceError, match="cannot be started now") as refused:
-        await opener.start()
+        await stream_factory.start()
     assert refused.value.kind is ErrorKind.UNAVAILABLE
 
 

@@ -82,7 +82,7 @@ async def test_a_subscriber_that_comes_late_and_misses_some_has_it_all_in_the_en
     try:
         for name in range(5):
             await publisher.store(name)
-        async with following(ZmqFeed(kv.follower, endpoint, replay)):
+        async with following(ZmqFeed(kv.sequencer, endpoint, replay)):
             await until(lambda: kv.translator.held() == 5)
             await publisher.store(5, heard=False)
             await publisher.store(6)
@@ -97,7 +97,7 @@ async def test_a_subscriber_that_comes_late_and_misses_some_has_it_all_in_the_en
 async def test_a_publisher_that_connects_finds_a_subscriber_that_binds(tmp_path: Path) -> None:
     endpoint, replay = f"tcp://127.0.0.1:{free_port()}", f"ipc://{tmp_path}/replay"
     kv = source()
-    feed = ZmqFeed(kv.follower, endpoint, replay, "kv", binds=True)
+    feed = ZmqFeed(kv.sequencer, endpoint, replay, "kv", binds=True)
     feed.open()
     publisher = Publisher(endpoint, replay, connects=True)
     try:
@@ -111,7 +111,7 @@ async def test_a_publisher_that_connects_finds_a_subscriber_that_binds(tmp_path:
 async def test_a_restarted_engine_starts_from_nothing(tmp_path: Path) -> None:
     endpoint, replay = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
     first, kv = Publisher(endpoint, replay), source()
-    async with following(ZmqFeed(kv.follower, endpoint, replay)):
+    async with following(ZmqFeed(kv.sequencer, endpoint, replay)):
         for name in range(4):
             await first.store(name)
         await until(lambda: kv.translator.held() == 4)
@@ -141,13 +141,13 @@ async def test_garbage_is_survived_and_visible(tmp_path: Path) -> None:
     endpoint, replay = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
     publisher, kv = Publisher(endpoint, replay), source()
     try:
-        async with following(ZmqFeed(kv.follower, endpoint, replay)):
+        async with following(ZmqFeed(kv.sequencer, endpoint, replay)):
             await publisher.store(1)
             await until(lambda: kv.translator.held() == 1)
             await publisher.events.send_multipart([b"kv", b"nonsense"])
             await publisher.publish(b"\xc1 not msgpack")
             await publisher.store(2)
-            await until(lambda: kv.follower.expected == 3)
+            await until(lambda: kv.sequencer.expected == 3)
         assert kv.degraded == "kv_events_lost"
         assert kv.translator.held(CacheTier.DEVICE) == 1
     finally:
@@ -160,7 +160,7 @@ async def test_sizes_that_do_not_go_together_end_the_feed_with_the_reason(tmp_pa
     kv = EngineCacheSource(0, 6, counts_copies=True, can_replay=True)
     try:
         await publisher.store(1)
-        async with following(ZmqFeed(kv.follower, endpoint, replay)) as task:
+        async with following(ZmqFeed(kv.sequencer, endpoint, replay)) as task:
             with pytest.raises(SluiceError, match="Set block-size to the engine's"):
                 await asyncio.wait_for(task, DEADLINE_S)
     finally:
@@ -175,6 +175,6 @@ def test_ranks_have_endpoints_of_their_own() -> None:
 
 
 def test_an_endpoint_that_cannot_be_opened_is_named() -> None:
-    feed = ZmqFeed(source().follower, "nowhere://x")
+    feed = ZmqFeed(source().sequencer, "nowhere://x")
     with pytest.raises(SluiceError, match="nowhere://x"):
         feed.open()

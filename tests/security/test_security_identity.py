@@ -80,14 +80,14 @@ async def gateway_links(settings: GatewaySettings) -> AsyncIterator[ConnectionMa
     """What a gateway has of its workers: it follows the router and opens a session to each of them."""
     credentials = channel_credentials(settings)
     tasks = TaskOwner()
-    board = StreamManager(4, lambda *_: None, lambda *_: None, GatewayMetrics())
-    fleet = ConnectionManager([], credentials, 5.0, board, tasks)
+    stream_manager = StreamManager(4, lambda *_: None, lambda *_: None, GatewayMetrics())
+    connections = ConnectionManager([], credentials, 5.0, stream_manager, tasks)
     client = RouterClient(settings.router, credentials, 20, owner="me")
-    catalogue = WorkerRegistry(client.replicas, fleet.worker_up, fleet.worker_down, client.owner)
+    registry = WorkerRegistry(client.replicas, connections.worker_up, connections.worker_down, client.owner)
     await client.replicas.start()
-    tasks.spawn(catalogue.run(), "catalogue")
+    tasks.spawn(registry.run(), "registry")
     try:
-        yield fleet
+        yield connections
     finally:
         await tasks.close()
         await client.replicas.close()

@@ -338,13 +338,13 @@ def test_salts_are_on_as_soon_as_the_file_has_two_tenants(tmp_path: Path, monkey
 @pytest.mark.parametrize("tenant", ["auto", "on"])
 async def test_an_engine_that_cannot_keep_tenants_apart_is_refused_or_marked(folder: Path, tenant: TenantSalt) -> None:
     async with staged(folder, workers=2) as stage:
-        workers = stage.pipeline.catalogue.workers
+        workers = stage.pipeline.registry.workers
         permits.begin(Permit(ALICE_RECORD, "", None, None, salts=tenant))
         workers["w0"] = replace(workers["w0"], capabilities=workers["w0"].capabilities - {"cache_salt"})
         heard = await stage.ask(asking("r0", "Tell me of rivers."))
         assert heard.finish is not None
         assert not heard.finish.degraded
-        assert stage.bookings.last[1] == "w1", "of a mixed fleet, only workers that keep tenants apart"
+        assert stage.reservations.last[1] == "w1", "of a mixed fleet, only workers that keep tenants apart"
         workers["w1"] = replace(workers["w1"], capabilities=workers["w1"].capabilities - {"cache_salt"})
         if tenant == "on":
             with pytest.raises(SluiceError, match="--tenant-salt on") as refused:

@@ -112,7 +112,7 @@ async def test_sink_that_raises_ends_only_its_own_stream(folder: Path, method: s
         undisturbed = (await stage.ask(asked)).comparable
         broken = BrokenClient(method)
         honest = [asyncio.create_task(stage.ask(request(f"h{client}"))) for client in range(10)]
-        await until(lambda: stage.pipeline.switchboard.live == len(honest))
+        await until(lambda: stage.pipeline.stream_manager.live == len(honest))
         generation = await stage.pipeline.start(asked, [cast(Any, broken)])
         (stream,) = generation.streams
         if method in ("reasoning", "tool_call"):  # this model neither reasons nor calls

@@ -72,7 +72,7 @@ class Honest:
         """Ids on their way back."""
         return ids
 
-    def last_words(self, seen: Seen, extra: Extra) -> list[int]:
+    def crash_reason(self, seen: Seen, extra: Extra) -> list[int]:
         """Ids put before the terminal delta."""
         return []
 
@@ -196,7 +196,7 @@ class Proxy(worker_pb2_grpc.WorkerServicer):
             seen = passing.live[extra.slot]
             seen.cached = max(seen.cached, extra.cached_tokens)
             if extra.finish_reason:
-                if words := self._flaw.last_words(seen, extra):
+                if words := self._flaw.crash_reason(seen, extra):
                     row(extra.slot, words)
                     extra.usage.completion_tokens += len(words)
                 del passing.live[extra.slot]

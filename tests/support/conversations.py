@@ -25,17 +25,17 @@ def conversations(seed: int, count: int) -> Iterator[list[dict[str, Any]]]:
     Yields:
         for each of `count` conversations, its messages; user and assistant take turns, the user first and last.
     """
-    chooser = random.Random(seed)
+    sampler = random.Random(seed)
     earlier: list[list[dict[str, Any]]] = []
     for _ in range(count):
-        shared = chooser.choice(earlier) if earlier and chooser.random() < 0.2 else []
-        messages = [*shared, {"role": "assistant", "content": _text(chooser) or "ok"}] if shared else _opening(chooser)
-        for _ in range(chooser.randrange(6)):
+        shared = sampler.choice(earlier) if earlier and sampler.random() < 0.2 else []
+        messages = [*shared, {"role": "assistant", "content": _text(sampler) or "ok"}] if shared else _opening(sampler)
+        for _ in range(sampler.randrange(6)):
             messages += [
-                {"role": "user", "content": _text(chooser)},
-                {"role": "assistant", "content": _text(chooser) or "ok"},
+                {"role": "user", "content": _text(sampler)},
+                {"role": "assistant", "content": _text(sampler) or "ok"},
             ]
-        messages.append({"role": "user", "content": _text(chooser)})
+        messages.append({"role": "user", "content": _text(sampler)})
         if len(messages) < 20:
             earlier = [*earlier[-50:], messages]
         yield messages
@@ -48,10 +48,10 @@ def turns(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
             yield messages[: index + 1]
 
 
-def _opening(chooser: random.Random) -> list[dict[str, Any]]:
-    system = chooser.choice(SYSTEMS)
+def _opening(sampler: random.Random) -> list[dict[str, Any]]:
+    system = sampler.choice(SYSTEMS)
     return [{"role": "system", "content": system}] if system else []
 
 
-def _text(chooser: random.Random) -> str:
-    return "".join(chooser.choices(_PIECES, k=chooser.randrange(12)))
+def _text(sampler: random.Random) -> str:
+    return "".join(sampler.choices(_PIECES, k=sampler.randrange(12)))

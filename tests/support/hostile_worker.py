@@ -24,12 +24,12 @@ SERVICE = "sluice.v1.Worker"
 WAIT_S = 60
 
 
-def rows(*columns: tuple[int, list[int]]) -> worker_pb2.TokenBatch:
+def rows(*step_tokens: tuple[int, list[int]]) -> worker_pb2.TokenBatch:
     """A batch with the given slots and their token ids."""
     return worker_pb2.TokenBatch(
-        slots=pack_u32([slot for slot, _ in columns]),
-        counts=pack_u32([len(ids) for _, ids in columns]),
-        token_ids=pack_u32([token for _, ids in columns for token in ids]),
+        slots=pack_u32([slot for slot, _ in step_tokens]),
+        counts=pack_u32([len(ids) for _, ids in step_tokens]),
+        token_ids=pack_u32([token for _, ids in step_tokens for token in ids]),
     )
 
 

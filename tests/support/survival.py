@@ -319,9 +319,11 @@ class Client:
 class Stage:
     """A running pipeline."""
 
-    def __init__(self, pipeline: Pipeline, bookings: Bookings, hosts: list[WorkerServer], knives: list[Knife]) -> None:
+    def __init__(
+        self, pipeline: Pipeline, reservations: Bookings, hosts: list[WorkerServer], knives: list[Knife]
+    ) -> None:
         self.pipeline = pipeline
-        self.bookings = bookings
+        self.reservations = reservations
         self.hosts = hosts
         self.knives = knives
         self.replicas: list[PostReplica] = []
@@ -330,12 +332,12 @@ class Stage:
     @property
     def texts_connected(self) -> int:
         """Postprocess replicas that could be given a stream now."""
-        return sum(link.connected for link in self.pipeline.switchboard.texts.links.values())
+        return sum(link.connected for link in self.pipeline.stream_manager.texts.links.values())
 
     @property
     def fewest_texts(self) -> int:
         """Streams of the postprocess replica that has least of them."""
-        return min(link.live for link in self.pipeline.switchboard.texts.links.values())
+        return min(link.live for link in self.pipeline.stream_manager.texts.links.values())
 
     async def ask(self, request: GenerationRequest) -> ObservedStream:
         """One request to its end."""
@@ -356,12 +358,12 @@ class Stage:
 
     def left(self) -> dict[str, int]:
         """What is still held, by whom; empty when all is given back."""
-        board = self.pipeline.switchboard
+        stream_manager = self.pipeline.stream_manager
         held = {
-            "streams": board.live,
-            "waiting": board.texts.waiting,
-            "bookings": len(self.bookings.alive),
-            "links": sum(link.live for link in board.texts.links.values()),
+            "streams": stream_manager.live,
+            "waiting": stream_manager.texts.waiting,
+            "reservations": len(self.reservations.alive),
+            "links": sum(link.live for link in stream_manager.texts.links.values()),
             "workers": sum(host.worker.live_requests for host in self.hosts),
             "texts": sum(
                 len(session) for replica in self.replicas if replica.service for session in replica.service._sessions
@@ -403,37 +405,39 @@ async def staged(
         for post in posts:
             await post.start()
             stack.push_async_callback(post.kill)
-        bookings = Bookings()
+        reservations = Bookings()
         metrics = GatewayMetrics()
-        board = StreamManager(10_000, bookings.prefill_complete, bookings.free, metrics, post_wait_s)
-        fleet = ConnectionManager([post.address for post in posts], None, 3.0, board, tasks)
-        catalogue = WorkerRegistry(cast(Any, None), fleet.worker_up, fleet.worker_down)
-        router = cast(RouterClient, bookings)
+        stream_manager = StreamManager(10_000, reservations.prefill_complete, reservations.free, metrics, post_wait_s)
+        connections = ConnectionManager([post.address for post in posts], None, 3.0, stream_manager, tasks)
+        registry = WorkerRegistry(cast(Any, None), connections.worker_up, connections.worker_down)
+        router = cast(RouterClient, reservations)
         preprocess = cast(PreprocessClient, _Preprocess(load_vocabulary(folder, "hf")))
         policy = policy or MigrationPolicy()
         pipelines = Pipelines(
             config or PipelineConfig(migration=policy.enabled),
-            Components(preprocess, router, catalogue, fleet, board, metrics, tasks, policy, 5.0, post_wait_s),
+            Components(
+                preprocess, router, registry, connections, stream_manager, metrics, tasks, policy, 5.0, post_wait_s
+            ),
             model_grace_s,
         )
-        await fleet.postprocess.start()
-        stack.push_async_callback(fleet.postprocess.close)
+        await connections.postprocess.start()
+        stack.push_async_callback(connections.postprocess.close)
         stack.push_async_callback(tasks.close)
-        tasks.spawn(fleet.run_sweeps(), "sweeps")
+        tasks.spawn(connections.run_sweeps(), "sweeps")
         for number, (host, knife) in enumerate(zip(hosts, knives, strict=True)):
             address = await stack.enter_async_context(cuttable(host, knife))
-            bookings.order.append(f"w{number}")
-            bookings.models[f"w{number}"] = served[number]
+            reservations.order.append(f"w{number}")
+            reservations.models[f"w{number}"] = served[number]
             capabilities = frozenset(str(one) for one in host.worker.config.capabilities)
-            role = bookings.roles[f"w{number}"] = Role[parts[number].upper()]
+            role = reservations.roles[f"w{number}"] = Role[parts[number].upper()]
             entry = WorkerEntry(f"w{number}", address, 1, served[number], 16, CONTEXT, 0, capabilities, 0, role=role)
-            catalogue._up(entry)
+            registry._up(entry)
         tasks.spawn(pipelines.run(), "models")
-        stage = Stage(pipelines.of("tiny"), bookings, hosts, knives)
+        stage = Stage(pipelines.of("tiny"), reservations, hosts, knives)
         stage.replicas = posts
         stage.pipelines = pipelines
-        expected = replicas if fleet.makes_text else 0
-        await until(lambda: fleet.connected_workers == len(parts) and stage.texts_connected == expected)
+        expected = replicas if connections.makes_text else 0
+        await until(lambda: connections.connected_workers == len(parts) and stage.texts_connected == expected)
         yield stage
         assert not died.failed, "a background task of the gateway died"
 

@@ -250,13 +250,13 @@ class BareStatus(Honest):
 
 @breaks("max-tokens")
 class OneTooMany(Honest):
-    def last_words(self, seen: Seen, extra: Extra) -> list[int]:
+    def crash_reason(self, seen: Seen, extra: Extra) -> list[int]:
         return [20] if seen.request.stop.max_tokens == 40 else []
 
 
 @breaks("stop-ids")
 class GoesOnAfterStop(Honest):
-    def last_words(self, seen: Seen, extra: Extra) -> list[int]:
+    def crash_reason(self, seen: Seen, extra: Extra) -> list[int]:
         return [20] if _alone(seen) and extra.HasField("stop_token_id") else []
 
 

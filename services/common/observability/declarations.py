@@ -1,7 +1,7 @@
 """Every instrument is declared once, with its meaning and its labels; `instruments` makes it from that.
 
-A service's `metrics.py` holds a `MetricDeclarations` and one declaration for each instrument; docs/metrics.md, the alert
-rules and the dashboards are checked against them.
+A service's `metrics.py` holds a `MetricDeclarations` and one declaration for each instrument; docs/metrics.md, the
+alert rules and the dashboards are checked against them.
 """
 
 from __future__ import annotations

@@ -66,9 +66,9 @@ class EmbedClient:
         timeout_s: longest wait for all of a request's vectors; a request may have less time than that.
     """
 
-    def __init__(self, catalogue: WorkerRegistry, fleet: ConnectionManager, timeout_s: float) -> None:
-        self._catalogue = catalogue
-        self._fleet = fleet
+    def __init__(self, registry: WorkerRegistry, connections: ConnectionManager, timeout_s: float) -> None:
+        self._registry = registry
+        self._connections = connections
         self._timeout_s = timeout_s
 
     async def embed(
@@ -128,12 +128,12 @@ class EmbedClient:
                 link.embedding -= 1
 
     def _pick(self, model: str, lora: str, tried: set[str]) -> WorkerLink:
-        link = self._fleet.least_busy(self._others(model, lora, tried))
+        link = self._connections.least_busy(self._others(model, lora, tried))
         if link is None:
             raise unavailable(f"No worker that embeds with model {model!r} can be reached.", code="no_workers")
         return link
 
     def _others(self, model: str, lora: str, tried: set[str]) -> list[str]:
-        self._catalogue.model(model)
-        workers = holding(able(self._catalogue.of_model(model), NEEDS), lora)
+        self._registry.model(model)
+        workers = holding(able(self._registry.of_model(model), NEEDS), lora)
         return [worker.worker_id for worker in workers if worker.worker_id not in tried]

@@ -188,7 +188,7 @@ class GenerationRequest:
     prompt_logprobs: int | None = None
     token_texts: bool = False  # the sinks hear what each token stands for
     needs: tuple[tuple[str, str], ...] = ()
-    directions: RoutingHints = NO_HINTS
+    hints: RoutingHints = NO_HINTS
     engine_text: bool = False  # the worker makes the text
     session_id: str = ""  # requests of one session go to one worker; as `sessions.current`
 

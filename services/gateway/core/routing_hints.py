@@ -91,7 +91,7 @@ def described(source: str) -> str:
 
 NO_HINTS = RoutingHints()
 
-_current: ContextVar[RoutingHints] = ContextVar("directions", default=NO_HINTS)
+_current: ContextVar[RoutingHints] = ContextVar("hints", default=NO_HINTS)
 
 
 def current() -> RoutingHints:

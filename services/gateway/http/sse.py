@@ -60,12 +60,14 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, source: EventSource, pacer: WriteScheduler, max_unsent: int, headers: dict[str, str]) -> None:
+    def __init__(
+        self, source: EventSource, write_scheduler: WriteScheduler, max_unsent: int, headers: dict[str, str]
+    ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
         # Starlette writes a length of 0 for the empty body; a stream has none.
         self.raw_headers = [pair for pair in self.raw_headers if pair[0] != b"content-length"]
         self._source: EventSource = source
-        self._pacer = pacer
+        self._write_scheduler = write_scheduler
         self._max_unsent = max_unsent
         self._opened = asyncio.Event()
         self._done = asyncio.Event()
@@ -88,12 +90,12 @@ class EventStream(Response):
             self._write()
         elif not self._asked:
             self._asked = True
-            self._pacer.soon(self._round)
+            self._write_scheduler.soon(self._round)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gone = asyncio.get_running_loop().create_task(_wait_for_disconnect(receive))
         gone.add_done_callback(lambda task: self._end())
-        silence = self._pacer.silence
+        silence = self._write_scheduler.silence
         silence.add(self)
         try:
             await self._opened.wait()

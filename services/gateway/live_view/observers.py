@@ -18,39 +18,39 @@ from services.gateway.streams.stream import GenerationStream
 class ObservedPreprocess(PreprocessClient):
     """Says how long prompts take, and whether they fail."""
 
-    ledger: RequestHistory | None = None
+    request_history: RequestHistory | None = None
 
     async def tokenize(self, *args: Any, **more: Any) -> TokenizedPrompt:
         """As the client's own."""
-        if self.ledger is None:
+        if self.request_history is None:
             return await super().tokenize(*args, **more)
         times = PromptTimes(perf_counter())
         prompt_times.set(times)
         try:
             return await super().tokenize(*args, **more)
         except SluiceError as error:
-            _note(self.ledger, "preprocess", error)
+            _note(self.request_history, "preprocess", error)
             raise
         finally:
-            self.ledger.totals.tokenized += 1
+            self.request_history.totals.tokenized += 1
             times.answered = perf_counter()
 
 
 class ObservedRouter(RouterClient):
     """Counts decisions, and has one of them explained now and then."""
 
-    ledger: RequestHistory | None = None
+    request_history: RequestHistory | None = None
     explanations: RoutingExplanations | None = None
 
     async def route(self, request_id: str, *args: Any, **more: Any) -> Route:
         """As the client's own."""
-        if self.ledger is None or self.explanations is None:
+        if self.request_history is None or self.explanations is None:
             return await super().route(request_id, *args, **more)
-        self.ledger.totals.decisions += 1
+        self.request_history.totals.decisions += 1
         try:
             route = await super().route(request_id, *args, **more, explain=self.explanations.wanted())
         except SluiceError as error:
-            _note(self.ledger, "router", error)
+            _note(self.request_history, "router", error)
             raise
         if route.scores:
             self.explanations.keep(request_id, route)
@@ -60,36 +60,36 @@ class ObservedRouter(RouterClient):
 class ObservedStreamManager(StreamManager):
     """Tells when streams begin and how they end."""
 
-    ledger: RequestHistory | None = None
+    request_history: RequestHistory | None = None
 
     def connect(self, *args: Any, **more: Any) -> GenerationStream:
         """As the switchboard's own."""
         stream = super().connect(*args, **more)
-        if self.ledger is not None and stream.worker is not None:
-            self.ledger.began(stream, stream.worker.worker_id)
+        if self.request_history is not None and stream.worker is not None:
+            self.request_history.began(stream, stream.worker.worker_id)
         return stream
 
     def cancel(self, stream: GenerationStream) -> None:
         """As the switchboard's own."""
-        if self.ledger is not None:
-            self.ledger.over(stream, "cancelled")
+        if self.request_history is not None:
+            self.request_history.over(stream, "cancelled")
         super().cancel(stream)
 
     def give_up(self, stream: GenerationStream, error: SluiceError) -> None:
         """As the switchboard's own."""
-        if self.ledger is not None:
-            self.ledger.over(stream, error.code or error.kind.name.lower())
+        if self.request_history is not None:
+            self.request_history.over(stream, error.code or error.kind.name.lower())
         super().give_up(stream, error)
 
     def on_finished(self, stream: GenerationStream, finish: Finish) -> None:
         """As the switchboard's own."""
         live = stream.slot in self._streams
         super().on_finished(stream, finish)
-        if self.ledger is not None and live:
-            self.ledger.over(stream, "finished")
+        if self.request_history is not None and live:
+            self.request_history.over(stream, "finished")
 
 
-def _note(ledger: RequestHistory, service: str, error: SluiceError) -> None:
+def _note(request_history: RequestHistory, service: str, error: SluiceError) -> None:
     """Counts what is the service's fault, not the caller's."""
     if error.http_status >= 500:
-        ledger.troubled[service] += 1
+        request_history.troubled[service] += 1

@@ -39,15 +39,15 @@ class State:
 
     def __init__(
         self,
-        ledger: RequestHistory,
+        request_history: RequestHistory,
         meter: RateMeter,
-        board: WorkerTable,
+        worker_table: WorkerTable,
         explanations: RoutingExplanations,
         version: str,
     ) -> None:
-        self._ledger = ledger
+        self._request_history = request_history
         self._meter = meter
-        self._board = board
+        self._worker_table = worker_table
         self._explanations = explanations
         self._version = version
         self._number = 0
@@ -69,8 +69,8 @@ class State:
             "rates": self._meter.history[-1] if self._meter.history else Rates(),
             "history": _columns(self._meter.history),
             "workers": list(self._rows.values()),
-            "hidden_workers": len(self._board.rows) - len(self._rows),
-            "requests": list(self._ledger.recent)[-SHOWN_REQUESTS:],
+            "hidden_workers": len(self._worker_table.rows) - len(self._rows),
+            "requests": list(self._request_history.recent)[-SHOWN_REQUESTS:],
             "degraded": self._said_degraded,
             "why": self._explained,
         }
@@ -83,10 +83,10 @@ class State:
         """What changed since the last call."""
         self._number += 1
         delta: dict[str, Any] = {"n": self._number, "unix_ms": int(time.time() * 1000)}
-        self._ledger.meter()
-        delta["rates"] = self._meter.sample(self._ledger.totals, live, elapsed_s)
+        self._request_history.meter()
+        delta["rates"] = self._meter.sample(self._request_history.totals, live, elapsed_s)
         delta |= self._changed_nodes(nodes, models) | self._changed_rows() | self._changed_degraded()
-        fresh: list[Finished] = self._ledger.take_fresh()
+        fresh: list[Finished] = self._request_history.take_fresh()
         if fresh:
             delta["requests"] = fresh
         if self._explanations.last is not self._explained:
@@ -102,17 +102,17 @@ class State:
         return changed
 
     def _changed_rows(self) -> dict[str, Any]:
-        before, self._rows = self._rows, self._board.shown()
+        before, self._rows = self._rows, self._worker_table.shown()
         rows = [row for worker_id, row in self._rows.items() if before.get(worker_id) != row]
         gone = [worker_id for worker_id in before if worker_id not in self._rows]
         changed: dict[str, Any] = {"workers": rows} if rows else {}
         if gone:
             changed["left"] = gone
-        hidden = len(self._board.rows) - len(self._rows)
+        hidden = len(self._worker_table.rows) - len(self._rows)
         return changed | {"hidden_workers": hidden} if hidden else changed
 
     def _changed_degraded(self) -> dict[str, Any]:
-        self._degraded.append(self._ledger.take_degraded())
+        self._degraded.append(self._request_history.take_degraded())
         total: Counter[str] = Counter()
         for counted in self._degraded:
             total.update(counted)

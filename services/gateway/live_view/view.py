@@ -38,21 +38,23 @@ class LiveView:
         self,
         preprocess: ObservedPreprocess,
         router: ObservedRouter,
-        switchboard: ObservedStreamManager,
-        catalogue: WorkerRegistry,
-        fleet: ConnectionManager,
+        stream_manager: ObservedStreamManager,
+        registry: WorkerRegistry,
+        connections: ConnectionManager,
         most_viewers: int,
     ) -> None:
         self._preprocess = preprocess
         self._router = router
-        self._switchboard = switchboard
-        self._catalogue = catalogue
-        self._fleet = fleet
-        self._ledger = preprocess.ledger = router.ledger = switchboard.ledger = RequestHistory()
-        self._board = WorkerTable(self._ledger)
+        self._stream_manager = stream_manager
+        self._registry = registry
+        self._connections = connections
+        self._request_history = preprocess.request_history = router.request_history = stream_manager.request_history = (
+            RequestHistory()
+        )
+        self._worker_table = WorkerTable(self._request_history)
         self._feed = Feed(most_viewers, lambda: self._state.whole_event())
         explanations = router.explanations = RoutingExplanations(lambda: self._feed.viewers > 0)
-        self._state = State(self._ledger, RateMeter(), self._board, explanations, __version__)
+        self._state = State(self._request_history, RateMeter(), self._worker_table, explanations, __version__)
         self._looked_at = monotonic()
         self._told: Sequence[WorkerState] = ()
         self._looked = asyncio.Event()
@@ -81,7 +83,7 @@ class LiveView:
 
     def request(self, request_id: str) -> Finished | None:
         """One of the last requests, by the id of its answer."""
-        return next((one for one in reversed(self._ledger.recent) if one.id == request_id), None)
+        return next((one for one in reversed(self._request_history.recent) if one.id == request_id), None)
 
     def close(self) -> None:
         """Ends every stream."""
@@ -98,25 +100,27 @@ class LiveView:
         now = monotonic()
         elapsed_s, self._looked_at = max(now - self._looked_at, 0.05), now
         links = self._links()
-        self._board.update(links, [state for state in self._told if state.id in links or state.draining], elapsed_s)
-        troubled = self._ledger.take_troubled()
+        self._worker_table.update(
+            links, [state for state in self._told if state.id in links or state.draining], elapsed_s
+        )
+        troubled = self._request_history.take_troubled()
         nodes = {
             name: Node(sorted(replica.address for replica in replicas.serving), replicas.away, troubled[name])
             for name, replicas in (
                 ("preprocess", self._preprocess.replicas),
                 ("router", self._router.replicas),
-                ("postprocess", self._fleet.postprocess),
+                ("postprocess", self._connections.postprocess),
             )
         }
-        models = list(self._catalogue.models)
-        self._feed.publish(self._state.next_event(nodes, models, self._switchboard.live, elapsed_s))
+        models = list(self._registry.models)
+        self._feed.publish(self._state.next_event(nodes, models, self._stream_manager.live, elapsed_s))
         looked, self._looked = self._looked, asyncio.Event()
         looked.set()
 
     def _links(self) -> dict[str, LinkState]:
         links = {}
-        for worker_id, entry in self._catalogue.workers.items():
-            link = self._fleet.find(worker_id)
+        for worker_id, entry in self._registry.workers.items():
+            link = self._connections.find(worker_id)
             links[worker_id] = LinkState(
                 address=entry.address,
                 model=entry.model,

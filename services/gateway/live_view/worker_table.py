@@ -62,8 +62,8 @@ class Row:
 class WorkerTable:
     """Keeps rows in step with who is there; a worker that leaves stays for a minute, marked as gone."""
 
-    def __init__(self, ledger: RequestHistory, clock: Callable[[], float] = monotonic) -> None:
-        self._ledger = ledger
+    def __init__(self, request_history: RequestHistory, clock: Callable[[], float] = monotonic) -> None:
+        self._request_history = request_history
         self._clock = clock
         self._rows: dict[str, Row] = {}
         self._gone: dict[str, float] = {}
@@ -84,7 +84,7 @@ class WorkerTable:
     def update(self, links: Mapping[str, LinkState], states: Iterable[WorkerState], elapsed_s: float) -> None:
         """Takes in what is known now; `elapsed_s` is since the last time, for the rates."""
         told = {state.id: state for state in states}
-        hits = hit_rates(list(self._ledger.recent)[-HIT_RATE_OF:])
+        hits = hit_rates(list(self._request_history.recent)[-HIT_RATE_OF:])
         now = self._clock()
         rows = {}
         for worker_id in sorted(links.keys() | told.keys()):
@@ -100,10 +100,10 @@ class WorkerTable:
             rows[worker_id] = _departed(self._rows[worker_id])
         self._rows = rows
         self._counted = {worker_id: counted for worker_id, counted in self._counted.items() if worker_id in rows}
-        self._ledger.forget_workers(set(rows))
+        self._request_history.forget_workers(set(rows))
 
     def _rates(self, worker_id: str, elapsed_s: float) -> tuple[float, float]:
-        of_worker = self._ledger.workers.get(worker_id)
+        of_worker = self._request_history.workers.get(worker_id)
         now = (0, 0) if of_worker is None else (of_worker.requests, of_worker.output_tokens)
         before = self._counted.get(worker_id, now)
         self._counted[worker_id] = now

@@ -59,29 +59,34 @@ def assembled(config: PipelineConfig, components: Components) -> Stages:
     Raises:
         ValueError: a stage of the operator's cannot take the place it is to have.
     """
-    hooks = Plugins(config, components)
+    plugins = Plugins(config, components)
     rules = DisaggRules(config.disaggregation, config.disagg_min_tokens)
     asking = WorkerSelector(
-        components.router, components.catalogue, components.fleet, components.tasks, components.route_timeout_s, rules
+        components.router,
+        components.registry,
+        components.connections,
+        components.tasks,
+        components.route_timeout_s,
+        rules,
     )
-    if hooks.route is not None:
-        asking.own_route = hooks.route.route
+    if plugins.route is not None:
+        asking.own_route = plugins.route.route
     placement: PlaceStage = asking
-    if hooks.place is not None:
-        placement = hooks.place
+    if plugins.place is not None:
+        placement = plugins.place
     elif config.routing == "direct":
-        placement = DirectSelector(components.catalogue, components.fleet, rules.mode != "off")
+        placement = DirectSelector(components.registry, components.connections, rules.mode != "off")
     tokenizing: TokenizeStage = FrontendTokenizeStage(components.preprocess)
     if config.preprocessing == "engine":
         tokenizing = EngineTokenizeStage()
-    board, parts = components.switchboard, components
+    stream_manager, parts = components.stream_manager, components
     policy = replace(parts.migration, enabled=config.migration)
     return Stages(
-        hooks.tokenize or tokenizing,
+        plugins.tokenize or tokenizing,
         placement,
         asking,
-        Migrator(policy, placement, parts.catalogue, parts.fleet, board, parts.metrics, parts.tasks),
-        DisaggOrchestrator(rules, parts.catalogue, parts.fleet, board, parts.metrics, config.migration),
-        None if hooks.postprocess is None else CustomPostprocessAdapter(hooks.postprocess, board),
-        hooks.all,
+        Migrator(policy, placement, parts.registry, parts.connections, stream_manager, parts.metrics, parts.tasks),
+        DisaggOrchestrator(rules, parts.registry, parts.connections, stream_manager, parts.metrics, config.migration),
+        None if plugins.postprocess is None else CustomPostprocessAdapter(plugins.postprocess, stream_manager),
+        plugins.all,
     )

@@ -55,12 +55,12 @@ class Pipelines:
         set_up_s: float = 15.0,
     ) -> None:
         self.config = config
-        self.catalogue: WorkerRegistry = components.catalogue
+        self.registry: WorkerRegistry = components.registry
         self.preprocess: PreprocessClient = components.preprocess
         self._every = build_pipeline(config, components)
         self._of_model = {name: build_pipeline(own, components) for name, own in config.models.items()}
         self._models = {
-            pipeline: ModelLifecycle(_listeners(pipeline), self.catalogue, components.tasks, set_up_s)
+            pipeline: ModelLifecycle(_listeners(pipeline), self.registry, components.tasks, set_up_s)
             for pipeline in self.all
         }
         for pipeline, models in self._models.items():
@@ -80,17 +80,17 @@ class Pipelines:
         if not self._of_model:
             return self._every
         found = self._of_model.get(model)
-        if found is None and (workers := self.catalogue.of_model(model)):
+        if found is None and (workers := self.registry.of_model(model)):
             found = self._of_model.get(workers[0].model)
         return found or self._every
 
     def named(self, request: GenerationRequest) -> GenerationRequest:
         """See `pipeline.named`."""
-        return named(request, self.catalogue)
+        return named(request, self.registry)
 
     def _connect(self, components: Components) -> None:
         """Installs what becomes of a stream, by its model, where streams are kept."""
-        board = components.switchboard
+        stream_manager = components.stream_manager
 
         def migrate(stream: GenerationStream, worker: WorkerLink, error: SluiceError) -> bool:
             return self.of(stream.model).stages.migrator.take_over(stream, worker, error)
@@ -101,10 +101,10 @@ class Pipelines:
         def hand_over(stream: GenerationStream, handoff: bytes) -> None:
             self.of(stream.model).stages.pairs.hand_over(stream, handoff)
 
-        board.migrate, board.rescue, board.hand_over = migrate, rescue, hand_over
-        components.fleet.makes_text = any(config.replicas_make_text for config in self.config.all)
+        stream_manager.migrate, stream_manager.rescue, stream_manager.hand_over = migrate, rescue, hand_over
+        components.connections.makes_text = any(config.replicas_make_text for config in self.config.all)
         if any(pipeline.stages.text is not None for pipeline in self.all):
-            board.texts.custom = lambda model: cast("PostLink | None", self.of(model).stages.text)
+            stream_manager.texts.custom = lambda model: cast("PostLink | None", self.of(model).stages.text)
 
     async def run(self) -> None:
         """Sets stages up for models that appear and removes models that have left, until cancelled."""
@@ -114,7 +114,7 @@ class Pipelines:
 
     def look(self) -> None:
         """Compares the models that are served with those the stages have."""
-        now, served = monotonic(), self.catalogue.models
+        now, served = monotonic(), self.registry.models
         for name in served:
             self._left_at[name] = now + self._grace_s
             self._models[self.of(name)].begin(name)
@@ -134,9 +134,9 @@ class ModelLifecycle:
         set_up_s: longest wait of a request, seconds.
     """
 
-    def __init__(self, listeners: Sequence[Any], catalogue: WorkerRegistry, tasks: TaskOwner, set_up_s: float) -> None:
+    def __init__(self, listeners: Sequence[Any], registry: WorkerRegistry, tasks: TaskOwner, set_up_s: float) -> None:
         self._listeners = listeners
-        self._catalogue = catalogue
+        self._registry = registry
         self._tasks = tasks
         self._set_up_s = set_up_s
         self._set_up: dict[str, asyncio.Task[bool]] = {}
@@ -163,12 +163,12 @@ class ModelLifecycle:
 
     def begin(self, model: str) -> None:
         """Starts to set a model up, unless it is set up, under way, or has failed a moment ago."""
-        if not self._listeners or model not in self._catalogue.models:
+        if not self._listeners or model not in self._registry.models:
             return
         before = self._set_up.get(model)
         failed = before is not None and before.done() and not before.result()
         if before is None or (failed and monotonic() >= self._again_at.get(model, 0.0)):
-            worker = self._catalogue.models[model]
+            worker = self._registry.models[model]
             self._set_up[model] = self._tasks.spawn(self._call_each("on_model", model, worker), f"on-model-{model}")
 
     def remove(self, model: str) -> None:

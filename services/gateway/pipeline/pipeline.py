@@ -22,7 +22,7 @@ from services.gateway.admission import permit as permits
 from services.gateway.admission.scopes import Scope
 from services.gateway.admission.tenants import SHARED
 from services.gateway.core import deadlines
-from services.gateway.core import routing_hints as directions
+from services.gateway.core import routing_hints as hints
 from services.gateway.core import session_affinity as sessions
 from services.gateway.core.request import (
     ChatPrompt,
@@ -34,7 +34,7 @@ from services.gateway.core.request import (
     TokenizedPrompt,
     TokenPrompt,
 )
-from services.gateway.pipeline import plugins as hooks
+from services.gateway.pipeline import plugins as plugins
 from services.gateway.pipeline import tenant_cache
 from services.gateway.pipeline.builder import assembled
 from services.gateway.pipeline.capabilities import able, holding
@@ -58,18 +58,18 @@ def build_pipeline(config: PipelineConfig, components: Components) -> Pipeline:
     """
     try:
         config.check()
-        return hooks.own_handler(config, components, Pipeline) if config.handler else Pipeline(config, components)
+        return plugins.own_handler(config, components, Pipeline) if config.handler else Pipeline(config, components)
     except ValueError as error:
         raise SluiceError(ErrorKind.FAILED_PRECONDITION, str(error)) from error
 
 
-def named(request: GenerationRequest, catalogue: WorkerRegistry) -> GenerationRequest:
+def named(request: GenerationRequest, registry: WorkerRegistry) -> GenerationRequest:
     """Returns the request by the model that runs it: a LoRA adapter's name stands for its model with that adapter.
 
     Raises:
         SluiceError: as `WorkerRegistry.model`, INVALID_ARGUMENT when it names two adapters.
     """
-    entry = catalogue.model(request.model)
+    entry = registry.model(request.model)
     if entry.model == request.model:
         return request
     if request.lora not in ("", request.model):
@@ -85,8 +85,8 @@ def named(request: GenerationRequest, catalogue: WorkerRegistry) -> GenerationRe
 class Generation:
     """One prompt's choices under way."""
 
-    def __init__(self, switchboard: StreamManager, prompt: TokenizedPrompt) -> None:
-        self._switchboard = switchboard
+    def __init__(self, stream_manager: StreamManager, prompt: TokenizedPrompt) -> None:
+        self._stream_manager = stream_manager
         self._prompt = prompt
         self.streams: list[GenerationStream] = []
 
@@ -139,7 +139,7 @@ class Generation:
     def cancel(self) -> None:
         """Stops whatever still runs; the sinks hear nothing more."""
         for stream in self.streams:
-            self._switchboard.cancel(stream)
+            self._stream_manager.cancel(stream)
 
 
 class Pipeline:
@@ -157,9 +157,9 @@ class Pipeline:
         self.config = config
         self.preprocess = components.preprocess
         self.router = components.router
-        self.catalogue = components.catalogue
-        self.fleet = components.fleet
-        self.switchboard = components.switchboard
+        self.registry = components.registry
+        self.connections = components.connections
+        self.stream_manager = components.stream_manager
         self._post_wait_s = components.post_wait_s
         stages = assembled(config, components)
         self.stages = stages
@@ -183,7 +183,7 @@ class Pipeline:
                 "worker would be chosen.",
                 code="query_only",
             )
-        with self.switchboard.expecting(request.choices):
+        with self.stream_manager.expecting(request.choices):
             return await self._started(request, sinks)
 
     async def _started(self, request: GenerationRequest, sinks: Sequence[Sink]) -> Generation:
@@ -192,14 +192,14 @@ class Pipeline:
         max_tokens = _fit(request, prompt, entry)
         permit = permits.current()
         await permit.charge(guessed_tokens(prompt) + request.choices * (request.stop.max_tokens or 0))
-        generation = Generation(self.switchboard, prompt)
+        generation = Generation(self.stream_manager, prompt)
         permit.watch(generation)
         try:
             if self._text_replicas:
-                await self.fleet.text_ready(deadline.share(TEXT_SHARE, self._post_wait_s))
+                await self.connections.text_ready(deadline.share(TEXT_SHARE, self._post_wait_s))
             for index, sink in enumerate(sinks):
                 placed = await self.placement.place(self._wanted(request, index, prompt, entry, max_tokens))
-                stream = self.switchboard.connect(
+                stream = self.stream_manager.connect(
                     request,
                     index,
                     prompt,
@@ -212,7 +212,7 @@ class Pipeline:
                 )
                 generation.streams.append(stream)
                 if tenant_cache.is_shared(request, permit):
-                    self.switchboard.on_degraded(stream, SHARED)
+                    self.stream_manager.on_degraded(stream, SHARED)
         except BaseException:
             generation.cancel()
             raise
@@ -220,7 +220,7 @@ class Pipeline:
 
     def only_asks(self) -> bool:
         """Whether the request at hand is answered with who would run it."""
-        return self.config.routing == "query-only" or directions.current().query_only
+        return self.config.routing == "query-only" or hints.current().query_only
 
     async def query(self, request: GenerationRequest) -> tuple[TokenizedPrompt, Route]:
         """What `start` would run, and where; runs and books nothing.
@@ -242,13 +242,13 @@ class Pipeline:
 
     async def _prepared(self, request: GenerationRequest) -> tuple[GenerationRequest, WorkerEntry, TokenizedPrompt]:
         """The request as it runs, one of the workers that can run it, and the prompt's ids."""
-        said = directions.current()
-        request = named(request, self.catalogue)
-        able_workers = holding(able(self.catalogue.of_model(request.model), request.needs), request.lora)
+        said = hints.current()
+        request = named(request, self.registry)
+        able_workers = holding(able(self.registry.of_model(request.model), request.needs), request.lora)
         request, workers = tenant_cache.separated(request, able_workers, permits.current())
         entry = workers[0]
         await self.model_ready(entry.model)
-        request = replace(request, directions=said, engine_text=self._engine_text, session_id=sessions.current())
+        request = replace(request, hints=said, engine_text=self._engine_text, session_id=sessions.current())
         if said.token_ids is not None:
             request = replace(request, prompt=TokenPrompt(said.token_ids))
         with telemetry.stage("gateway.tokenize"):
@@ -261,7 +261,7 @@ class Pipeline:
     ) -> PlacementRequest:
         return PlacementRequest(
             request=request,
-            booking=f"{request.request_id}-{index}",
+            reservation=f"{request.request_id}-{index}",
             prompt=prompt,
             block_size=entry.block_size,
             output_tokens=max_tokens if request.stop.max_tokens else 0,

@@ -54,9 +54,9 @@ class Components:
 
     preprocess: PreprocessClient
     router: RouterClient
-    catalogue: WorkerRegistry
-    fleet: ConnectionManager
-    switchboard: StreamManager
+    registry: WorkerRegistry
+    connections: ConnectionManager
+    stream_manager: StreamManager
     metrics: GatewayMetrics
     tasks: TaskOwner
     migration: MigrationPolicy

@@ -23,19 +23,19 @@ class DirectSelector:
         pairs: whether a prefill worker may be named.
     """
 
-    def __init__(self, catalogue: WorkerRegistry, fleet: ConnectionManager, pairs: bool) -> None:
-        self._catalogue = catalogue
-        self._fleet = fleet
+    def __init__(self, registry: WorkerRegistry, connections: ConnectionManager, pairs: bool) -> None:
+        self._registry = registry
+        self._connections = connections
         self._pairs = pairs
 
-    async def place(self, wanted: PlacementRequest, excluded: Collection[str] = ()) -> Placement:
+    async def place(self, placement_request: PlacementRequest, excluded: Collection[str] = ()) -> Placement:
         """See PlaceStage.
 
         Raises:
             SluiceError: INVALID_ARGUMENT when no worker is named, or one for a part that it does not play; NOT_FOUND
                 when none of those named is there.
         """
-        said = wanted.request.directions
+        said = placement_request.request.hints
         if not said.answering:
             raise invalid(
                 "This gateway runs requests where they say (routing direct), and this one does not: name a worker in "
@@ -43,8 +43,8 @@ class DirectSelector:
                 param=WORKER_HEADER,
                 code="no_worker_named",
             )
-        prefill, prefill_link = await self._prefill(said, wanted, excluded)
-        entry, link = await self._first(said.answering, said.answering_source, wanted, excluded)
+        prefill, prefill_link = await self._prefill(said, placement_request, excluded)
+        entry, link = await self._first(said.answering, said.answering_source, placement_request, excluded)
         _check_roles(said, entry, prefill)
         _check_rank(entry, said.rank, said.source("rank"))
         if prefill is not None:
@@ -58,29 +58,29 @@ class DirectSelector:
         return Placement(route, link, prefill_link)
 
     async def _prefill(
-        self, said: RoutingHints, wanted: PlacementRequest, excluded: Collection[str]
+        self, said: RoutingHints, placement_request: PlacementRequest, excluded: Collection[str]
     ) -> tuple[WorkerEntry | None, WorkerLink | None]:
         if not said.prefill:
             return None, None
         source = said.source("prefill")
-        if wanted.alone or not self._pairs:
+        if placement_request.alone or not self._pairs:
             raise invalid(
                 f"A prefill worker is named in {described(source)}, and this gateway shares no requests.", param=source
             )
-        return await self._first(said.prefill, source, wanted, excluded)
+        return await self._first(said.prefill, source, placement_request, excluded)
 
     async def _first(
-        self, names: Sequence[str], source: str, wanted: PlacementRequest, excluded: Collection[str]
+        self, names: Sequence[str], source: str, placement_request: PlacementRequest, excluded: Collection[str]
     ) -> tuple[WorkerEntry, WorkerLink]:
-        workers = self._catalogue.of_model(wanted.request.model)
+        workers = self._registry.of_model(placement_request.request.model)
         failure: SluiceError | None = None
         for name in names:
             entry = next((one for one in workers if name in (one.worker_id, one.address)), None)
             if entry is None or entry.worker_id in excluded:
                 continue
             try:
-                link = self._fleet.worker(entry.worker_id)
-                await link.ready(wanted.deadline.share(CONNECT_SHARE, inf))
+                link = self._connections.worker(entry.worker_id)
+                await link.ready(placement_request.deadline.share(CONNECT_SHARE, inf))
             except SluiceError as error:
                 failure = error
                 if error.kind is ErrorKind.DEADLINE_EXCEEDED:
@@ -88,7 +88,7 @@ class DirectSelector:
             else:
                 return entry, link
         try:
-            raise failure or no_such_worker(names, wanted.request.model, source)
+            raise failure or no_such_worker(names, placement_request.request.model, source)
         finally:
             del failure  # it holds this call, which must not hold it as well
 

@@ -47,7 +47,7 @@ class PlacementRequest:
     """
 
     request: GenerationRequest
-    booking: str
+    reservation: str
     prompt: TokenizedPrompt
     block_size: int
     output_tokens: int
@@ -96,21 +96,21 @@ class WorkerSelector:
     def __init__(
         self,
         router: RouterClient,
-        catalogue: WorkerRegistry,
-        fleet: ConnectionManager,
+        registry: WorkerRegistry,
+        connections: ConnectionManager,
         tasks: TaskOwner,
         route_timeout_s: float,
         sharing: DisaggregationPolicy,
     ) -> None:
         self._router = router
-        self._catalogue = catalogue
-        self._fleet = fleet
+        self._registry = registry
+        self._connections = connections
         self._tasks = tasks
         self._route_timeout_s = route_timeout_s
         self._sharing = sharing
         self.own_route: OwnRoute | None = None
 
-    async def place(self, wanted: PlacementRequest, excluded: Collection[str] = ()) -> Placement:
+    async def place(self, placement_request: PlacementRequest, excluded: Collection[str] = ()) -> Placement:
         """A worker, or a pair, with connections and a booking.
 
         Args:
@@ -121,16 +121,16 @@ class WorkerSelector:
         """
         avoided = set(excluded)
         for attempt in range(ATTEMPTS):
-            booking = f"{wanted.booking}-{attempt}" if attempt else wanted.booking
-            route = await self._route(wanted, booking, avoided)
+            reservation = f"{placement_request.reservation}-{attempt}" if attempt else placement_request.reservation
+            route = await self._route(placement_request, reservation, avoided)
             trying = route.worker_id
             try:
-                route = self._sharing.judged(route, self._catalogue.workers.get(trying), wanted.prompt.length)
-                worker = await self._connected(trying, wanted)
+                route = self._sharing.judged(route, self._registry.workers.get(trying), placement_request.prompt.length)
+                worker = await self._connected(trying, placement_request)
                 prefill = None
                 if route.prefill_worker_id:
                     trying = route.prefill_worker_id
-                    prefill = await self._connected(trying, wanted)
+                    prefill = await self._connected(trying, placement_request)
                 return Placement(route, worker, prefill)
             except BaseException as error:
                 if route.reservation_id:
@@ -141,44 +141,44 @@ class WorkerSelector:
                 log.warning("%s Trying another worker.", error.message)
         raise AssertionError("the last attempt returns or raises")
 
-    async def ask(self, wanted: PlacementRequest) -> Route:
+    async def ask(self, placement_request: PlacementRequest) -> Route:
         """Who would be chosen; nothing is booked. SluiceError as `place`."""
-        wanted = replace(wanted, book=False)
-        route = await self._route(wanted, wanted.booking, set())
-        return self._sharing.judged(route, self._catalogue.workers.get(route.worker_id), wanted.prompt.length)
+        placement_request = replace(placement_request, book=False)
+        route = await self._route(placement_request, placement_request.reservation, set())
+        return self._sharing.judged(route, self._registry.workers.get(route.worker_id), placement_request.prompt.length)
 
-    async def _connected(self, worker_id: str, wanted: PlacementRequest) -> WorkerLink:
-        worker = self._fleet.worker(worker_id)
-        await worker.ready(wanted.deadline.share(CONNECT_SHARE, inf))
+    async def _connected(self, worker_id: str, placement_request: PlacementRequest) -> WorkerLink:
+        worker = self._connections.worker(worker_id)
+        await worker.ready(placement_request.deadline.share(CONNECT_SHARE, inf))
         return worker
 
-    async def _route(self, wanted: PlacementRequest, booking: str, avoided: set[str]) -> Route:
-        candidates = self._candidates(wanted, avoided)
+    async def _route(self, placement_request: PlacementRequest, reservation: str, avoided: set[str]) -> Route:
+        candidates = self._candidates(placement_request, avoided)
         try:
             with telemetry.stage("gateway.route"):
-                return await self._ask_router(wanted, booking, candidates)
+                return await self._ask_router(placement_request, reservation, candidates)
         except SluiceError as error:
             unanswered = error.kind in (ErrorKind.UNAVAILABLE, ErrorKind.DEADLINE_EXCEEDED)
-            behind = error.code in STALE_ROUTER_CODES and self._catalogue.doubted
+            behind = error.code in STALE_ROUTER_CODES and self._registry.doubted
             if not behind and (not unanswered or error.code in ("no_workers", "request_timeout")):
                 raise
-            route = self._without_router(wanted, candidates)
+            route = self._without_router(placement_request, candidates)
             if route is None:
                 raise
             return route
 
-    def _candidates(self, wanted: PlacementRequest, avoided: set[str]) -> list[str] | None:
+    def _candidates(self, placement_request: PlacementRequest, avoided: set[str]) -> list[str] | None:
         """Ids of the workers that may be chosen; None when all of the model may.
 
         Raises:
             SluiceError: UNAVAILABLE when none is left, INVALID_ARGUMENT when none can do what is needed.
         """
-        model = wanted.request.model
-        workers = self._catalogue.of_model(model)
+        model = placement_request.request.model
+        workers = self._registry.of_model(model)
         left = [worker for worker in workers if worker.worker_id not in avoided]
         if avoided and not left:
             raise unavailable(f"No worker of model {model!r} can be reached.", code="no_workers")
-        said = wanted.request.directions
+        said = placement_request.request.hints
         if said is not NO_HINTS:
             left = [one for one in left if said.allows(one.worker_id, one.address, one.role is Role.PREFILL)]
             if not any(one.role is not Role.PREFILL for one in left):
@@ -187,24 +187,26 @@ class WorkerSelector:
                     if said.workers
                     else _nobody_allowed(model, said.source("subset"))
                 )
-        needs = (*wanted.request.needs, *wanted.needs)
+        needs = (*placement_request.request.needs, *placement_request.needs)
         if needs and left:
             left = able(left, needs)
-        left = holding(left, wanted.request.lora)
-        of_engine = capabilities(wanted.prompt, wanted.request.engine_text)
+        left = holding(left, placement_request.request.lora)
+        of_engine = capabilities(placement_request.prompt, placement_request.request.engine_text)
         left = [one for one in left if all(each in one.capabilities for each in of_engine)] if of_engine else left
         if left:
-            left = self._sharing.eligible(left, wanted.prompt.length, wanted.alone)
-        sound = [worker for worker in left if self._fleet.sound(worker.worker_id)]
+            left = self._sharing.eligible(left, placement_request.prompt.length, placement_request.alone)
+        sound = [worker for worker in left if self._connections.sound(worker.worker_id)]
         left = sound or left  # all of them troubled: better than none
         return None if len(left) == len(workers) else [worker.worker_id for worker in left]
 
-    async def _ask_router(self, wanted: PlacementRequest, booking: str, candidates: list[str] | None) -> Route:
+    async def _ask_router(
+        self, placement_request: PlacementRequest, reservation: str, candidates: list[str] | None
+    ) -> Route:
         """The router's choice. A replica that has not heard yet of workers another one announced gets a moment."""
         loop = asyncio.get_running_loop()
         patience = loop.time() + ROUTER_LAG_S
         while True:
-            asking = self._tasks.spawn(self._ask_once(wanted, booking, candidates), "route")
+            asking = self._tasks.spawn(self._ask_once(placement_request, reservation, candidates), "route")
             try:
                 answer = await asyncio.shield(asking)
             except asyncio.CancelledError:
@@ -213,7 +215,7 @@ class WorkerSelector:
             if isinstance(answer, Route):
                 return answer
             behind = answer.code in STALE_ROUTER_CODES
-            if not behind or loop.time() > patience or not self._catalogue.of_model(wanted.request.model):
+            if not behind or loop.time() > patience or not self._registry.of_model(placement_request.request.model):
                 try:
                     raise answer
                 finally:
@@ -221,40 +223,42 @@ class WorkerSelector:
             await asyncio.sleep(ROUTER_RETRY_S)
 
     async def _ask_once(
-        self, wanted: PlacementRequest, booking: str, candidates: list[str] | None
+        self, placement_request: PlacementRequest, reservation: str, candidates: list[str] | None
     ) -> Route | SluiceError:
         """What is chosen; goes on when whoever asked is gone, so that no booking is made unseen."""
-        request = wanted.request
+        request = placement_request.request
         try:
             if self.own_route is not None:
-                workers = self._catalogue.of_model(request.model)
+                workers = self._registry.of_model(request.model)
                 allowed = workers if candidates is None else [one for one in workers if one.worker_id in candidates]
-                return await self._ask_own_route(self.own_route, wanted, allowed)
+                return await self._ask_own_route(self.own_route, placement_request, allowed)
             return await self._router.route(
-                booking,
+                reservation,
                 request.model,
-                wanted.prompt,
-                wanted.block_size,
-                expected_output_tokens=wanted.output_tokens,
+                placement_request.prompt,
+                placement_request.block_size,
+                expected_output_tokens=placement_request.output_tokens,
                 lora=request.lora,
                 cache_salt=request.cache_salt,
                 priority=request.priority,
                 session_id=request.session_id,
                 candidates=candidates,
-                timeout_s=wanted.deadline.share(ROUTE_SHARE, self._route_timeout_s),
-                policy=POLICY if wanted.prompt.raw is not None else "",
-                book=wanted.book,
+                timeout_s=placement_request.deadline.share(ROUTE_SHARE, self._route_timeout_s),
+                policy=POLICY if placement_request.prompt.raw is not None else "",
+                book=placement_request.book,
             )
         except SluiceError as error:
             return error
 
-    async def _ask_own_route(self, route: OwnRoute, wanted: PlacementRequest, allowed: Sequence[WorkerEntry]) -> Route:
+    async def _ask_own_route(
+        self, route: OwnRoute, placement_request: PlacementRequest, allowed: Sequence[WorkerEntry]
+    ) -> Route:
         try:
-            return await route(wanted, allowed)
+            return await route(placement_request, allowed)
         except SluiceError:
             raise
         except Exception:
-            log.exception("the route stage failed", extra={"request": wanted.booking})
+            log.exception("the route stage failed", extra={"request": placement_request.reservation})
             raise internal("The route stage of this gateway failed; its log has the details.") from None
 
     def _give_back(self, asked: asyncio.Task[Route | SluiceError]) -> None:
@@ -264,17 +268,17 @@ class WorkerSelector:
         if isinstance(answer, Route) and answer.reservation_id:
             self._router.free(answer.reservation_id)
 
-    def _without_router(self, wanted: PlacementRequest, candidates: list[str] | None) -> Route | None:
+    def _without_router(self, placement_request: PlacementRequest, candidates: list[str] | None) -> Route | None:
         """No router answers: the worker last seen that has least to do, or the pair when none runs alone."""
         if candidates is None:
-            candidates = [worker.worker_id for worker in self._catalogue.of_model(wanted.request.model)]
-        known = [entry for name in candidates if (entry := self._catalogue.workers.get(name)) is not None]
+            candidates = [worker.worker_id for worker in self._registry.of_model(placement_request.request.model)]
+        known = [entry for name in candidates if (entry := self._registry.workers.get(name)) is not None]
         alone = [entry.worker_id for entry in known if entry.runs_alone]
-        link = self._fleet.least_busy(alone)
+        link = self._connections.least_busy(alone)
         if link is not None:
             return Route(worker_id=link.worker_id, degraded=ROUTER_AWAY)
-        decode = self._fleet.least_busy([entry.worker_id for entry in known if entry.role is Role.DECODE])
-        prefill = self._fleet.least_busy([entry.worker_id for entry in known if entry.role is Role.PREFILL])
+        decode = self._connections.least_busy([entry.worker_id for entry in known if entry.role is Role.DECODE])
+        prefill = self._connections.least_busy([entry.worker_id for entry in known if entry.role is Role.PREFILL])
         if decode is None or prefill is None:
             return None
         return Route(decode.worker_id, degraded=ROUTER_AWAY, prefill_worker_id=prefill.worker_id)

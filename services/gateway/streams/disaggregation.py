@@ -101,16 +101,16 @@ class DisaggOrchestrator:
     def __init__(
         self,
         rules: DisaggRules,
-        catalogue: WorkerRegistry,
-        fleet: ConnectionManager,
-        switchboard: StreamManager,
+        registry: WorkerRegistry,
+        connections: ConnectionManager,
+        stream_manager: StreamManager,
         metrics: GatewayMetrics,
         migrates: bool,
     ) -> None:
         self._rules = rules
-        self._catalogue = catalogue
-        self._fleet = fleet
-        self._switchboard = switchboard
+        self._registry = registry
+        self._connections = connections
+        self._stream_manager = stream_manager
         self._metrics = metrics
         self._migrates = migrates
 
@@ -122,12 +122,12 @@ class DisaggOrchestrator:
         if not pair.worker.connected:
             stream.shift(pair.worker)
             gone = SluiceError(ErrorKind.CANNOT_CONNECT, f"The {pair.worker.peer} cannot be reached.")
-            self._switchboard.interrupted(stream, gone)
+            self._stream_manager.interrupted(stream, gone)
             return
         if stream.span is not None:
             stream.span.add_event("handed over", {"to": pair.worker.worker_id, "bytes": len(handoff)})
         self._metrics.disaggregated("pair")
-        self._switchboard.go_on(
+        self._stream_manager.go_on(
             stream, pair.worker, pair.rank, pair.name, pair.resumed, DisaggregationPart(Role.DECODE, handoff)
         )
 
@@ -160,7 +160,7 @@ class DisaggOrchestrator:
         return unavailable("The two workers of this request could not agree on it; try again.", code=reason)
 
     def _can_run_alone(self, stream: GenerationStream, worker: WorkerLink) -> bool:
-        entry = self._catalogue.workers.get(worker.worker_id)
+        entry = self._registry.workers.get(worker.worker_id)
         if self._rules.mode != "auto" or entry is None or not entry.runs_alone or not worker.connected:
             return False
         return not (stream.tokens and stream.request.guided is not None) or RESUME_GUIDED in entry.capabilities
@@ -169,20 +169,20 @@ class DisaggOrchestrator:
         """Whether another prefill worker can take the place of one that was lost."""
         if stream.handed_over or not self._migrates:
             return False
-        others = (one for one in self._catalogue.of_model(stream.model) if one.role is Role.PREFILL)
+        others = (one for one in self._registry.of_model(stream.model) if one.role is Role.PREFILL)
         return any(
-            (link := self._fleet.find(one.worker_id)) is not None and link is not lost and link.connected
+            (link := self._connections.find(one.worker_id)) is not None and link is not lost and link.connected
             for one in others
         )
 
     def _alone(self, stream: GenerationStream, worker: WorkerLink, rank: int | None, name: str, reason: str) -> None:
-        board = self._switchboard
-        board.on_degraded(stream, reason)
-        entry = self._catalogue.workers[worker.worker_id]
+        stream_manager = self._stream_manager
+        stream_manager.on_degraded(stream, reason)
+        entry = self._registry.workers[worker.worker_id]
         if stream.tokens and is_history_dependent(stream.request.sampling) and RESUME not in entry.capabilities:
-            board.on_degraded(stream, INEXACT)
+            stream_manager.on_degraded(stream, INEXACT)
         stream.pair = None
-        board.go_on(stream, worker, rank, name, len(stream.tokens), None)
+        stream_manager.go_on(stream, worker, rank, name, len(stream.tokens), None)
 
 
 def _required(model: str) -> SluiceError:

@@ -149,7 +149,7 @@ class StreamManager:
         self, stream: GenerationStream, route: Route, worker: WorkerLink, prefill: WorkerLink | None = None
     ) -> None:
         """Goes on with a stream on another worker, or pair of workers, after the tokens it has."""
-        stream.mover = None
+        stream.migration_task = None
         self._book(stream, route, worker, prefill, f"{stream.request_id}-m{stream.migrations}")
 
     def _book(
@@ -407,13 +407,13 @@ class StreamManager:
     def sweep_stalled(self) -> None:
         """Fails every stream without text or a token since the last sweep, or whose worker knows no end."""
         for stream in list(self._streams.values()):
-            silent = not stream.active and len(stream.tokens) == stream.swept
+            silent = not stream.active and len(stream.tokens) == stream.tokens_at_last_sweep
             if silent or len(stream.tokens) > stream.max_tokens:
                 stalled = SluiceError(
                     ErrorKind.RESPONSE_TIMEOUT, "The worker has stopped answering.", code="stalled", retryable=False
                 )
                 self.give_up(stream, stalled)
-            stream.active, stream.swept = False, len(stream.tokens)
+            stream.active, stream.tokens_at_last_sweep = False, len(stream.tokens)
 
     def sweep_overrun(self) -> None:
         """Fails every stream whose worker generates more than was requested and whose text no service bounds."""
@@ -458,9 +458,9 @@ class StreamManager:
         self.texts.forget(stream)
         if stream.expiry is not None:
             stream.expiry.cancel()
-        if stream.mover is not None:
-            stream.mover.cancel()
-            stream.mover = None
+        if stream.migration_task is not None:
+            stream.migration_task.cancel()
+            stream.migration_task = None
         return True
 
     def _leave_worker(self, stream: GenerationStream) -> None:

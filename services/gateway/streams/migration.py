@@ -47,7 +47,7 @@ __all__ = ["MigrationPolicy", "Migrator"]
 class Placing(Protocol):
     """Finds workers, as `placement.WorkerSelector`."""
 
-    async def place(self, wanted: PlacementRequest, excluded: Collection[str] = ()) -> Placement: ...
+    async def place(self, placement_request: PlacementRequest, excluded: Collection[str] = ()) -> Placement: ...
 
 
 class Migrator:
@@ -61,17 +61,17 @@ class Migrator:
         self,
         policy: MigrationPolicy,
         placement: Placing,
-        catalogue: WorkerRegistry,
-        fleet: ConnectionManager,
-        switchboard: StreamManager,
+        registry: WorkerRegistry,
+        connections: ConnectionManager,
+        stream_manager: StreamManager,
         metrics: GatewayMetrics,
         tasks: TaskOwner,
     ) -> None:
         self._policy = policy
         self._placement = placement
-        self._catalogue = catalogue
-        self._fleet = fleet
-        self._switchboard = switchboard
+        self._registry = registry
+        self._connections = connections
+        self._stream_manager = stream_manager
         self._metrics = metrics
         self._tasks = tasks
         self._at_once = asyncio.Semaphore(AT_ONCE)
@@ -90,7 +90,7 @@ class Migrator:
             error.message,
             extra={"request": stream.request_id, "worker": lost.worker_id, "tokens": len(stream.tokens)},
         )
-        stream.mover = self._tasks.spawn(self._move(stream, lost), f"migration-{stream.slot}")
+        stream.migration_task = self._tasks.spawn(self._move(stream, lost), f"migration-{stream.slot}")
         return True
 
     def _obstacle(self, stream: GenerationStream, error: SluiceError) -> str:
@@ -111,7 +111,7 @@ class Migrator:
         return ""
 
     def _resuming(self, stream: GenerationStream, capability: str) -> bool:
-        return any(capability in worker.capabilities for worker in self._catalogue.of_model(stream.model))
+        return any(capability in worker.capabilities for worker in self._registry.of_model(stream.model))
 
     async def _move(self, stream: GenerationStream, lost: WorkerLink) -> None:
         logs.request_id.set(stream.request_id)
@@ -151,18 +151,18 @@ class Migrator:
         ]
 
     def _is_back(self, worker_id: str, loss: Loss) -> bool:
-        link = self._fleet.find(worker_id)
+        link = self._connections.find(worker_id)
         if link is None or not link.connected or link.breaker.tripped:
             return False
         return link is not loss.worker or link.sessions > loss.sessions
 
     def _wanted(self, stream: GenerationStream, attempt: int) -> PlacementRequest:
         request, generated = stream.request, len(stream.tokens)
-        entry = self._catalogue.model(stream.model)
+        entry = self._registry.model(stream.model)
         guided = generated and request.guided is not None
         return PlacementRequest(
             request=request,
-            booking=f"{stream.request_id}-m{stream.migrations}" + (f".{attempt}" if attempt else ""),
+            reservation=f"{stream.request_id}-m{stream.migrations}" + (f".{attempt}" if attempt else ""),
             prompt=_with_generated(stream.prompt, stream),
             block_size=entry.block_size,
             output_tokens=stream.max_tokens - generated if request.stop.max_tokens else 0,
@@ -174,19 +174,19 @@ class Migrator:
         worker = placed.worker
         self._metrics.migration("moved")
         if stream.tokens and is_history_dependent(stream.request.sampling) and not self._resumes(worker):
-            self._switchboard.on_degraded(stream, INEXACT)
+            self._stream_manager.on_degraded(stream, INEXACT)
         if stream.span is not None:
             _trace(stream, lost, worker)
-        self._switchboard.resume(stream, placed.route, worker, placed.prefill)
+        self._stream_manager.resume(stream, placed.route, worker, placed.prefill)
 
     def _resumes(self, worker: WorkerLink) -> bool:
-        entry = self._catalogue.workers.get(worker.worker_id)
+        entry = self._registry.workers.get(worker.worker_id)
         return entry is not None and RESUME in entry.capabilities
 
     def _give_up(self, stream: GenerationStream, error: SluiceError) -> None:
-        stream.mover = None  # this is it: there is nothing left to be cancelled
+        stream.migration_task = None  # this is it: there is nothing left to be cancelled
         self._metrics.migration("nobody")
-        self._switchboard.give_up(stream, error)
+        self._stream_manager.give_up(stream, error)
 
 
 def _with_generated(prompt: TokenizedPrompt, stream: GenerationStream) -> TokenizedPrompt:

@@ -104,8 +104,8 @@ class GenerationStream:
         "logprob_positions",
         "losses",
         "max_tokens",
+        "migration_task",
         "migrations",
-        "mover",
         "pair",
         "post",
         "prompt",
@@ -121,9 +121,9 @@ class GenerationStream:
         "slot",
         "span",
         "started_at",
-        "swept",
         "text_sent",
         "tokens",
+        "tokens_at_last_sweep",
         "waiting_since",
         "worker",
         "worker_span",
@@ -166,7 +166,7 @@ class GenerationStream:
         self.migrations = 0
         self.losses: dict[str, Loss] = {}
         self.replays = 0
-        self.mover: asyncio.Task[None] | None = None
+        self.migration_task: asyncio.Task[None] | None = None
         self.cached_tokens = 0
         self.attempt_cached: int | None = None
         self.computed = False  # its prompt
@@ -174,7 +174,7 @@ class GenerationStream:
         self.reasoning_tokens = 0
         self.degraded: tuple[str, ...] = ()
         self.active = True  # said something since the last sweep
-        self.swept = 0  # tokens at the last sweep
+        self.tokens_at_last_sweep = 0  # tokens at the last sweep
         self.started_at = perf_counter()
         self.first_text_at = 0.0
         self.span: Span | None = None

@@ -34,14 +34,14 @@ class ConnectionManager:
         postprocess: Sequence[str],
         credentials: grpc.ChannelCredentials | None,
         connect_timeout_s: float,
-        switchboard: StreamManager,
+        stream_manager: StreamManager,
         tasks: TaskOwner,
         worker_message_bytes: int = MOST_START_BYTES,
         batch_tokens: Budget = BATCH_TOKENS,
     ) -> None:
         self._credentials = credentials
         self._connect_timeout_s = connect_timeout_s
-        self._switchboard = switchboard
+        self._stream_manager = stream_manager
         self._tasks = tasks
         self._worker_message_bytes = worker_message_bytes
         self._batch_tokens = batch_tokens
@@ -67,8 +67,8 @@ class ConnectionManager:
             entry.address,
             channel,
             self._connect_timeout_s,
-            self._switchboard,
-            self._switchboard.on_worker_lost,
+            self._stream_manager,
+            self._stream_manager.on_worker_lost,
             self._worker_message_bytes,
             self._batch_tokens,
         )
@@ -117,7 +117,7 @@ class ConnectionManager:
         """Waits for a postprocess replica that takes streams; SluiceError(UNAVAILABLE) when none comes in time."""
         loop = asyncio.get_running_loop()
         patience = loop.time() + most_s
-        while self._switchboard.texts.best() is None:
+        while self._stream_manager.texts.best() is None:
             if loop.time() >= patience:
                 raise unavailable("No postprocess replica is ready; try again soon.", code="service_unavailable")
             await asyncio.sleep(LOOK_AGAIN_S)
@@ -126,8 +126,8 @@ class ConnectionManager:
         """Closes retired links that carry nothing any more, and ends what waits too long; until cancelled."""
         while True:
             await asyncio.sleep(SWEEP_S)
-            self._switchboard.texts.sweep()
-            self._switchboard.sweep_overrun()
+            self._stream_manager.texts.sweep()
+            self._stream_manager.sweep_overrun()
             for link in [link for link in self._running if _is_done(link)]:
                 if not _is_done(link):  # it came back while another one was closed
                     continue
@@ -135,18 +135,18 @@ class ConnectionManager:
                 if isinstance(link, WorkerLink):
                     await self._channels.pop(link).close()
                 else:
-                    del self._switchboard.texts.links[link.address]
+                    del self._stream_manager.texts.links[link.address]
                     link.replica.held = False
 
     def _on_post_change(self) -> None:
         if not self.makes_text:
             return
-        links = self._switchboard.texts.links
+        links = self._stream_manager.texts.links
         serving = {replica.address: replica for replica in self.postprocess.serving}
         for address, link in links.items():
             link.retired = address not in serving
         for address in serving.keys() - links.keys():
-            link = PostLink(serving[address], self._connect_timeout_s, self._switchboard)
+            link = PostLink(serving[address], self._connect_timeout_s, self._stream_manager)
             link.replica.held = True  # its channel carries the session, also while it drains
             links[address] = link
             self._running[link] = self._tasks.spawn(link.run(), f"link-postprocess-{address}")

@@ -60,14 +60,14 @@ class PendingStreams:
     def __init__(
         self,
         library: VocabularyRegistry,
-        opener: StreamFactory,
+        stream_factory: StreamFactory,
         max_tokens: int,
         begun: Begun,
         refused: Callable[[int, SluiceError], None],
         on_death: Callable[[str, BaseException], None] | None,
     ) -> None:
         self._library = library
-        self._opener = opener
+        self._stream_factory = stream_factory
         self._max_tokens = max_tokens
         self._begun = begun
         self._refused = refused
@@ -124,9 +124,9 @@ class PendingStreams:
     async def _made(self, waiting: PendingStream) -> tuple[AnyStream, ParserSelection, str]:
         """The stream, and the text that its past gave."""
         vocabulary = await self._library.get(waiting.options.model)
-        plan = self._opener.plan(waiting.options, vocabulary, waiting.identity)
-        await self._opener.prepare(plan)
-        stream = self._opener.begin(waiting.options, vocabulary, plan)
+        plan = self._stream_factory.plan(waiting.options, vocabulary, waiting.identity)
+        await self._stream_factory.prepare(plan)
+        stream = self._stream_factory.begin(waiting.options, vocabulary, plan)
         try:
             text = await fed(stream, waiting.resume.token_ids if waiting.resume is not None else ())
         except BaseException:

@@ -56,7 +56,7 @@ class PostSession:
         metrics: Metrics,
         wake: Callable[[], None],
         on_death: Callable[[str, BaseException], None] | None = None,
-        opener: StreamFactory | None = None,
+        stream_factory: StreamFactory | None = None,
     ) -> None:
         self._library = library
         self._limits = limits
@@ -64,10 +64,10 @@ class PostSession:
         self._wake = wake
         self._streams: dict[int, Stream] = {}
         self._parsed: dict[int, AnyParsed] = {}
-        self._opener = opener or StreamFactory(limits.stream)
+        self._stream_factory = stream_factory or StreamFactory(limits.stream)
         self._parsed_news = asyncio.Event()
         self._waiting = PendingStreams(
-            library, self._opener, limits.max_waiting_tokens, self._begun, self._not_begun, on_death
+            library, self._stream_factory, limits.max_waiting_tokens, self._begun, self._not_begun, on_death
         )
         self._slots = Slots(metrics)
         self._remainders: dict[int, Remainder] = {}  # of resumed streams with a parser
@@ -97,12 +97,12 @@ class PostSession:
             self._admit(slot)
             vocabulary = self._library.ready(options.model)
             waiting = PendingStream(options, request_id or secrets.token_hex(12), resume)
-            plan = None if vocabulary is None else self._opener.plan(options, vocabulary, waiting.identity)
-            if vocabulary is None or plan is None or not self._opener.ready(plan) or waiting.long:
+            plan = None if vocabulary is None else self._stream_factory.plan(options, vocabulary, waiting.identity)
+            if vocabulary is None or plan is None or not self._stream_factory.ready(plan) or waiting.long:
                 self._waiting.add(slot, waiting)
                 self._slots.take(slot, request_id, options.model, parent)
             else:
-                stream = self._opener.begin(options, vocabulary, plan)
+                stream = self._stream_factory.begin(options, vocabulary, plan)
                 self._slots.take(slot, request_id, options.model, parent)
                 text = stream.feed(resume.token_ids) if resume is not None else None
                 self._join(slot, stream, plan, resume, text or "")

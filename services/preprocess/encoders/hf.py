@@ -48,28 +48,32 @@ class HfEncoder:
         speed: what may be used to be fast.
     """
 
-    def __init__(self, file: Path, tokenizer: Tokenizer, probe: str, speed: EncoderOptions) -> None:
+    def __init__(self, file: Path, tokenizer: Tokenizer, probe: str, encoder_options: EncoderOptions) -> None:
         self._tokenizer = tokenizer
         content = orjson.loads(file.read_bytes())
         added = [entry["content"] for entry in content.get("added_tokens") or []]
         backend: Backend = TokenizersBackend(tokenizer)
-        if speed.fast_backend:
+        if encoder_options.fast_backend:
             spelled = [f"x {token}y\n{token} " for token in _spread(added, _MAX_ADDED_SAMPLES)]
             backend = fastest(backend, lambda: FastokensBackend.of_file(file), spelled)
         self.backend = backend.name
-        self._cut = find_cut(content, _most_used(added, probe)) if speed.cache_bytes else SplitPoint(refusal=CACHE_OFF)
+        self._split_point = (
+            find_cut(content, _most_used(added, probe))
+            if encoder_options.cache_bytes
+            else SplitPoint(refusal=CACHE_OFF)
+        )
         self._cache: SegmentCache | None = None
-        if self._cut.token:
-            backend = self._cache = SegmentCache(backend, speed.cache_bytes)
-        elif speed.cache_bytes:
-            log.info("prompts are not remembered", extra={"reason": self._cut.refusal})
+        if self._split_point.token:
+            backend = self._cache = SegmentCache(backend, encoder_options.cache_bytes)
+        elif encoder_options.cache_bytes:
+            log.info("prompts are not remembered", extra={"reason": self._split_point.refusal})
         self._backend = backend
         self._frame = _frame_of(tokenizer)
 
     @property
     def cache_refusal(self) -> str:
         """Why segments are not remembered; empty when they are."""
-        return self._cut.refusal
+        return self._split_point.refusal
 
     @property
     def cache_stats(self) -> CacheStats | None:
@@ -87,7 +91,7 @@ class HfEncoder:
         return before + self._plain(text) + after
 
     def _plain(self, text: str) -> bytes:
-        parts = cut_before(text, self._cut.token) if self._cut.token else [text]
+        parts = cut_before(text, self._split_point.token) if self._split_point.token else [text]
         return b"".join(self._backend.encode(parts))
 
 

@@ -85,20 +85,20 @@ class MistralEncoder:
         speed: what may be used to be fast.
     """
 
-    def __init__(self, text: Tokenizer, speed: EncoderOptions) -> None:
+    def __init__(self, text: Tokenizer, encoder_options: EncoderOptions) -> None:
         backend: Backend
         if isinstance(text, Tekkenizer):
             tekken = text
             backend = TiktokenBackend(tekken)
-            if speed.fast_backend:
+            if encoder_options.fast_backend:
                 backend = fastest(backend, lambda: FastTekken(tekken))
         else:
             backend = LibraryBackend(text)
         self.backend = backend.name
         self._bos, self._eos = text.bos_id, text.eos_id
         self._cache: SegmentCache | None = None
-        if speed.cache_bytes:
-            backend = self._cache = SegmentCache(backend, speed.cache_bytes)
+        if encoder_options.cache_bytes:
+            backend = self._cache = SegmentCache(backend, encoder_options.cache_bytes)
         self._backend = backend
 
     @property

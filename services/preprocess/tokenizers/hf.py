@@ -64,7 +64,7 @@ class HfTokenizer(TokenizerProtocol):
         self,
         path: Path,
         limits: Limits,
-        speed: EncoderOptions | None = None,
+        encoder_options: EncoderOptions | None = None,
         chat_template: str = "",
         own: TemplateRunner | None = None,
     ) -> None:
@@ -87,7 +87,7 @@ class HfTokenizer(TokenizerProtocol):
             raise invalid(f"The model has more than {MOST_TEMPLATES} chat templates.", param="model")
         for source in self._templates.values():
             self._own.compile(source)
-        self._encoder = HfEncoder(file, self._tokenizer, self._probe(), speed or EncoderOptions())
+        self._encoder = HfEncoder(file, self._tokenizer, self._probe(), encoder_options or EncoderOptions())
         self.facts = TokenizerFacts(
             processor="hf",
             fingerprint=fingerprint(path),

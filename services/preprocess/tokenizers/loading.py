@@ -23,7 +23,7 @@ def load_tokenizer(
     spec: ModelSpec,
     limits: Limits,
     engines: Mapping[str, EngineOptions] = NO_OPTIONS,
-    speed: EncoderOptions = USUAL_SPEED,
+    encoder_options: EncoderOptions = USUAL_SPEED,
     template_file: Path | None = None,
 ) -> TokenizerProtocol:
     """Finds the model's files, downloading them if need be, and loads the implementation that reads them.
@@ -46,7 +46,7 @@ def load_tokenizer(
         template = spec.chat_template if template_file is None else template_file.read_text("utf-8")
         if template and processor not in ("hf", *ENGINE_PROCESSORS):
             raise invalid(f"The {processor} tokenizer of model {spec.name} takes no chat template.", param="model")
-        return _load(spec, processor, path, limits, engines, speed, template)
+        return _load(spec, processor, path, limits, engines, encoder_options, template)
     except SluiceError:
         raise
     except (KeyboardInterrupt, SystemExit):
@@ -66,7 +66,7 @@ def _load(
     path: Path,
     limits: Limits,
     engines: Mapping[str, EngineOptions],
-    speed: EncoderOptions,
+    encoder_options: EncoderOptions,
     template: str,
 ) -> TokenizerProtocol:
     if processor in ENGINE_PROCESSORS:
@@ -78,14 +78,14 @@ def _load(
 
         own = limits.own_templates(spec.name, spec.learned)
         try:
-            return HfTokenizer(path, limits, speed, template, own)
+            return HfTokenizer(path, limits, encoder_options, template, own)
         except BaseException:
             own.close()
             raise
     if processor == "mistral":
         from services.preprocess.tokenizers.mistral import MistralTokenizer
 
-        return MistralTokenizer(path, speed)
+        return MistralTokenizer(path, encoder_options)
     module, _, name = processor.partition(":")
     if not name:
         raise invalid(f"Processor {processor!r} is unknown.", param="model")

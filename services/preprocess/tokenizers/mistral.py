@@ -46,12 +46,12 @@ class MistralTokenizer(TokenizerProtocol):
         speed: what may be used to be fast.
     """
 
-    def __init__(self, path: Path, speed: EncoderOptions | None = None) -> None:
+    def __init__(self, path: Path, encoder_options: EncoderOptions | None = None) -> None:
         self._tokenizer: Tokenizer[Any, Any, Any, Any, Any] = Tokenizer.from_file(_tokenizer_file(path))
         self._text = self._tokenizer.instruct_tokenizer.tokenizer
         self._knows_reasoning = self._text.version >= TokenizerVersion.v13
         self._short_ids = self._text.version < TokenizerVersion.v13
-        self._encoder = MistralEncoder(self._text, speed or EncoderOptions())
+        self._encoder = MistralEncoder(self._text, encoder_options or EncoderOptions())
         self._plain = PlainEncoder.for_tokenizer(self._tokenizer, self._encoder.pack)
         # After the short way was compared with mistral-common's own, which must not be this encoder then.
         self._encoder.stand_in(self._text)

@@ -26,7 +26,7 @@ class EngineCacheSource(KvEventSource):
     def __init__(self, rank: int, block_size: int, *, counts_copies: bool, can_replay: bool) -> None:
         super().__init__(rank)
         self.translator = Translator(block_size, counts_copies=counts_copies)
-        self.follower = EventSequencer(self.translator, self.publish, can_replay=can_replay)
+        self.sequencer = EventSequencer(self.translator, self.publish, can_replay=can_replay)
 
     def subscribe(self, listener: KvListener) -> None:
         super().subscribe(listener)
@@ -36,6 +36,6 @@ class EngineCacheSource(KvEventSource):
     @property
     def degraded(self) -> str:
         """Why the mirror may lack blocks; empty: it does not."""
-        if self.follower.losses:
+        if self.sequencer.losses:
             return "kv_events_lost"
         return "kv_events_unknown_parent" if self.translator.orphans else ""

@@ -41,14 +41,14 @@ class ZmqFeed:
 
     def __init__(
         self,
-        follower: EventSequencer,
+        sequencer: EventSequencer,
         endpoint: str,
         replay_endpoint: str = "",
         topic: str = "",
         *,
         binds: bool = False,
     ) -> None:
-        self._follower = follower
+        self._sequencer = sequencer
         self._endpoint = endpoint
         self._replay_endpoint = replay_endpoint
         self._topic = topic.encode()
@@ -90,10 +90,10 @@ class ZmqFeed:
         if self._socket is None:
             self.open()
         try:
-            self._follower.check()  # an engine that was here first has things to tell
+            self._sequencer.check()  # an engine that was here first has things to tell
             while True:
-                if self._follower.replay_from is not None:
-                    await self._replay(self._follower.replay_from)
+                if self._sequencer.replay_from is not None:
+                    await self._replay(self._sequencer.replay_from)
                 await self._read_some()
         finally:
             self.close()
@@ -102,11 +102,11 @@ class ZmqFeed:
         socket = self._socket
         assert socket is not None
         if not await socket.poll(int(QUIET_S * 1000)):
-            self._follower.check()
+            self._sequencer.check()
             return
         for _ in range(MESSAGES_A_TURN):
             self._take(await socket.recv_multipart())
-            if self._follower.replay_from is not None or not await socket.poll(0):
+            if self._sequencer.replay_from is not None or not await socket.poll(0):
                 return
         await asyncio.sleep(0)
 
@@ -117,14 +117,14 @@ class ZmqFeed:
         sequence = int.from_bytes(frames[1], "big")
         batch = self._decoded(sequence, frames[2])
         if batch is not None:
-            self._follower.live(sequence, batch)
+            self._sequencer.live(sequence, batch)
 
     def _decoded(self, sequence: int, payload: bytes) -> EngineBatch | None:
         try:
             return decode(payload)
         except MalformedEvents as error:
             log.warning("%s", error)
-            self._follower.unreadable(sequence)
+            self._sequencer.unreadable(sequence)
             return None
 
     async def _replay(self, start: int) -> None:
@@ -135,7 +135,7 @@ class ZmqFeed:
         except (TimeoutError, zmq.ZMQError) as error:
             log.warning("the engine did not replay its KV events", extra={"reason": str(error) or "timeout"})
         finally:
-            self._follower.replay_ended()
+            self._sequencer.replay_ended()
 
     async def _ask_again(self, start: int) -> None:
         """Asks on a socket of its own, so that an answer that comes too late meets nobody."""
@@ -163,7 +163,7 @@ class ZmqFeed:
         sequence = int.from_bytes(frames[-2], "big")
         batch = self._decoded(sequence, frames[-1])
         if batch is not None:
-            self._follower.replayed(sequence, batch)
+            self._sequencer.replayed(sequence, batch)
         return True
 
 

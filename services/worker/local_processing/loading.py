@@ -47,7 +47,7 @@ def load_prompts(spec: ModelSpec, limits: Limits, cache_bytes: int) -> Tokenizer
     Raises:
         SluiceError: as `load_tokenizer`.
     """
-    tokenizer = load_tokenizer(spec, limits, speed=EncoderOptions(cache_bytes=cache_bytes))
+    tokenizer = load_tokenizer(spec, limits, encoder_options=EncoderOptions(cache_bytes=cache_bytes))
     tokenizer.facts = replace(tokenizer.facts, prompt_fingerprint=prompt_fingerprint(tokenizer))
     return tokenizer
 

@@ -38,8 +38,8 @@ def same(error: SluiceError) -> SluiceError:
     return error
 
 
-def streamed(teller: EventEncoder) -> StreamedTurn:
-    turn = StreamedTurn(teller, same)
+def streamed(encoder: EventEncoder) -> StreamedTurn:
+    turn = StreamedTurn(encoder, same)
     turn.stream = cast(EventStream, SimpleNamespace(notify=lambda first=False: None))
     return turn
 
@@ -165,8 +165,8 @@ def test_a_streamed_message_is_the_whole_one(
     said: list[TextDelta], cuts: Cuts, end: Finish, thinking: bool, omitted: bool, clipped: bool
 ) -> None:
     shown = {"clipped": clipped, "thinking": thinking, "omitted": omitted}
-    teller = MessageEventEncoder("msg_1", "m", lambda error: error_event_body(error, "req_1"), **shown)
-    events = heard(streamed(teller), said, cuts, end)
+    encoder = MessageEventEncoder("msg_1", "m", lambda error: error_event_body(error, "req_1"), **shown)
+    events = heard(streamed(encoder), said, cuts, end)
     other = collected(said, cuts[::-1], end)
     expected = whole("msg_1", "m", other.transcript.blocks, end, other.counts, **shown)
     assert [events[0]["type"], events[-2]["type"], events[-1]["type"]] == [
@@ -203,8 +203,8 @@ def test_a_stream_that_breaks_says_so() -> None:
     assert ended == [events[-1]["response"]]
 
     shown = {"clipped": False, "thinking": True, "omitted": False}
-    teller = MessageEventEncoder("msg_1", "m", lambda error: error_event_body(error, "req_1"), **shown)
-    events = heard(streamed(teller), [("text", "abc")], [(1, True)], BROKEN)
+    encoder = MessageEventEncoder("msg_1", "m", lambda error: error_event_body(error, "req_1"), **shown)
+    events = heard(streamed(encoder), [("text", "abc")], [(1, True)], BROKEN)
     assert events[-1] == {
         "type": "error",
         "error": {"type": "overloaded_error", "message": "All workers are gone."},
@@ -277,8 +277,8 @@ async def test_headers_reach_admission_unchanged() -> None:
 
 
 def test_a_message_begins_with_no_output_however_far_the_engine_is() -> None:
-    teller = MessageEventEncoder("msg_1", "m", lambda error: {}, clipped=False, thinking=True, omitted=False)
-    turn = streamed(teller)
+    encoder = MessageEventEncoder("msg_1", "m", lambda error: {}, clipped=False, thinking=True, omitted=False)
+    turn = streamed(encoder)
     # The engine has run on past a stop string before the first of the text goes out.
     counted = SimpleNamespace(prompt_tokens=7, cached_tokens=3, completion_tokens=5, reasoning_tokens=2)
     turn.generation = cast(Any, counted)

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from services.common.errors import ErrorKind, SluiceError
-from services.gateway.workers import registry as catalogue
+from services.gateway.workers import registry as registry
 from services.gateway.workers.registry import WorkerEntry, WorkerRegistry
 from sluice.v1 import common_pb2, router_pb2
 
@@ -48,15 +48,15 @@ class Followed:
     def __init__(self) -> None:
         self.router = Router()
         self.gone: list[str] = []
-        self.catalogue = WorkerRegistry(cast(Any, self.router), self._up, self.gone.append)
-        self._running = asyncio.create_task(self.catalogue.run())
+        self.registry = WorkerRegistry(cast(Any, self.router), self._up, self.gone.append)
+        self._running = asyncio.create_task(self.registry.run())
 
     def _up(self, entry: WorkerEntry) -> None:
         assert entry.model
 
     async def until(self, *names: str, doubted: bool = False) -> None:
         async with asyncio.timeout(20):
-            while (sorted(self.catalogue.workers), self.catalogue.doubted) != (sorted(names), doubted):  # noqa: ASYNC110
+            while (sorted(self.registry.workers), self.registry.doubted) != (sorted(names), doubted):  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
 
     def end(self) -> None:
@@ -65,7 +65,7 @@ class Followed:
 
 @pytest.fixture
 async def followed(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Followed]:
-    monkeypatch.setattr(catalogue, "REWATCH_S", 0.001)
+    monkeypatch.setattr(registry, "REWATCH_S", 0.001)
     made = Followed()
     made.router.tell(KINDS.KIND_UP, "a", "b")
     made.router.tell(KINDS.KIND_SYNCED)
@@ -75,7 +75,7 @@ async def followed(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Followed]:
 
 
 async def test_a_model_is_described_by_one_and_the_same_of_its_workers(followed: Followed) -> None:
-    assert followed.catalogue.models["m"] is followed.catalogue.model("m") is followed.catalogue.workers["a"]
+    assert followed.registry.models["m"] is followed.registry.model("m") is followed.registry.workers["a"]
 
 
 async def test_a_worker_that_leaves_is_gone_at_once(followed: Followed) -> None:
@@ -87,7 +87,7 @@ async def test_a_worker_that_leaves_is_gone_at_once(followed: Followed) -> None:
 async def test_model_seen_after_many_others_have_gone_is_unavailable_and_the_oldest_unknown(
     followed: Followed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(catalogue, "KNOWN_MODELS", 3)
+    monkeypatch.setattr(registry, "KNOWN_MODELS", 3)
     for model in ("m1", "m2", "m3", "m4"):
         followed.router.tell(KINDS.KIND_UP, model, model=model)
         followed.router.tell(KINDS.KIND_DOWN, model, model=model)
@@ -96,7 +96,7 @@ async def test_model_seen_after_many_others_have_gone_is_unavailable_and_the_old
     kinds = {}
     for model in ("m1", "m2", "m3", "m4", "m"):
         with pytest.raises(SluiceError) as caught:
-            followed.catalogue.model(model)
+            followed.registry.model(model)
         kinds[model] = caught.value.kind
     gone, unknown = ErrorKind.UNAVAILABLE, ErrorKind.NOT_FOUND
     assert kinds == {"m1": unknown, "m2": unknown, "m3": gone, "m4": gone, "m": gone}
@@ -106,7 +106,7 @@ async def test_a_router_that_knows_nobody_yet_is_given_time(followed: Followed) 
     followed.router.restart()
     followed.router.tell(KINDS.KIND_SYNCED)
     await followed.until("a", "b", doubted=True)
-    assert followed.catalogue.model("m").model == "m"
+    assert followed.registry.model("m").model == "m"
     followed.router.tell(KINDS.KIND_UP, "a")
     followed.router.tell(KINDS.KIND_UP, "b")
     await followed.until("a", "b", doubted=False)
@@ -114,7 +114,7 @@ async def test_a_router_that_knows_nobody_yet_is_given_time(followed: Followed) 
 
 
 async def test_whom_it_never_speaks_of_is_gone_in_the_end(followed: Followed, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(catalogue, "DOUBT_S", 0.05)
+    monkeypatch.setattr(registry, "DOUBT_S", 0.05)
     followed.router.restart()
     followed.router.tell(KINDS.KIND_UP, "b")
     followed.router.tell(KINDS.KIND_SYNCED)
@@ -125,7 +125,7 @@ async def test_whom_it_never_speaks_of_is_gone_in_the_end(followed: Followed, mo
 async def test_only_the_router_that_is_followed_now_may_drop(
     followed: Followed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(catalogue, "DOUBT_S", 1.0)
+    monkeypatch.setattr(registry, "DOUBT_S", 1.0)
     followed.router.restart()
     followed.router.tell(KINDS.KIND_SYNCED)
     await followed.until("a", "b", doubted=True)

@@ -44,15 +44,15 @@ async def test_a_worker_of_an_unknown_role_is_left_out(caplog: pytest.LogCapture
         up("a"), up("new", NEWER), up("new", NEWER), up("turned"), up("turned", NEWER), up("b"),
         router_pb2.WorkerChange(kind=SYNCED),
     )  # fmt: skip
-    catalogue = WorkerRegistry(cast(Any, router), seen.append, gone.append)
-    running = asyncio.create_task(catalogue.run())
+    registry = WorkerRegistry(cast(Any, router), seen.append, gone.append)
+    running = asyncio.create_task(registry.run())
     async with asyncio.timeout(20):
-        while not catalogue.synced and not running.done():  # noqa: ASYNC110
+        while not registry.synced and not running.done():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
     assert not running.done()
-    assert list(catalogue.workers) == ["a", "b"]
+    assert list(registry.workers) == ["a", "b"]
     assert gone == ["turned"]
-    assert not catalogue.doubted
+    assert not registry.doubted
     left_out = [each for each in caplog.records if "left out" in each.getMessage()]
     assert [each.__dict__["worker"] for each in left_out] == ["new", "turned"], "each once"
     running.cancel()

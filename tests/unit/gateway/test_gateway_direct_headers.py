@@ -8,7 +8,7 @@ from services.common.errors import SluiceError
 from services.common.packing import pack_u32
 from services.gateway.apis.openai.schemas import CompletionRequest
 from services.gateway.apis.openai.validation import check
-from services.gateway.core import routing_hints as directions
+from services.gateway.core import routing_hints as hints
 from services.gateway.core.routing_hints import RoutingHints
 from services.gateway.http.middleware.routing_hints import of_headers
 from tests.support.bodies import BUDGETS
@@ -43,10 +43,10 @@ def test_ranks_and_subsets() -> None:
 
 def test_a_rank_in_the_body_is_that_of_whichever_worker_is_named() -> None:
     for headers, rank in (({"x-sluice-worker": "a"}, 3), ({"x-sluice-worker": "a", "x-data-parallel-rank": "1"}, 1)):
-        directions.begin(of_headers(headers))
-        directions.at_rank(3)
-        assert (directions.current().workers, directions.current().rank) == (("a",), rank)
-    directions.begin(directions.NO_HINTS)
+        hints.begin(of_headers(headers))
+        hints.at_rank(3)
+        assert (hints.current().workers, hints.current().rank) == (("a",), rank)
+    hints.begin(hints.NO_HINTS)
 
 
 def test_who_is_allowed() -> None:
@@ -66,7 +66,7 @@ def test_who_is_allowed() -> None:
 def nvext(**fields: object) -> RoutingHints:
     found = check(CompletionRequest, {"model": "m", "prompt": "x", "nvext": fields}, BUDGETS).nvext
     assert found is not None
-    return found.directions()
+    return found.hints()
 
 
 def test_headers_come_before_nvext() -> None:

@@ -71,11 +71,11 @@ class Workers:
             name: SimpleNamespace(worker_id=name, peer=name, live=0, embedding=0, stub=stub)
             for name, stub in stubs.items()
         }
-        self.catalogue = WorkerRegistry(cast(Any, None), lambda worker: None, lambda worker_id: None)
-        self.catalogue.synced = True
+        self.registry = WorkerRegistry(cast(Any, None), lambda worker: None, lambda worker_id: None)
+        self.registry.synced = True
         for name in stubs:
-            self.catalogue.workers[name] = entry(name, *([] if name in without else ["embeddings"]))
-        self.client = EmbedClient(self.catalogue, cast(ConnectionManager, self), 5)
+            self.registry.workers[name] = entry(name, *([] if name in without else ["embeddings"]))
+        self.client = EmbedClient(self.registry, cast(ConnectionManager, self), 5)
 
     def least_busy(self, worker_ids: list[str]) -> WorkerLink | None:
         links = [self.links[worker_id] for worker_id in worker_ids]
@@ -181,8 +181,8 @@ async def test_vectors_that_nobody_waits_for_any_more_are_not_computed() -> None
         async def tokenize(self, *how: Any) -> Any:
             return SimpleNamespace(token_ids=pack_u32([1, 2]), context_length=64)
 
-    catalogue = Workers({"a": Stub()}).catalogue
-    pipeline = SimpleNamespace(catalogue=catalogue, preprocess=Preprocess())
+    registry = Workers({"a": Stub()}).registry
+    pipeline = SimpleNamespace(registry=registry, preprocess=Preprocess())
     settings = SimpleNamespace(max_body_mb=1, body_timeout_s=5, budgets=BUDGETS)
     endpoints = EmbeddingEndpoints(cast(Any, pipeline), cast(Any, Slow()), cast(Any, settings))
     body = [{"type": "http.request", "body": b'{"model":"m","input":"x"}', "more_body": False}]

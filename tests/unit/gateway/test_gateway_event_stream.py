@@ -208,10 +208,10 @@ async def test_a_client_that_never_reads_is_cut_for_a_choice_that_it_has_not_hea
 
 
 async def test_a_stream_that_fails_to_write_is_cut_and_disturbs_no_other() -> None:
-    pacer, cut = WriteScheduler(), []
+    write_scheduler, cut = WriteScheduler(), []
     broken, sound = make(), make()
     for choices, stream in (broken, sound):
-        stream._pacer = pacer
+        stream._write_scheduler = write_scheduler
         choices.sinks[0].text("a")
     clients = Client(), Client()
     scope = {"type": "http", ABORT_KEY: lambda: cut.append(True)}

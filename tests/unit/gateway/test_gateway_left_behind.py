@@ -45,18 +45,20 @@ from tests.support.bodies import BUDGETS
 from tests.unit.gateway.test_gateway_survive import EOS, MAX_TOKENS, PROMPT, REQUEST, Sink, WorkerTable
 
 
-def link_to_nowhere(board: WorkerTable) -> WorkerLink:
+def link_to_nowhere(stream_manager: WorkerTable) -> WorkerLink:
     channel = grpc.aio.insecure_channel("127.0.0.1:1")
-    return WorkerLink("w0", "127.0.0.1:1", channel, 1.0, board.board, board.board.on_worker_lost)
+    return WorkerLink(
+        "w0", "127.0.0.1:1", channel, 1.0, stream_manager.stream_manager, stream_manager.stream_manager.on_worker_lost
+    )
 
 
 async def test_the_largest_seed_has_further_choices() -> None:
-    board = WorkerTable()
-    link = link_to_nowhere(board)
+    stream_manager = WorkerTable()
+    link = link_to_nowhere(stream_manager)
     link._connected.set()
     largest = replace(REQUEST, choices=3, sampling=replace(REQUEST.sampling, seed=2**63 - 1))
     for index in range(3):
-        board.board.connect(largest, index, PROMPT, Route("w0"), link, MAX_TOKENS, cast(Any, Sink()))
+        stream_manager.stream_manager.connect(largest, index, PROMPT, Route("w0"), link, MAX_TOKENS, cast(Any, Sink()))
     seeds = [start.request.sampling.seed for start, _ in link._starts]
     assert seeds == [2**63 - 1, -(2**63), -(2**63) + 1]
 
@@ -66,10 +68,10 @@ def test_a_stream_that_cannot_be_moved_leaves_the_others_of_its_worker_to_go_on(
     garbled = replace(PROMPT, eos_token_ids=b"\1\0\0")
     worker = cast(WorkerLink, desk.workers[0])
     sink = Sink()
-    desk.board.connect(
+    desk.stream_manager.connect(
         REQUEST, 0, garbled, Route("w0", reservation_id=desk.book()), worker, MAX_TOKENS, cast(Any, sink)
     )
-    first = desk.board.connect(
+    first = desk.stream_manager.connect(
         REQUEST, 0, garbled, Route("w0", reservation_id=desk.book()), worker, MAX_TOKENS, cast(Any, sink)
     )
     other, other_sink = desk.connect()
@@ -99,21 +101,21 @@ def test_choices_that_end_together_when_a_replica_dies_leave_nothing_on_the_next
 
     def end() -> None:
         for stream in streams:
-            desk.board.cancel(stream)
+            desk.stream_manager.cancel(stream)
 
     for index in range(2):
         route = Route("w0", reservation_id=desk.book())
         worker = cast(WorkerLink, desk.workers[0])
         sink = Siblings(end)
         desk.posts[1].retired = True
-        streams.append(desk.board.connect(REQUEST, index, PROMPT, route, worker, MAX_TOKENS, cast(Any, sink)))
+        streams.append(desk.stream_manager.connect(REQUEST, index, PROMPT, route, worker, MAX_TOKENS, cast(Any, sink)))
         desk.posts[1].retired = False
     streams[0].replays = MOST_REPLAYS  # its sibling was on luckier replicas
     desk.lose_post(0)
-    assert desk.board.live == 0
+    assert desk.stream_manager.live == 0
     desk.check()
     desk.lose_post(1)
-    assert desk.board.texts.waiting == 0
+    assert desk.stream_manager.texts.waiting == 0
     desk.connect_post(0)
     desk.check()
 
@@ -138,7 +140,7 @@ def test_a_pair_that_breaks_after_the_last_token_is_done() -> None:
         asked.append(stream)
         return None
 
-    desk.board.rescue = rescue
+    desk.stream_manager.rescue = rescue
     stream, _ = desk.connect()
     desk.tokens([(stream, [10, 11, EOS])])
     desk.lose_worker(0)
@@ -153,7 +155,7 @@ def test_usage_of_text_that_the_worker_made_and_did_not_count() -> None:
     request = replace(REQUEST, engine_text=True)
     route = Route("w0", reservation_id=desk.book())
     worker = cast(WorkerLink, desk.workers[0])
-    stream = desk.board.connect(request, 0, PROMPT, route, worker, MAX_TOKENS, cast(Any, sink))
+    stream = desk.stream_manager.connect(request, 0, PROMPT, route, worker, MAX_TOKENS, cast(Any, sink))
     desk.tokens([(stream, [10, 11, EOS])])
     desk.lose_worker(0)
     assert [end.completion_tokens for end in sink.ends if isinstance(end, Finish)] == [3]
@@ -172,7 +174,7 @@ def words(*values: int) -> bytes:
 
 def test_a_stream_that_is_opened_again_on_its_replica_gets_each_token_once() -> None:
     desk = WorkerTable()
-    link = PostLink(cast(Replica[Any], FakeReplica()), 1.0, desk.board)
+    link = PostLink(cast(Replica[Any], FakeReplica()), 1.0, desk.stream_manager)
     link._connected.set()
     prompt = PROMPT
     link.open(7, "r", REQUEST, prompt, None, MAX_TOKENS)
@@ -194,8 +196,8 @@ def test_a_stream_that_is_opened_again_on_its_replica_gets_each_token_once() -> 
 
 
 async def test_starts_with_much_to_carry_do_not_travel_in_one_message() -> None:
-    board = WorkerTable()
-    link = link_to_nowhere(board)
+    stream_manager = WorkerTable()
+    link = link_to_nowhere(stream_manager)
     embeds = EmbedsPrompt(bytes(4 * 256 * 1024), 1024)
     prompt = replace(PROMPT, token_ids=b"", embeds=embeds)
     for slot in range(16):
@@ -213,20 +215,28 @@ async def test_starts_with_much_to_carry_do_not_travel_in_one_message() -> None:
 
 
 async def test_a_start_that_no_worker_would_take_ends_its_request_only() -> None:
-    board = WorkerTable()
+    stream_manager = WorkerTable()
     channel = grpc.aio.insecure_channel("127.0.0.1:1")
-    link = WorkerLink("w0", "127.0.0.1:1", channel, 1.0, board.board, board.board.on_worker_lost, 1 << 20)
+    link = WorkerLink(
+        "w0",
+        "127.0.0.1:1",
+        channel,
+        1.0,
+        stream_manager.stream_manager,
+        stream_manager.stream_manager.on_worker_lost,
+        1 << 20,
+    )
     link._connected.set()
     sinks = [Sink(), Sink()]
     for sink, rows in zip(sinks, (300, 200), strict=True):
         prompt = replace(PROMPT, token_ids=b"", embeds=EmbedsPrompt(bytes(4 * 1024 * rows), 1024))
-        route = Route("w0", reservation_id=board.book())
-        board.board.connect(REQUEST, 0, prompt, route, link, MAX_TOKENS, cast(Any, sink))
+        route = Route("w0", reservation_id=stream_manager.book())
+        stream_manager.stream_manager.connect(REQUEST, 0, prompt, route, link, MAX_TOKENS, cast(Any, sink))
     (error,) = sinks[0].ends
     assert isinstance(error, SluiceError)
     assert (error.kind, error.http_status) == (ErrorKind.TOO_LARGE, 413)
     assert not sinks[1].ends
-    assert board.board.live == len(board.booked) == link.live == 1
+    assert stream_manager.stream_manager.live == len(stream_manager.booked) == link.live == 1
     message = link._drain()
     assert isinstance(message, worker_pb2.WorkerSessionRequest)
     assert len(message.starts) == 1
@@ -234,7 +244,7 @@ async def test_a_start_that_no_worker_would_take_ends_its_request_only() -> None
 
 def test_openings_with_much_to_carry_do_not_travel_in_one_message() -> None:
     desk = WorkerTable()
-    link = PostLink(cast(Replica[Any], FakeReplica()), 1.0, desk.board)
+    link = PostLink(cast(Replica[Any], FakeReplica()), 1.0, desk.stream_manager)
     link._connected.set()
     request = replace(REQUEST, parsing=Parsing(tool_parser="auto", tools_json=b"[" + b" " * 500_000 + b"]"))
     for slot in range(40):
@@ -284,15 +294,15 @@ async def test_generations_of_a_model_that_is_gone_do_not_hold_up_those_of_other
         cast(Any, Places(desk.workers[1])),
         cast(Any, Entries()),
         cast(Any, Nobody()),
-        desk.board,
+        desk.stream_manager,
         GatewayMetrics(),
         tasks,
     )
-    desk.board.migrate = migrator.take_over
+    desk.stream_manager.migrate = migrator.take_over
 
     def connect(request: GenerationRequest) -> GenerationStream:
         route = Route("w0", reservation_id=desk.book())
-        return desk.board.connect(request, 0, PROMPT, route, worker, MAX_TOKENS, cast(Any, Sink()))
+        return desk.stream_manager.connect(request, 0, PROMPT, route, worker, MAX_TOKENS, cast(Any, Sink()))
 
     dead = [connect(replace(REQUEST, model="dead")) for _ in range(AT_ONCE)]
     other = connect(REQUEST)
@@ -300,7 +310,7 @@ async def test_generations_of_a_model_that_is_gone_do_not_hold_up_those_of_other
     for _ in range(50):
         await asyncio.sleep(0)
     assert other.worker is cast(Any, desk.workers[1]), "it waits behind generations that nobody can take"
-    assert all(stream.mover is not None for stream in dead)
+    assert all(stream.migration_task is not None for stream in dead)
     await tasks.close()
 
 
@@ -336,8 +346,8 @@ def test_the_stop_id_that_was_asked_for_is_told() -> None:
         request = replace(REQUEST, stop=replace(REQUEST.stop, token_ids=asked))
         route = Route("w0", reservation_id=desk.book())
         worker = cast(WorkerLink, desk.workers[0])
-        stream = desk.board.connect(request, 0, PROMPT, route, worker, MAX_TOKENS, cast(Any, sink))
-        desk.board.on_finished(stream, Finish(FinishReason.STOP, stop_token_id=hit, completion_tokens=1))
+        stream = desk.stream_manager.connect(request, 0, PROMPT, route, worker, MAX_TOKENS, cast(Any, sink))
+        desk.stream_manager.on_finished(stream, Finish(FinishReason.STOP, stop_token_id=hit, completion_tokens=1))
         (finish,) = sink.ends
         assert isinstance(finish, Finish)
         told.append(stop_reason(finish))
@@ -345,13 +355,13 @@ def test_the_stop_id_that_was_asked_for_is_told() -> None:
 
 
 def test_choices_that_are_being_placed_count_against_the_bound() -> None:
-    board = StreamManager(4, lambda reservation: None, lambda *_: None, GatewayMetrics())
-    with board.expecting(3):
+    stream_manager = StreamManager(4, lambda reservation: None, lambda *_: None, GatewayMetrics())
+    with stream_manager.expecting(3):
         with pytest.raises(SluiceError) as refused:
-            board.admit(2)
+            stream_manager.admit(2)
         assert refused.value.kind is ErrorKind.OVERLOADED
-        board.admit(1)
-    board.admit(4)
+        stream_manager.admit(1)
+    stream_manager.admit(4)
 
 
 def test_a_parser_hears_how_the_template_was_told_to_think_whatever_the_prompt_became() -> None:
@@ -397,7 +407,7 @@ async def test_a_worker_that_cannot_be_understood_fails_its_own_generations(
     desk = WorkerTable()
     calls: list[Call] = []
     channel = grpc.aio.insecure_channel("127.0.0.1:1")
-    link = WorkerLink("w9", "", channel, 1.0, desk.board, desk.board.on_worker_lost)
+    link = WorkerLink("w9", "", channel, 1.0, desk.stream_manager, desk.stream_manager.on_worker_lost)
 
     async def ready() -> None:
         pass
@@ -414,7 +424,7 @@ async def test_a_worker_that_cannot_be_understood_fails_its_own_generations(
         await link.ready()
         sink = Sink()
         route = Route("w9", reservation_id=desk.book())
-        stream = desk.board.connect(REQUEST, 0, PROMPT, route, link, MAX_TOKENS, cast(Any, sink))
+        stream = desk.stream_manager.connect(REQUEST, 0, PROMPT, route, link, MAX_TOKENS, cast(Any, sink))
         assert stream.slot == 1
         other, other_sink = desk.connect(1)
         while not calls:  # noqa: ASYNC110
@@ -427,7 +437,7 @@ async def test_a_worker_that_cannot_be_understood_fails_its_own_generations(
     assert (error.kind, error.retryable) == (ErrorKind.INTERNAL, False), "what was heard so far may have gaps"
     assert not deaths
     assert not other_sink.ends
-    assert desk.board.live == 1
+    assert desk.stream_manager.live == 1
     assert not link.breaker.passable
     assert other.worker is cast(Any, desk.workers[1])
     await tasks.close()
@@ -442,11 +452,11 @@ async def test_a_place_stage_that_answers_nonsense_ends_its_generation_not_the_g
         cast(Any, Places(None)),
         cast(Any, Entries()),
         cast(Any, Nobody()),
-        desk.board,
+        desk.stream_manager,
         GatewayMetrics(),
         tasks,
     )
-    desk.board.migrate = migrator.take_over
+    desk.stream_manager.migrate = migrator.take_over
     cast(Any, desk.workers[0]).sessions = 1
     _, sink = desk.connect()
     desk.lose_worker(0)
@@ -459,7 +469,7 @@ async def test_a_place_stage_that_answers_nonsense_ends_its_generation_not_the_g
     assert error.kind is ErrorKind.INTERNAL
     assert not deaths
     assert not desk.booked
-    assert desk.board.live == 0
+    assert desk.stream_manager.live == 0
 
 
 class BrokenStage:
@@ -471,8 +481,8 @@ class BrokenStage:
 
 def test_a_text_that_cannot_begin_leaves_nothing_on_its_worker() -> None:
     desk = WorkerTable(posts=0)
-    own = CustomPostprocessAdapter(BrokenStage(), desk.board)
-    desk.board.texts.custom = lambda model: cast(PostLink, own)
+    own = CustomPostprocessAdapter(BrokenStage(), desk.stream_manager)
+    desk.stream_manager.texts.custom = lambda model: cast(PostLink, own)
     _, sink = desk.connect()
     (error,) = sink.ends
     assert isinstance(error, SluiceError)
@@ -484,20 +494,20 @@ def test_a_text_that_cannot_begin_leaves_nothing_on_its_worker() -> None:
 
 def test_a_stream_that_no_replica_would_take_ends_its_request_only() -> None:
     desk = WorkerTable(posts=0)
-    link = PostLink(cast(Replica[Any], FakeReplica()), 1.0, desk.board)
+    link = PostLink(cast(Replica[Any], FakeReplica()), 1.0, desk.stream_manager)
     link._connected.set()
-    desk.board.texts.links["post"] = link
+    desk.stream_manager.texts.links["post"] = link
     sinks = [Sink(), Sink()]
     for sink, size in zip(sinks, (17 << 20, 1 << 20), strict=True):
         request = replace(REQUEST, stop=replace(REQUEST.stop, strings=("x" * size,)))
         route = Route("w0", reservation_id=desk.book())
         worker = cast(WorkerLink, desk.workers[0])
-        desk.board.connect(request, 0, PROMPT, route, worker, MAX_TOKENS, cast(Any, sink))
+        desk.stream_manager.connect(request, 0, PROMPT, route, worker, MAX_TOKENS, cast(Any, sink))
     (error,) = sinks[0].ends
     assert isinstance(error, SluiceError)
     assert error.kind is ErrorKind.TOO_LARGE
     assert not sinks[1].ends
-    assert link.live == desk.board.live == len(desk.booked) == len(desk.workers[0].slots) == 1
+    assert link.live == desk.stream_manager.live == len(desk.booked) == len(desk.workers[0].slots) == 1
     message = link._drain()
     assert message is not None
     assert len(message.opens) == 1

@@ -24,90 +24,104 @@ def stream(slot: int, worker: str = "w", index: int = 0) -> GenerationStream:
     return made
 
 
-def ended(ledger: RequestHistory, slot: int, outcome: str = "finished", worker: str = "w", cached: int = 0) -> None:
+def ended(
+    request_history: RequestHistory, slot: int, outcome: str = "finished", worker: str = "w", cached: int = 0
+) -> None:
     one = stream(slot, worker)
-    ledger.began(one, worker)
+    request_history.began(one, worker)
     one.tokens.extend((1, 2))
     one.cached_tokens = cached
-    ledger.over(one, outcome)
+    request_history.over(one, outcome)
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["begin", "tokens", "look", "move", "end"])), max_size=80))
 def test_totals_are_the_sum_of_what_streams_said_whoever_looks_when(steps: list[tuple[int, str]]) -> None:
-    ledger, live, tokens, begun, over = RequestHistory(), dict[int, GenerationStream](), 0, 0, 0
+    request_history, live, tokens, begun, over = RequestHistory(), dict[int, GenerationStream](), 0, 0, 0
     for slot, step in steps:
         one = live.get(slot)
         if step == "begin" and one is None:
             live[slot] = stream(slot)
-            ledger.began(live[slot], "w")
+            request_history.began(live[slot], "w")
             begun += 1
         elif step == "look":
-            ledger.meter()
+            request_history.meter()
         elif one is not None and step == "tokens":
             one.tokens.extend((1, 2, 3))
             tokens += 3
         elif one is not None and step == "move":
             one.worker = cast(Any, SimpleNamespace(worker_id="other"))
         elif one is not None and step == "end":
-            ledger.over(live.pop(slot), "finished")
+            request_history.over(live.pop(slot), "finished")
             over += 1
-    ledger.meter()
-    assert ledger.totals.output_tokens == tokens == sum(one.output_tokens for one in ledger.workers.values())
-    assert (ledger.totals.requests, ledger.totals.ended) == (begun, over) == (begun, len(ledger.recent))
+    request_history.meter()
+    assert (
+        request_history.totals.output_tokens
+        == tokens
+        == sum(one.output_tokens for one in request_history.workers.values())
+    )
+    assert (
+        (request_history.totals.requests, request_history.totals.ended)
+        == (begun, over)
+        == (begun, len(request_history.recent))
+    )
 
 
 def test_a_stream_ends_once() -> None:
-    ledger, one = RequestHistory(), stream(1)
-    ledger.began(one, "w")
-    ledger.over(one, "finished")
-    ledger.over(one, "cancelled")
-    assert [done.outcome for done in ledger.recent] == ["finished"]
-    assert ledger.totals.failed == 0
+    request_history, one = RequestHistory(), stream(1)
+    request_history.began(one, "w")
+    request_history.over(one, "finished")
+    request_history.over(one, "cancelled")
+    assert [done.outcome for done in request_history.recent] == ["finished"]
+    assert request_history.totals.failed == 0
 
 
 def test_a_year_takes_no_more_than_an_hour() -> None:
-    ledger = RequestHistory()
+    request_history = RequestHistory()
     for slot in range(3 * KEPT):
         one = stream(slot)
-        ledger.began(one, "w")
+        request_history.began(one, "w")
         one.degraded = (f"reason-{slot}",)
-        ledger.over(one, "finished")
-    assert (len(ledger.recent), len(ledger.fresh), len(ledger.degraded)) == (KEPT, FRESH, REASONS)
-    assert len(ledger.take_fresh()) == FRESH
-    assert ledger.take_fresh() == []
+        request_history.over(one, "finished")
+    assert (len(request_history.recent), len(request_history.fresh), len(request_history.degraded)) == (
+        KEPT,
+        FRESH,
+        REASONS,
+    )
+    assert len(request_history.take_fresh()) == FRESH
+    assert request_history.take_fresh() == []
 
 
 def test_stages_follow_each_other_and_the_first_choice_has_the_answers_id() -> None:
-    ledger = RequestHistory()
+    request_history = RequestHistory()
     one, other = stream(1), stream(2, index=1)
     prompt_times.set(PromptTimes(one.started_at - 0.5, one.started_at - 0.3))
     one.first_text_at = one.started_at + 0.0001
     for each in (one, other):
-        ledger.began(each, "w")
-        ledger.over(each, "stalled")
-    done, second = ledger.recent
+        request_history.began(each, "w")
+        request_history.over(each, "stalled")
+    done, second = request_history.recent
     assert (done.id, second.id) == ("r-1", "r-2-1")
     assert (round(done.tokenize_ms), round(done.route_ms), round(done.first_ms, 1)) == (200, 300, 0.1)
-    assert ledger.totals.failed == 2
+    assert request_history.totals.failed == 2
 
 
 def test_rates_are_what_came_in_a_second() -> None:
-    ledger, meter = RequestHistory(), RateMeter()
-    ended(ledger, 1)
-    ended(ledger, 2, "stalled")
-    rates = meter.sample(ledger.totals, 7, 2.0)
+    request_history, meter = RequestHistory(), RateMeter()
+    ended(request_history, 1)
+    ended(request_history, 2, "stalled")
+    rates = meter.sample(request_history.totals, 7, 2.0)
     assert (rates.requests, rates.failed, rates.output_tokens, rates.prompt_tokens, rates.live) == (1, 0.5, 2, 8, 7)
     for _ in range(2 * KEPT_SAMPLES):
-        assert meter.sample(ledger.totals, 0, 1.0).requests == 0
+        assert meter.sample(request_history.totals, 0, 1.0).requests == 0
     assert len(meter.history) == KEPT_SAMPLES
 
 
 def test_hit_rates_are_of_finished_prompts() -> None:
-    ledger = RequestHistory()
-    ended(ledger, 1, worker="a", cached=8)
-    ended(ledger, 2, worker="a", cached=4)
-    ended(ledger, 3, "cancelled", worker="b", cached=8)
-    assert hit_rates(list(ledger.recent)) == {"a": 0.75}
+    request_history = RequestHistory()
+    ended(request_history, 1, worker="a", cached=8)
+    ended(request_history, 2, worker="a", cached=4)
+    ended(request_history, 3, "cancelled", worker="b", cached=8)
+    assert hit_rates(list(request_history.recent)) == {"a": 0.75}
 
 
 def link(connected: bool = True, sound: bool = True) -> LinkState:
@@ -116,25 +130,29 @@ def link(connected: bool = True, sound: bool = True) -> LinkState:
 
 def test_a_worker_that_vanishes_is_red_for_a_minute() -> None:
     now = 100.0
-    board = WorkerTable(RequestHistory(), lambda: now)
-    board.update({"a": link(), "b": link(sound=False), "c": link(connected=False)}, [], 1.0)
-    assert {row.id: row.health for row in board.rows.values()} == {"a": "ok", "b": "troubled", "c": "unreachable"}
-    board.update({"b": link()}, [], 1.0)
-    assert {row.id: row.health for row in board.rows.values()} == {"a": "gone", "b": "ok", "c": "gone"}
+    worker_table = WorkerTable(RequestHistory(), lambda: now)
+    worker_table.update({"a": link(), "b": link(sound=False), "c": link(connected=False)}, [], 1.0)
+    assert {row.id: row.health for row in worker_table.rows.values()} == {
+        "a": "ok",
+        "b": "troubled",
+        "c": "unreachable",
+    }
+    worker_table.update({"b": link()}, [], 1.0)
+    assert {row.id: row.health for row in worker_table.rows.values()} == {"a": "gone", "b": "ok", "c": "gone"}
     now += 59
-    board.update({"a": link()}, [], 1.0)
-    assert {row.id: row.health for row in board.rows.values()} == {"a": "ok", "b": "gone", "c": "gone"}
+    worker_table.update({"a": link()}, [], 1.0)
+    assert {row.id: row.health for row in worker_table.rows.values()} == {"a": "ok", "b": "gone", "c": "gone"}
     now += 2
-    board.update({"a": link()}, [], 1.0)
-    assert {row.id: row.health for row in board.rows.values()} == {"a": "ok", "b": "gone"}
+    worker_table.update({"a": link()}, [], 1.0)
+    assert {row.id: row.health for row in worker_table.rows.values()} == {"a": "ok", "b": "gone"}
 
 
 def test_thousands_of_workers_do_not_fill_the_page_and_those_in_trouble_are_shown() -> None:
-    board = WorkerTable(RequestHistory())
+    worker_table = WorkerTable(RequestHistory())
     links = {f"w-{number:04}": link(connected=number != 1999) for number in range(2000)}
-    board.update(links, [], 1.0)
-    shown = board.shown()
+    worker_table.update(links, [], 1.0)
+    shown = worker_table.shown()
     assert len(shown) == MOST_ROWS
     assert "w-1999" in shown
-    board.update({}, [], 1.0)
-    assert len(board.rows) == MOST_GONE
+    worker_table.update({}, [], 1.0)
+    assert len(worker_table.rows) == MOST_GONE

@@ -92,12 +92,12 @@ async def settle() -> None:
 
 async def test_without_alternatives_nothing_is_asked() -> None:
     pieces = Pieces()
-    annotator, choice = make(pieces)
-    annotator.begin(array("I", [7]), [1])
-    annotator.logprobs([position(7)])
-    annotator.tokens([b"x"], [0])
-    annotator.text("x")
-    annotator.finish(STOP)
+    assembler, choice = make(pieces)
+    assembler.begin(array("I", [7]), [1])
+    assembler.logprobs([position(7)])
+    assembler.tokens([b"x"], [0])
+    assembler.text("x")
+    assembler.finish(STOP)
     assert choice.heard == [
         ("begin", [1]),
         ("shown", [ShownToken(7, b"x", 0, position(7))]),
@@ -108,24 +108,24 @@ async def test_without_alternatives_nothing_is_asked() -> None:
 
 
 async def test_what_comes_before_the_beginning_waits_for_it() -> None:
-    annotator, choice = make(Pieces())
-    annotator.tokens([b"x"], [0])
-    annotator.text("x")
+    assembler, choice = make(Pieces())
+    assembler.tokens([b"x"], [0])
+    assembler.text("x")
     assert choice.heard == []
-    annotator.begin(array("I", [7]), [1])
+    assembler.begin(array("I", [7]), [1])
     assert choice.kinds == ["begin", "shown", "text"]
 
 
 async def test_everything_waits_while_alternatives_are_asked_for() -> None:
     pieces = Pieces()
-    annotator, choice = make(pieces)
-    annotator.begin(array("I", [7, 8]), [1])
-    annotator.logprobs([position(7, 7, 30), position(8, 31)])
-    annotator.tokens([b"a"], [0])
-    annotator.text("a")
-    annotator.tokens([b"b"], [1])
-    annotator.text("b")
-    annotator.finish(STOP)
+    assembler, choice = make(pieces)
+    assembler.begin(array("I", [7, 8]), [1])
+    assembler.logprobs([position(7, 7, 30), position(8, 31)])
+    assembler.tokens([b"a"], [0])
+    assembler.text("a")
+    assembler.tokens([b"b"], [1])
+    assembler.text("b")
+    assembler.finish(STOP)
     await settle()
     assert choice.kinds == ["begin"]
     pieces.answers.release()
@@ -139,25 +139,25 @@ async def test_everything_waits_while_alternatives_are_asked_for() -> None:
 
 async def test_a_question_without_an_answer_fails_the_choice_once() -> None:
     pieces = Pieces(unavailable("No postprocess replica is ready."))
-    annotator, choice = make(pieces)
-    annotator.begin(array("I", [7]), [1])
-    annotator.logprobs([position(7, 30)])
-    annotator.tokens([b"a"], [0])
-    annotator.text("a")
+    assembler, choice = make(pieces)
+    assembler.begin(array("I", [7]), [1])
+    assembler.logprobs([position(7, 30)])
+    assembler.tokens([b"a"], [0])
+    assembler.text("a")
     pieces.answers.release()
     await settle()
-    annotator.text("b")
-    annotator.finish(STOP)
+    assembler.text("b")
+    assembler.finish(STOP)
     assert choice.kinds == ["begin", "fail"]
 
 
 async def test_an_answer_that_cannot_be_read_fails_the_choice_which_else_would_never_end() -> None:
     pieces = Pieces(ValueError("zip() argument 2 is shorter than argument 1"))
-    annotator, choice = make(pieces)
-    annotator.begin(array("I", [7]), [1])
-    annotator.logprobs([position(7, 30)])
-    annotator.tokens([b"a"], [0])
-    annotator.finish(STOP)
+    assembler, choice = make(pieces)
+    assembler.begin(array("I", [7]), [1])
+    assembler.logprobs([position(7, 30)])
+    assembler.tokens([b"a"], [0])
+    assembler.finish(STOP)
     pieces.answers.release()
     await settle()
     assert choice.kinds == ["begin", "fail"]
@@ -167,12 +167,12 @@ async def test_an_answer_that_cannot_be_read_fails_the_choice_which_else_would_n
 async def test_an_echoed_prompt_comes_with_its_tokens_and_moves_the_offsets() -> None:
     pieces = Pieces()
     pieces.known = {1: b"<s>", 2: b" Hi", 3: b" \xf0\x9f", 4: b"\x9a\xa2", 9: b"no"}
-    annotator, choice = make(pieces, prompt_logprobs=True)
-    annotator.echo("Hi 🚢")
-    annotator.begin(array("I", [5]), [1, 2, 3, 4])
-    annotator.prompt_logprobs([position(2, 9), position(3), position(4)])
-    annotator.tokens([b"!"], [0])
-    annotator.text("!")
+    assembler, choice = make(pieces, prompt_logprobs=True)
+    assembler.echo("Hi 🚢")
+    assembler.begin(array("I", [5]), [1, 2, 3, 4])
+    assembler.prompt_logprobs([position(2, 9), position(3), position(4)])
+    assembler.tokens([b"!"], [0])
+    assembler.text("!")
     assert choice.kinds == ["begin", "prompt", "text", "shown", "text"]
     prompt = choice.heard[1][1]
     assert [(token.token_id, token.offset) for token in prompt] == [(1, 0), (2, 0), (3, 2), (4, 3)]
@@ -186,20 +186,20 @@ async def test_an_echoed_prompt_comes_with_its_tokens_and_moves_the_offsets() ->
 async def test_engines_may_say_something_of_the_first_token_or_not(count: int) -> None:
     pieces = Pieces()
     pieces.known = dict.fromkeys(range(10), b"x")
-    annotator, choice = make(pieces, prompt_logprobs=True)
-    annotator.begin(array("I"), [1, 2, 3, 4])
-    annotator.prompt_logprobs([position(token) for token in [1, 2, 3, 4][-count:]])
+    assembler, choice = make(pieces, prompt_logprobs=True)
+    assembler.begin(array("I"), [1, 2, 3, 4])
+    assembler.prompt_logprobs([position(token) for token in [1, 2, 3, 4][-count:]])
     chosen = [token.position and token.position.chosen.token_id for token in choice.heard[1][1]]
     assert chosen == [None, 2, 3, 4]
 
 
 async def test_only_the_prompt_leaves_the_answer_out() -> None:
-    annotator, choice = make(Pieces(), only_prompt=True)
-    annotator.echo("Hi")
-    annotator.begin(array("I", [5]), [1])
-    annotator.tokens([b"!"], [0])
-    annotator.text("!")
-    annotator.finish(STOP)
+    assembler, choice = make(Pieces(), only_prompt=True)
+    assembler.echo("Hi")
+    assembler.begin(array("I", [5]), [1])
+    assembler.tokens([b"!"], [0])
+    assembler.text("!")
+    assembler.finish(STOP)
     assert choice.kinds == ["begin", "text", "finish"] or choice.kinds == ["text", "begin", "finish"]
     assert choice.heard[-1][1].reason is FinishReason.LENGTH
 
@@ -212,26 +212,26 @@ async def test_only_the_prompt_leaves_the_answer_out() -> None:
 def test_the_order_stays_whichever_answer_comes_when(steps: list[tuple[int, list[int]]], random: Any) -> None:
     async def run() -> None:
         pieces = Pieces()
-        annotator, choice = make(pieces)
+        assembler, choice = make(pieces)
         ids = array("I")
         begin_at = random.randrange(len(steps) + 1)
         expected: list[tuple[int, bytes]] = []
         for index, (number, others) in enumerate(steps):
             if index == begin_at:
-                annotator.begin(ids, [1])
+                assembler.begin(ids, [1])
             first = len(ids)
             ids.extend(range(first, first + number))
-            annotator.logprobs([position(first + place, *others) for place in range(number)])
+            assembler.logprobs([position(first + place, *others) for place in range(number)])
             texts = [b"%d," % (first + place) for place in range(number)]
-            annotator.tokens(texts, [0] * number)
-            annotator.text(b"".join(texts).decode())
+            assembler.tokens(texts, [0] * number)
+            assembler.text(b"".join(texts).decode())
             expected += [(first + place, text) for place, text in enumerate(texts)]
             if random.random() < 0.4:
                 pieces.answers.release()
                 await settle()
         if begin_at == len(steps):
-            annotator.begin(ids, [1])
-        annotator.finish(STOP)
+            assembler.begin(ids, [1])
+        assembler.finish(STOP)
         for _ in range(len(steps) + 1):
             pieces.answers.release()
             await settle()

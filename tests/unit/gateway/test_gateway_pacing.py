@@ -42,30 +42,30 @@ async def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def paced(clock: Clock) -> WriteScheduler:
-    pacer = WriteScheduler()
-    pacer._loop = cast(Any, clock)
-    return pacer
+    write_scheduler = WriteScheduler()
+    write_scheduler._loop = cast(Any, clock)
+    return write_scheduler
 
 
 async def test_a_round_is_followed_by_a_pause_as_long_as_itself_but_not_longer_than_the_bound(clock: Clock) -> None:
-    pacer = paced(clock)
+    write_scheduler = paced(clock)
     for took_s, pause_s in ((0.0, 0.0), (0.004, 0.004), (0.03, 0.03), (0.4, LONGEST_PAUSE_S)):
 
         def write(took_s: float = took_s) -> None:
             clock.now += took_s
 
         clock.now += 1
-        pacer.soon(write)
+        write_scheduler.soon(write)
         assert clock.run_next() == 0
-        pacer.soon(lambda: None)
+        write_scheduler.soon(lambda: None)
         assert clock.run_next() == pytest.approx(pause_s)
         assert not clock.due
 
 
 async def test_everybody_who_asks_is_written_once_a_round(clock: Clock) -> None:
-    pacer, written = paced(clock), list[int]()
+    write_scheduler, written = paced(clock), list[int]()
     for number in range(100):
-        pacer.soon(lambda number=number: written.append(number))  # type: ignore[misc]
+        write_scheduler.soon(lambda number=number: written.append(number))  # type: ignore[misc]
     assert len(clock.due) == 1
     clock.run_next()
     assert written == list(range(100))
@@ -93,10 +93,10 @@ class Source:
 class Stream:
     """An event stream with a client that takes everything."""
 
-    def __init__(self, pacer: WriteScheduler) -> None:
+    def __init__(self, write_scheduler: WriteScheduler) -> None:
         self.source = Source()
         self.writes: list[bytes] = []
-        self.events = EventStream(self.source, pacer, 1 << 20, {})
+        self.events = EventStream(self.source, write_scheduler, 1 << 20, {})
         self.serving = asyncio.create_task(self.events({"type": "http"}, self._receive, self._send))
 
     async def _receive(self) -> Any:
@@ -114,9 +114,9 @@ class Stream:
 
 
 async def test_tokens_coalesce_while_writes_are_behind_and_first_text_goes_out_at_once(clock: Clock) -> None:
-    pacer = paced(clock)
-    pacer._not_before = clock.now + 10  # writes are far behind
-    old, new = Stream(pacer), Stream(pacer)
+    write_scheduler = paced(clock)
+    write_scheduler._not_before = clock.now + 10  # writes are far behind
+    old, new = Stream(write_scheduler), Stream(write_scheduler)
     await old.say("begun", first=True)
     assert old.writes == [b"begun"]
     for word in ("a", "b", "c", "d"):

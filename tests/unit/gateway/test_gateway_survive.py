@@ -121,13 +121,15 @@ class WorkerTable:
 
     def __init__(self, posts: int = 2, workers: int = 2) -> None:
         self.booked: set[str] = set()
-        self.bookings = 0
+        self.reservations = 0
         self.computed: list[str] = []
-        self.board = StreamManager(1000, self.computed.append, self.free, GatewayMetrics(), post_wait_s=0)
-        self.board.migrate = self.migrate
+        self.stream_manager = StreamManager(1000, self.computed.append, self.free, GatewayMetrics(), post_wait_s=0)
+        self.stream_manager.migrate = self.migrate
         self.workers = [Worker(f"w{number}") for number in range(workers)]
         self.posts = [Post() for _ in range(posts)]
-        self.board.texts.links.update({str(number): cast(PostLink, post) for number, post in enumerate(self.posts)})
+        self.stream_manager.texts.links.update(
+            {str(number): cast(PostLink, post) for number, post in enumerate(self.posts)}
+        )
         self.moving: list[GenerationStream] = []
         self.may_move = True
 
@@ -136,9 +138,9 @@ class WorkerTable:
         self.booked.remove(reservation_id)
 
     def book(self) -> str:
-        self.bookings += 1
-        self.booked.add(f"res-{self.bookings}")
-        return f"res-{self.bookings}"
+        self.reservations += 1
+        self.booked.add(f"res-{self.reservations}")
+        return f"res-{self.reservations}"
 
     def migrate(self, stream: GenerationStream, worker: WorkerLink, error: SluiceError) -> bool:
         if not (self.may_move and error.retryable):
@@ -151,18 +153,20 @@ class WorkerTable:
         sink = Sink()
         link = self.workers[worker]
         route = Route(link.worker_id, reservation_id=self.book())
-        stream = self.board.connect(REQUEST, 0, PROMPT, route, cast(WorkerLink, link), MAX_TOKENS, cast(Any, sink))
+        stream = self.stream_manager.connect(
+            REQUEST, 0, PROMPT, route, cast(WorkerLink, link), MAX_TOKENS, cast(Any, sink)
+        )
         return stream, sink
 
     def resume(self, stream: GenerationStream, worker: int) -> None:
         self.moving.remove(stream)
         link = self.workers[worker]
-        self.board.resume(stream, Route(link.worker_id, reservation_id=self.book()), cast(WorkerLink, link))
+        self.stream_manager.resume(stream, Route(link.worker_id, reservation_id=self.book()), cast(WorkerLink, link))
 
     def tokens(self, rows: list[tuple[GenerationStream, list[int]]]) -> None:
         for worker in self.workers:
             own = [(stream, ids) for stream, ids in rows if cast(Any, stream.worker) is worker]
-            self.board.on_tokens(
+            self.stream_manager.on_tokens(
                 cast(WorkerLink, worker),
                 array("I", [stream.slot for stream, _ in own]).tobytes(),
                 array("I", [len(ids) for _, ids in own]).tobytes(),
@@ -171,13 +175,13 @@ class WorkerTable:
 
     def lose_worker(self, index: int) -> None:
         self.workers[index].slots.clear()
-        self.board.on_worker_lost(cast(WorkerLink, self.workers[index]), LOST)
+        self.stream_manager.on_worker_lost(cast(WorkerLink, self.workers[index]), LOST)
 
     def lose_post(self, index: int, comes_back: bool = False) -> None:
         post = self.posts[index]
         post.connected = post.leaving = False
         post.clear()
-        self.board.on_post_lost(cast(PostLink, post), LOST)
+        self.stream_manager.on_post_lost(cast(PostLink, post), LOST)
         if comes_back:
             self.connect_post(index)
 
@@ -185,10 +189,10 @@ class WorkerTable:
         post = self.posts[index]
         if not post.connected:
             post.connected = True
-            self.board.on_post_connected(cast(PostLink, post))
+            self.stream_manager.on_post_connected(cast(PostLink, post))
 
     def check(self) -> None:
-        live = self.board._streams
+        live = self.stream_manager._streams
         for link in self.workers:
             assert link.live == sum(cast(Any, one.worker) is link and one.end is None for one in live.values())
         for post in self.posts:
@@ -196,12 +200,12 @@ class WorkerTable:
             assert post.held.keys() <= live.keys()
         for stream in live.values():
             if stream.post is None:
-                assert stream.slot in self.board.texts._waiting
+                assert stream.slot in self.stream_manager.texts._waiting
                 continue
             held = cast(Post, stream.post)
             assert held.held[stream.slot] == list(stream.tokens), "a gap or a repeat"
             assert (stream.slot in held.ends) == (stream.end is not None)
-        assert self.board.texts.waiting <= len(live)
+        assert self.stream_manager.texts.waiting <= len(live)
         assert self.booked == {stream.reservation_id for stream in live.values()} - {""}
 
 
@@ -216,7 +220,7 @@ class AnyTrouble(RuleBasedStateMachine):
         self.next_token = 100
 
     def live(self, data: st.DataObject) -> GenerationStream | None:
-        running = [stream for stream, _ in self.streams if stream.slot in self.desk.board._streams]
+        running = [stream for stream, _ in self.streams if stream.slot in self.desk.stream_manager._streams]
         return data.draw(st.sampled_from(running)) if running else None
 
     @rule(worker=st.integers(0, 1))
@@ -235,28 +239,28 @@ class AnyTrouble(RuleBasedStateMachine):
     @rule(data=st.data(), cached=st.integers(0, 1))
     def started(self, data: st.DataObject, cached: int) -> None:
         if (stream := self.live(data)) is not None and stream.worker is not None:
-            self.desk.board.on_started(stream, cached)
+            self.desk.stream_manager.on_started(stream, cached)
 
     @rule(data=st.data())
     def engine_ends(self, data: st.DataObject) -> None:
         stream = self.live(data)
         if stream is not None and stream.worker is not None and stream.end is None:
             cast(Any, stream.worker).slots.discard(stream.slot)
-            self.desk.board.on_ended(stream, FinishReason.LENGTH, None, len(stream.tokens) - stream.resumed)
+            self.desk.stream_manager.on_ended(stream, FinishReason.LENGTH, None, len(stream.tokens) - stream.resumed)
 
     @rule(data=st.data(), retryable=st.booleans())
     def engine_fails(self, data: st.DataObject, retryable: bool) -> None:
         stream = self.live(data)
         if stream is not None and stream.worker is not None and stream.end is None:
             cast(Any, stream.worker).slots.discard(stream.slot)
-            self.desk.board.on_failed(stream, LOST if retryable else invalid("x"))
+            self.desk.stream_manager.on_failed(stream, LOST if retryable else invalid("x"))
 
     @rule(data=st.data())
     def engine_aborts(self, data: st.DataObject) -> None:
         stream = self.live(data)
         if stream is not None and stream.worker is not None and stream.end is None:
             cast(Any, stream.worker).slots.discard(stream.slot)
-            self.desk.board.on_ended(stream, FinishReason.CANCELLED, None, 0)
+            self.desk.stream_manager.on_ended(stream, FinishReason.CANCELLED, None, 0)
 
     @rule(index=st.integers(0, 1))
     def worker_lost(self, index: int) -> None:
@@ -264,8 +268,8 @@ class AnyTrouble(RuleBasedStateMachine):
 
     @rule(data=st.data(), index=st.integers(0, 1))
     def migration_ends(self, data: st.DataObject, index: int) -> None:
-        board = self.desk.board
-        self.desk.moving = [stream for stream in self.desk.moving if stream.slot in board._streams]
+        stream_manager = self.desk.stream_manager
+        self.desk.moving = [stream for stream in self.desk.moving if stream.slot in stream_manager._streams]
         if not self.desk.moving:
             return
         stream = data.draw(st.sampled_from(self.desk.moving))
@@ -273,7 +277,7 @@ class AnyTrouble(RuleBasedStateMachine):
             self.desk.resume(stream, index)
         else:
             self.desk.moving.remove(stream)
-            board.give_up(stream, unavailable("nobody"))
+            stream_manager.give_up(stream, unavailable("nobody"))
 
     @rule(data=st.data(), comes_back=st.booleans())
     def post_lost(self, data: st.DataObject, comes_back: bool) -> None:
@@ -288,7 +292,7 @@ class AnyTrouble(RuleBasedStateMachine):
         post = data.draw(st.sampled_from(self.desk.posts))
         if post.connected:
             post.leaving = True
-            self.desk.board.on_post_leaves(cast(PostLink, post))
+            self.desk.stream_manager.on_post_leaves(cast(PostLink, post))
 
     @rule(data=st.data(), how=st.sampled_from(["draining", "overloaded", "never"]))
     def post_refuses(self, data: st.DataObject, how: str) -> None:
@@ -296,36 +300,38 @@ class AnyTrouble(RuleBasedStateMachine):
         if stream is not None and stream.post is not None:
             cast(Any, stream.post).close_stream(stream.slot)
             error = invalid("never") if how == "never" else unavailable("no", code=how)
-            self.desk.board.on_text_failed(stream, error)
+            self.desk.stream_manager.on_text_failed(stream, error)
 
     @rule(data=st.data())
     def text(self, data: st.DataObject) -> None:
         if (stream := self.live(data)) is not None:
-            self.desk.board.on_text(stream, "x")
+            self.desk.stream_manager.on_text(stream, "x")
 
     @rule(data=st.data())
     def finished(self, data: st.DataObject) -> None:
         stream = self.live(data)
         if stream is not None and stream.post is not None:
             cast(Any, stream.post).close_stream(stream.slot)
-            self.desk.board.on_finished(stream, Finish(FinishReason.STOP, completion_tokens=len(stream.tokens)))
+            self.desk.stream_manager.on_finished(
+                stream, Finish(FinishReason.STOP, completion_tokens=len(stream.tokens))
+            )
 
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
         if (stream := self.live(data)) is not None:
             self.cancelled.add(stream.slot)
-            self.desk.board.cancel(stream)
+            self.desk.stream_manager.cancel(stream)
 
     @rule()
     def sweep_waiting(self) -> None:
-        self.desk.board.texts.sweep()
+        self.desk.stream_manager.texts.sweep()
 
     @invariant()
     def all_is_well(self) -> None:
         if not hasattr(self, "desk"):
             return
         self.desk.check()
-        live = self.desk.board._streams
+        live = self.desk.stream_manager._streams
         for stream, sink in self.streams:
             over = stream.slot not in live
             assert len(sink.ends) == (1 if over and stream.slot not in self.cancelled else 0)
@@ -342,7 +348,7 @@ def test_a_lost_replica_is_replaced_and_only_the_rest_is_asked_for() -> None:
     desk = WorkerTable(posts=2)
     stream, sink = desk.connect()
     desk.tokens([(stream, [10, 11, 12])])
-    desk.board.on_text(stream, "abc")
+    desk.stream_manager.on_text(stream, "abc")
     first = cast(Any, stream.post)
     other = next(post for post in desk.posts if post is not first)
     desk.lose_post(desk.posts.index(first))
@@ -351,7 +357,7 @@ def test_a_lost_replica_is_replaced_and_only_the_rest_is_asked_for() -> None:
     assert stream.degraded == (REPLACED,)
     desk.tokens([(stream, [13])])
     assert other.held[stream.slot] == [10, 11, 12, 13]
-    desk.board.on_finished(stream, Finish(FinishReason.STOP, completion_tokens=4))
+    desk.stream_manager.on_finished(stream, Finish(FinishReason.STOP, completion_tokens=4))
     assert cast(Finish, sink.ends[0]).degraded == (REPLACED,)
 
 
@@ -360,7 +366,7 @@ def test_a_drained_replica_hands_over_without_a_mark() -> None:
     streams = [desk.connect()[0] for _ in range(6)]
     desk.tokens([(stream, [7]) for stream in streams])
     desk.posts[0].leaving = True
-    desk.board.on_post_leaves(cast(PostLink, desk.posts[0]))
+    desk.stream_manager.on_post_leaves(cast(PostLink, desk.posts[0]))
     assert desk.posts[0].live == 0
     assert all(cast(Any, stream.post) is desk.posts[1] for stream in streams)
     assert not any(stream.degraded for stream in streams)
@@ -372,7 +378,7 @@ def test_the_only_replica_may_drain_until_another_one_is_there() -> None:
     desk.posts[1].connected = False
     stream, _ = desk.connect()
     desk.posts[0].leaving = True
-    desk.board.on_post_leaves(cast(PostLink, desk.posts[0]))
+    desk.stream_manager.on_post_leaves(cast(PostLink, desk.posts[0]))
     assert cast(Any, stream.post) is desk.posts[0]
     desk.tokens([(stream, [7])])
     desk.connect_post(1)
@@ -388,7 +394,7 @@ def test_a_stream_that_kills_its_replicas_is_given_up() -> None:
         assert not sink.ends
     desk.lose_post(desk.posts.index(cast(Any, stream.post)), comes_back=True)
     assert isinstance(sink.ends[0], SluiceError)
-    assert desk.board.live == 0
+    assert desk.stream_manager.live == 0
 
 
 def test_without_replicas_streams_wait_and_then_hear_a_typed_error() -> None:
@@ -397,7 +403,7 @@ def test_without_replicas_streams_wait_and_then_hear_a_typed_error() -> None:
     desk.lose_post(0)
     desk.tokens([(stream, [9, 9])])
     assert not sink.ends
-    desk.board.texts.sweep()
+    desk.stream_manager.texts.sweep()
     error = cast(SluiceError, sink.ends[0])
     assert (error.kind, error.code) == (ErrorKind.UNAVAILABLE, "service_unavailable")
     desk.check()
@@ -406,7 +412,7 @@ def test_without_replicas_streams_wait_and_then_hear_a_typed_error() -> None:
 def test_an_engine_that_was_done_needs_no_worker_any_more() -> None:
     desk = WorkerTable()
     stream, sink = desk.connect()
-    desk.board.on_ended(stream, FinishReason.LENGTH, None, 5)
+    desk.stream_manager.on_ended(stream, FinishReason.LENGTH, None, 5)
     desk.lose_worker(0)
     assert not desk.moving
     assert not sink.ends
@@ -430,17 +436,17 @@ def test_tokens_that_are_complete_need_no_worker_any_more() -> None:
 def test_usage_and_bookings_after_a_move() -> None:
     desk = WorkerTable()
     outcomes: list[tuple[str, int | None, int]] = []
-    desk.board._free = lambda *outcome: outcomes.append(outcome)
+    desk.stream_manager._free = lambda *outcome: outcomes.append(outcome)
     stream, sink = desk.connect(0)
-    desk.board.on_started(stream, 1)
+    desk.stream_manager.on_started(stream, 1)
     desk.tokens([(stream, [5, 6, 7])])
     desk.lose_worker(0)
     desk.resume(stream, 1)
-    desk.board.on_started(stream, 0)
+    desk.stream_manager.on_started(stream, 0)
     desk.tokens([(stream, [8, 9])])
-    desk.board.on_ended(stream, FinishReason.LENGTH, None, 2)
+    desk.stream_manager.on_ended(stream, FinishReason.LENGTH, None, 2)
     assert stream.completion_tokens == 5
-    desk.board.on_finished(stream, Finish(FinishReason.LENGTH, completion_tokens=5))
+    desk.stream_manager.on_finished(stream, Finish(FinishReason.LENGTH, completion_tokens=5))
     assert outcomes == [("res-1", 1, 3), ("res-2", 0, 2)]
     assert desk.computed == ["res-1", "res-2"]
     assert (stream.prompt_tokens, stream.cached_tokens) == (1, 1)

@@ -105,17 +105,17 @@ class Desk:
         self.freed: list[str] = []
         self.computed: list[str] = []
         self.outcomes: list[tuple[int | None, int]] = []
-        self.board = StreamManager(max_streams, self.computed.append, self.free, GatewayMetrics())
+        self.stream_manager = StreamManager(max_streams, self.computed.append, self.free, GatewayMetrics())
         self.worker = FakeWorker()
         self.posts = [FakePost() for _ in range(posts)]
-        self.board.texts.links.update({str(i): cast(PostLink, post) for i, post in enumerate(self.posts)})
+        self.stream_manager.texts.links.update({str(i): cast(PostLink, post) for i, post in enumerate(self.posts)})
 
     def free(self, reservation_id: str, cached_tokens: int | None, output_tokens: int) -> None:
         self.freed.append(reservation_id)
         self.outcomes.append((cached_tokens, output_tokens))
 
     def tokens(self, slots: bytes, counts: bytes, token_ids: bytes) -> None:
-        self.board.on_tokens(cast(WorkerLink, self.worker), slots, counts, token_ids)
+        self.stream_manager.on_tokens(cast(WorkerLink, self.worker), slots, counts, token_ids)
 
     def connect(self, post: int = 0, index: int = 0) -> tuple[GenerationStream, FakeSink]:
         sink = FakeSink()
@@ -123,7 +123,9 @@ class Desk:
         others = [one for number, one in enumerate(self.posts) if number != post]
         for other in others:
             other.retired = True  # the stream shall go to the one named
-        stream = self.board.connect(REQUEST, index, PROMPT, route, cast(WorkerLink, self.worker), 10, cast(Any, sink))
+        stream = self.stream_manager.connect(
+            REQUEST, index, PROMPT, route, cast(WorkerLink, self.worker), 10, cast(Any, sink)
+        )
         for other in others:
             other.retired = False
         return stream, sink
@@ -161,10 +163,10 @@ def test_choices_have_their_own_seed() -> None:
 def test_a_stop_string_stops_the_engine() -> None:
     desk = Desk()
     stream, sink = desk.connect()
-    desk.board.on_started(stream, 3)
-    desk.board.on_text(stream, "a")
+    desk.stream_manager.on_started(stream, 3)
+    desk.stream_manager.on_text(stream, "a")
     finish = Finish(FinishReason.STOP, stop_string="END", completion_tokens=4)
-    desk.board.on_finished(stream, finish)
+    desk.stream_manager.on_finished(stream, finish)
     assert desk.worker.cancelled == [stream.slot]
     assert sink.ends == [finish]
     assert (stream.cached_tokens, stream.completion_tokens) == (3, 4)
@@ -175,14 +177,14 @@ def test_a_stop_string_stops_the_engine() -> None:
 def test_the_router_hears_how_a_request_ended_however_it_did() -> None:
     desk = Desk()
     never_started, _ = desk.connect()
-    desk.board.cancel(never_started)
+    desk.stream_manager.cancel(never_started)
     broken_off, _ = desk.connect()
-    desk.board.on_started(broken_off, 0)
-    desk.board.on_failed(broken_off, unavailable("x"))
+    desk.stream_manager.on_started(broken_off, 0)
+    desk.stream_manager.on_failed(broken_off, unavailable("x"))
     finished, _ = desk.connect()
-    desk.board.on_started(finished, 2)
-    desk.board.on_ended(finished, FinishReason.LENGTH, None, 9)
-    desk.board.on_finished(finished, Finish(FinishReason.LENGTH, completion_tokens=8))
+    desk.stream_manager.on_started(finished, 2)
+    desk.stream_manager.on_ended(finished, FinishReason.LENGTH, None, 9)
+    desk.stream_manager.on_finished(finished, Finish(FinishReason.LENGTH, completion_tokens=8))
     assert desk.freed == ["res-0", "res-1", "res-2"]
     assert desk.outcomes == [(None, 0), (0, 0), (2, 8)]
 
@@ -190,10 +192,10 @@ def test_the_router_hears_how_a_request_ended_however_it_did() -> None:
 def test_an_engine_that_is_done_is_not_cancelled() -> None:
     desk = Desk()
     stream, sink = desk.connect()
-    desk.board.on_ended(stream, FinishReason.LENGTH, None, 9)
+    desk.stream_manager.on_ended(stream, FinishReason.LENGTH, None, 9)
     assert desk.posts[0].ended == [stream.slot]
     assert not sink.ends
-    desk.board.on_finished(stream, Finish(FinishReason.LENGTH, completion_tokens=9))
+    desk.stream_manager.on_finished(stream, Finish(FinishReason.LENGTH, completion_tokens=9))
     assert len(sink.ends) == 1
     assert desk.worker.cancelled == []
 
@@ -202,9 +204,9 @@ def test_a_silent_stream_is_given_up_at_the_second_sweep() -> None:
     desk = Desk()
     silent, silent_sink = desk.connect()
     talking, talking_sink = desk.connect()
-    desk.board.sweep_stalled()
-    desk.board.on_text(talking, "x")
-    desk.board.sweep_stalled()
+    desk.stream_manager.sweep_stalled()
+    desk.stream_manager.on_text(talking, "x")
+    desk.stream_manager.sweep_stalled()
     assert [type(end) for end in silent_sink.ends] == [SluiceError]
     assert desk.worker.cancelled == [silent.slot]
     assert not talking_sink.ends
@@ -214,40 +216,40 @@ def test_tokens_that_a_parser_holds_back_for_long_are_no_silence_of_the_worker()
     desk = Desk()
     stream, sink = desk.connect()
     for token in range(4):
-        desk.board.sweep_stalled()
+        desk.stream_manager.sweep_stalled()
         desk.tokens(packed(stream.slot), packed(1), packed(token))
     assert not sink.ends
-    desk.board.sweep_stalled()
-    desk.board.sweep_stalled()
+    desk.stream_manager.sweep_stalled()
+    desk.stream_manager.sweep_stalled()
     assert [type(end) for end in sink.ends] == [SluiceError]
 
 
 def test_the_bound_on_streams() -> None:
     desk = Desk(max_streams=2)
     desk.connect()
-    desk.board.admit(1)
+    desk.stream_manager.admit(1)
     with pytest.raises(SluiceError) as caught:
-        desk.board.admit(2)
+        desk.stream_manager.admit(2)
     assert caught.value.kind is ErrorKind.OVERLOADED
 
 
 def test_what_parsers_find_goes_to_the_sink_in_order() -> None:
     desk = Desk()
     stream, sink = desk.connect()
-    desk.board.on_reasoning(stream, "hm")
+    desk.stream_manager.on_reasoning(stream, "hm")
     assert stream.first_text_at
-    desk.board.on_text(stream, "a")
-    desk.board.on_tool_call(stream, 0, "id", "f", "{")
-    desk.board.on_tool_call(stream, 0, "", "", "}")
+    desk.stream_manager.on_text(stream, "a")
+    desk.stream_manager.on_tool_call(stream, 0, "id", "f", "{")
+    desk.stream_manager.on_tool_call(stream, 0, "", "", "}")
     for reason in ("one", "two", "one"):
-        desk.board.on_degraded(stream, reason)
-    desk.board.on_finished(stream, Finish(FinishReason.TOOL_CALLS, completion_tokens=9, reasoning_tokens=4))
+        desk.stream_manager.on_degraded(stream, reason)
+    desk.stream_manager.on_finished(stream, Finish(FinishReason.TOOL_CALLS, completion_tokens=9, reasoning_tokens=4))
     assert sink.pieces == ["(hm)", "a", "0:f:{", "0::}"]
     assert sink.ends == [
         Finish(FinishReason.TOOL_CALLS, completion_tokens=9, reasoning_tokens=4, degraded=("one", "two"))
     ]
     assert stream.reasoning_tokens == 4
-    desk.board.on_reasoning(stream, "late")
-    desk.board.on_tool_call(stream, 1, "id", "g", "")
-    desk.board.on_degraded(stream, "late")
+    desk.stream_manager.on_reasoning(stream, "late")
+    desk.stream_manager.on_tool_call(stream, 1, "id", "g", "")
+    desk.stream_manager.on_degraded(stream, "late")
     assert len(sink.pieces) == 4

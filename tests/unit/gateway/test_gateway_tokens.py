@@ -67,11 +67,11 @@ class Gateway:
 
     def __init__(self) -> None:
         self.preprocess = Preprocess()
-        self.catalogue = WorkerRegistry(cast(Any, None), lambda worker: None, lambda worker_id: None)
-        self.catalogue.synced = True
-        self.catalogue.workers["w"] = entry("w", "m")
+        self.registry = WorkerRegistry(cast(Any, None), lambda worker: None, lambda worker_id: None)
+        self.registry.synced = True
+        self.registry.workers["w"] = entry("w", "m")
         settings = GatewaySettings(max_body_mb=0.01)
-        pipeline = cast(Pipeline, SimpleNamespace(preprocess=self.preprocess, catalogue=self.catalogue))
+        pipeline = cast(Pipeline, SimpleNamespace(preprocess=self.preprocess, registry=self.registry))
         openai = OpenAIEndpoints(pipeline, settings, cast(Any, None), cast(Any, None), cast(Any, None))
         tokens = TokenEndpoints(pipeline, settings)
         embeddings = EmbeddingEndpoints(pipeline, cast(Any, None), settings)
@@ -145,7 +145,7 @@ async def test_a_chat_completion_is_shown_as_its_worker_would_get_it(gateway: Ga
 
 
 async def test_without_a_model_the_only_one_is_meant(gateway: Gateway) -> None:
-    gateway.catalogue.workers["v"] = entry("v", "other")
+    gateway.registry.workers["v"] = entry("v", "other")
     status, answer = await gateway.post("/tokenize", prompt="ab")
     assert (status, answer["error"]["param"]) == (400, "model")
     assert (await gateway.post("/tokenize", model="other", prompt="ab"))[0] == 200

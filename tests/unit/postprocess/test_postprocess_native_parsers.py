@@ -159,37 +159,40 @@ async def test_what_is_not_usable_is_said_of_the_pair() -> None:
 
 @pytest.mark.parametrize("asked", [False, True])
 async def test_what_is_only_preferred_gives_way_where_it_cannot_work(asked: bool) -> None:
-    opener, loaded = StreamFactory(Limits(), CustomParsers(engines={"vllm": ""})), load(ModelSpec("m", DEFAULT_SOURCE))
+    stream_factory, loaded = (
+        StreamFactory(Limits(), CustomParsers(engines={"vllm": ""})),
+        load(ModelSpec("m", DEFAULT_SOURCE)),
+    )
     given = ParserNames("vllm:mistral") if asked else ParserNames()
     library = VocabularyRegistry([ModelSpec("m", "x")], 30, lambda spec: loaded, {"m": given}, lambda spec: ["vllm"])
     vocabulary = await library.get("m")
-    host = opener.host("vllm:mistral")
+    host = stream_factory.host("vllm:mistral")
     assert isinstance(host, EngineHost)
     host._learn(Pair(vocabulary.source, "mistral", ""), {"error": "the tokenizer lacks a token."})
     if asked:
         with pytest.raises(SluiceError, match="lacks a token"):
-            await opener.prepare_for(vocabulary)
+            await stream_factory.prepare_for(vocabulary)
     else:
-        await opener.prepare_for(vocabulary)
+        await stream_factory.prepare_for(vocabulary)
         assert vocabulary.parsers == ParserNames("mistral")
-    await opener.close()
+    await stream_factory.close()
 
 
 async def test_an_interpreter_that_is_none_is_a_sentence(tmp_path: Path) -> None:
     script = tmp_path / "python"
     script.write_text("#!/bin/sh\nexit 3\n")
     script.chmod(0o755)
-    opener = StreamFactory(Limits(), CustomParsers(engines={"vllm": str(script)}))
+    stream_factory = StreamFactory(Limits(), CustomParsers(engines={"vllm": str(script)}))
     with pytest.raises(SluiceError, match="do not start"):
-        await opener.start()
-    await opener.close()
+        await stream_factory.start()
+    await stream_factory.close()
 
 
 async def test_template_arguments_must_be_an_object() -> None:
-    opener, vocabulary = StreamFactory(Limits()), tekken().vocabulary
+    stream_factory, vocabulary = StreamFactory(Limits()), tekken().vocabulary
     for text in (b"[]", b"{"):
         with pytest.raises(SluiceError) as caught:
-            opener.plan(StreamOptions("m", tool_parser="hermes", template_kwargs_json=text), vocabulary, "r")
+            stream_factory.plan(StreamOptions("m", tool_parser="hermes", template_kwargs_json=text), vocabulary, "r")
         assert caught.value.param == "chat_template_kwargs"
 
 
@@ -239,11 +242,11 @@ async def test_missing_package_of_a_later_engine_is_an_error_and_no_silent_fallb
     monkeypatch.setenv("PYTHONPATH", "")
     loaded = load(ModelSpec("m", DEFAULT_SOURCE))
     loaded.parsers, loaded.built_in = ParserNames("vllm:mistral"), ParserNames("mistral")
-    opener = StreamFactory(Limits(), CustomParsers(later={"vllm": ""}))
-    await opener.start()
+    stream_factory = StreamFactory(Limits(), CustomParsers(later={"vllm": ""}))
+    await stream_factory.start()
     try:
         with pytest.raises(SluiceError, match=r"install sluice-llm\[vllm\]") as caught:
-            await opener.prepare_for(loaded)
+            await stream_factory.prepare_for(loaded)
         assert caught.value.code == "missing_extra"
     finally:
-        await opener.close()
+        await stream_factory.close()

@@ -45,8 +45,8 @@ TOOL_CALLS_ID = 9  # of [TOOL_CALLS] in the bundled Tekken
 
 
 def opened(options: StreamOptions = OPTIONS, known: Any = None) -> ParsedStream:
-    opener, vocabulary = StreamFactory(Limits()), (known or tekken()).vocabulary
-    stream = opener.parsed(options, vocabulary, opener.plan(options, vocabulary, "r"))
+    stream_factory, vocabulary = StreamFactory(Limits()), (known or tekken()).vocabulary
+    stream = stream_factory.parsed(options, vocabulary, stream_factory.plan(options, vocabulary, "r"))
     assert isinstance(stream, ParsedStream)
     return stream
 

@@ -85,7 +85,7 @@ async def test_a_stream_that_was_begun_in_vain_is_closed(
     monkeypatch.setattr(waiting, "fed", failing)
     monkeypatch.setattr(Stream, "close", lambda stream: closed.append(stream))
     library = VocabularyRegistry([ModelSpec("m", "anywhere")], WAIT_S, lambda spec: tekken().vocabulary)
-    session = PostSession(library, SessionLimits(), Metrics(), lambda: None, opener=StreamFactory(Limits()))
+    session = PostSession(library, SessionLimits(), Metrics(), lambda: None, stream_factory=StreamFactory(Limits()))
     session.open(1, "request-1", OPTIONS, {})
     await asyncio.wait_for(session.settle(), WAIT_S)
     await session.aclose()

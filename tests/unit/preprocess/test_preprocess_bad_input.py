@@ -152,11 +152,11 @@ def tokenizer_of(model: str, fast: bool) -> TokenizerProtocol:
     if fast:
         return MODELS[model]()
     if (model, fast) not in _LOADED:
-        speed = EncoderOptions(fast_backend=False, cache_bytes=0)
+        encoder_options = EncoderOptions(fast_backend=False, cache_bytes=0)
         made = (
-            HfTokenizer(tiny_folder(), limits(), speed)
+            HfTokenizer(tiny_folder(), limits(), encoder_options)
             if model == "hf"
-            else MistralTokenizer(resolve(DEFAULT_SOURCE), speed)
+            else MistralTokenizer(resolve(DEFAULT_SOURCE), encoder_options)
         )
         _LOADED[model, fast] = made
     return _LOADED[model, fast]

@@ -53,7 +53,7 @@ class ObservedStream:
 
     def __init__(self, *, can_replay: bool = True) -> None:
         self.held: set[int] = set()
-        self.follower = EventSequencer(Translator(4, counts_copies=True), self.hear, can_replay=can_replay)
+        self.sequencer = EventSequencer(Translator(4, counts_copies=True), self.hear, can_replay=can_replay)
 
     def hear(self, events: Sequence[KvEvent]) -> None:
         for event in events:
@@ -65,10 +65,10 @@ class ObservedStream:
                 self.held.difference_update(event.hashes)
 
     def replay(self, publisher: Publisher) -> None:
-        while (start := self.follower.replay_from) is not None:
+        while (start := self.sequencer.replay_from) is not None:
             for number, batch in publisher.replay(start):
-                self.follower.replayed(number, batch)
-            self.follower.replay_ended()
+                self.sequencer.replayed(number, batch)
+            self.sequencer.replay_ended()
 
 
 def hashes(names: set[int]) -> set[int]:
@@ -91,119 +91,119 @@ def test_in_the_end_the_mirror_is_the_cache(steps: list[tuple[str, int]]) -> Non
         if action == "replay":
             heard.replay(publisher)
         elif action == "check":
-            heard.follower.check()
+            heard.sequencer.check()
         elif action == "restart":
             heard.replay(publisher)  # a subscriber of a dead engine hears nothing more of it
             publisher.begin()
-            heard.follower.live(*publisher.step(name))
+            heard.sequencer.live(*publisher.step(name))
         else:
             message = publisher.step(name)
             for _ in range({"heard": 1, "missed": 0, "twice": 2}[action]):
-                heard.follower.live(*message)
-    heard.follower.live(*publisher.step(99))
+                heard.sequencer.live(*message)
+    heard.sequencer.live(*publisher.step(99))
     heard.replay(publisher)
     assert heard.held == hashes(publisher.held)
-    assert heard.follower.losses == 0
+    assert heard.sequencer.losses == 0
 
 
 def test_a_replay_does_not_overtake_what_is_published_meanwhile() -> None:
     publisher, heard = Publisher(), ObservedStream()
     publisher.step(1)
-    heard.follower.live(*publisher.step(2))
-    assert heard.follower.replay_from == 0
+    heard.sequencer.live(*publisher.step(2))
+    assert heard.sequencer.replay_from == 0
     answer = publisher.replay(0)
-    heard.follower.live(*publisher.step(1))  # removed while the replay that says it is stored is on its way
+    heard.sequencer.live(*publisher.step(1))  # removed while the replay that says it is stored is on its way
     for number, batch in answer:
-        heard.follower.replayed(number, batch)
-    heard.follower.replay_ended()
+        heard.sequencer.replayed(number, batch)
+    heard.sequencer.replay_ended()
     assert heard.held == hashes({2})
 
 
 def test_what_the_engine_forgot_is_a_loss_and_the_mirror_claims_nothing_of_it() -> None:
     publisher, heard = Publisher(buffer=2), ObservedStream()
-    heard.follower.live(*publisher.step(1))
+    heard.sequencer.live(*publisher.step(1))
     for name in range(2, 8):
         publisher.step(name)
-    heard.follower.live(*publisher.step(8))
+    heard.sequencer.live(*publisher.step(8))
     heard.replay(publisher)
-    assert heard.follower.losses == 1
+    assert heard.sequencer.losses == 1
     assert heard.held == hashes({7, 8})
 
 
 def test_an_engine_that_does_not_answer_is_a_loss_once() -> None:
     publisher, heard = Publisher(), ObservedStream()
     publisher.step(1)
-    heard.follower.live(*publisher.step(2))
-    heard.follower.replay_ended()
-    heard.follower.live(*publisher.step(3))
-    assert (heard.held, heard.follower.losses, heard.follower.replay_from) == (hashes({2, 3}), 1, None)
+    heard.sequencer.live(*publisher.step(2))
+    heard.sequencer.replay_ended()
+    heard.sequencer.live(*publisher.step(3))
+    assert (heard.held, heard.sequencer.losses, heard.sequencer.replay_from) == (hashes({2, 3}), 1, None)
 
 
 def test_without_a_replay_a_gap_is_a_loss() -> None:
     publisher, heard = Publisher(), ObservedStream(can_replay=False)
-    heard.follower.live(*publisher.step(1))
+    heard.sequencer.live(*publisher.step(1))
     publisher.step(2)
-    heard.follower.live(*publisher.step(3))
-    assert (heard.held, heard.follower.losses) == (hashes({3}), 1)
+    heard.sequencer.live(*publisher.step(3))
+    assert (heard.held, heard.sequencer.losses) == (hashes({3}), 1)
 
 
 def test_a_batch_that_cannot_be_read_is_a_loss() -> None:
     publisher, heard = Publisher(), ObservedStream()
-    heard.follower.live(*publisher.step(1))
+    heard.sequencer.live(*publisher.step(1))
     publisher.step(2)
-    heard.follower.unreadable(1)
-    heard.follower.live(*publisher.step(3))
-    assert (heard.held, heard.follower.losses) == (hashes({3}), 1)
+    heard.sequencer.unreadable(1)
+    heard.sequencer.live(*publisher.step(3))
+    assert (heard.held, heard.sequencer.losses) == (hashes({3}), 1)
 
 
 def test_an_unknown_parent_asks_for_the_whole_story_once() -> None:
     heard = ObservedStream()
     child = EngineStored([2], 1, array("I", [2] * 4), 4)
-    heard.follower.live(0, EngineBatch([child], 1.0))
-    assert heard.follower.replay_from == 0
+    heard.sequencer.live(0, EngineBatch([child], 1.0))
+    assert heard.sequencer.replay_from == 0
     root = EngineStored([1], None, array("I", [1] * 4), 4)
-    heard.follower.replayed(0, EngineBatch([root, child], 1.0))
-    heard.follower.replay_ended()
+    heard.sequencer.replayed(0, EngineBatch([root, child], 1.0))
+    heard.sequencer.replay_ended()
     assert heard.held == set(block_hashes([1] * 4 + [2] * 4, 4))
-    heard.follower.live(1, EngineBatch([EngineStored([5], 4, array("I", [5] * 4), 4)], 2.0))
-    assert heard.follower.replay_from is None, "not again and again"
+    heard.sequencer.live(1, EngineBatch([EngineStored([5], 4, array("I", [5] * 4), 4)], 2.0))
+    assert heard.sequencer.replay_from is None, "not again and again"
 
 
 def test_who_listens_late_hears_what_is_there() -> None:
     source = EngineCacheSource(0, 4, counts_copies=True, can_replay=False)
     publisher = Publisher()
-    source.follower.live(*publisher.step(1))
+    source.sequencer.live(*publisher.step(1))
     late: list[KvEvent] = []
     source.subscribe(late.extend)
-    source.follower.live(*publisher.step(2))
+    source.sequencer.live(*publisher.step(2))
     assert late == [BlocksStored(array("Q", [hash_of(1)])), BlocksStored(array("Q", [hash_of(2)]))]
     assert source.degraded == ""
     publisher.step(3)
-    source.follower.live(*publisher.step(4))
+    source.sequencer.live(*publisher.step(4))
     assert source.degraded == "kv_events_lost"
 
 
 def test_who_joins_late_without_a_replay_takes_the_first_batch_as_it_comes() -> None:
     publisher, heard = Publisher(), ObservedStream(can_replay=False)
     publisher.step(1)
-    heard.follower.join()
-    heard.follower.live(*publisher.step(2))
-    heard.follower.live(*publisher.step(3))
-    assert (heard.held, heard.follower.losses) == (hashes({2, 3}), 0)
+    heard.sequencer.join()
+    heard.sequencer.live(*publisher.step(2))
+    heard.sequencer.live(*publisher.step(3))
+    assert (heard.held, heard.sequencer.losses) == (hashes({2, 3}), 0)
 
 
 def test_an_interrupted_stream_claims_nothing_of_before() -> None:
     publisher, heard = Publisher(), ObservedStream(can_replay=False)
-    heard.follower.live(*publisher.step(1))
-    heard.follower.interrupted()
+    heard.sequencer.live(*publisher.step(1))
+    heard.sequencer.interrupted()
     publisher.step(2)
-    heard.follower.live(*publisher.step(3))
-    assert (heard.held, heard.follower.losses) == (hashes({3}), 1)
+    heard.sequencer.live(*publisher.step(3))
+    assert (heard.held, heard.sequencer.losses) == (hashes({3}), 1)
 
 
 def test_a_snapshot_replaces_everything() -> None:
     publisher, heard = Publisher(), ObservedStream(can_replay=False)
-    heard.follower.live(*publisher.step(1))
-    heard.follower.begin_at(7)
-    heard.follower.live(7, EngineBatch([EngineStored([5], None, array("I", [5] * 4), 4)], 9.0))
-    assert (heard.held, heard.follower.expected) == (hashes({5}), 8)
+    heard.sequencer.live(*publisher.step(1))
+    heard.sequencer.begin_at(7)
+    heard.sequencer.live(7, EngineBatch([EngineStored([5], None, array("I", [5] * 4), 4)], 9.0))
+    assert (heard.held, heard.sequencer.expected) == (hashes({5}), 8)

@@ -32,7 +32,7 @@ class OverZmq:
     """What a publisher sends, without the sockets."""
 
     def __init__(self, kv: EngineCacheSource) -> None:
-        self._feed = ZmqFeed(kv.follower, "inproc://events")
+        self._feed = ZmqFeed(kv.sequencer, "inproc://events")
 
     def say(self, sequence: int, *events: dict[str, Any]) -> None:
         payload = msgspec.msgpack.encode([float(sequence), list(events), 0])
@@ -77,9 +77,9 @@ def test_a_strange_event_is_a_loss_and_the_next_ones_are_followed(feed: Any, eve
     engine = feed(kv)
     engine.say(0, stored(1))
     engine.say(1, *events)
-    assert (kv.follower.expected, kv.translator.held(), kv.degraded) == (2, 0, "kv_events_lost")
+    assert (kv.sequencer.expected, kv.translator.held(), kv.degraded) == (2, 0, "kv_events_lost")
     engine.say(2, stored(2))
-    assert (kv.follower.expected, kv.translator.held(), kv.follower.losses) == (3, 1, 1)
+    assert (kv.sequencer.expected, kv.translator.held(), kv.sequencer.losses) == (3, 1, 1)
 
 
 @FEEDS
@@ -94,7 +94,7 @@ def test_an_event_without_a_size_says_nothing_about_the_settings(feed: Any) -> N
     engine = feed(kv)
     engine.say(0, stored(1, 0, token_ids=[1]))
     engine.say(1, stored(2))
-    assert (kv.translator.held(), kv.follower.losses) == (1, 1)
+    assert (kv.translator.held(), kv.sequencer.losses) == (1, 1)
 
 
 @pytest.mark.parametrize(
@@ -108,20 +108,20 @@ def test_fields_of_a_wrong_type_are_a_loss(fields: dict[str, Any]) -> None:
     engine.say(0, stored(1))
     engine.say(1, stored(7, **fields))
     engine.say(2, stored(2))
-    assert (kv.follower.expected, kv.translator.held(), kv.follower.losses) == (3, 1, 1)
+    assert (kv.sequencer.expected, kv.translator.held(), kv.sequencer.losses) == (3, 1, 1)
 
 
 def test_a_strange_batch_that_comes_twice_is_no_restart() -> None:
     kv = source(can_replay=True)
     strange = EngineBatch([EngineStored([7], None, array("I", [7] * 6), 6)], 1.0)
     later = EngineBatch([EngineStored([8], None, array("I", [8] * 4), 4)], 2.0)
-    kv.follower.live(0, EngineBatch([EngineStored([1], None, array("I", [1] * 4), 4)], 0.5))
-    kv.follower.live(2, later)
-    kv.follower.live(1, strange)
-    kv.follower.replayed(1, strange)
-    kv.follower.replayed(2, later)
-    kv.follower.replay_ended()
-    assert (kv.follower.expected, kv.translator.held(), kv.follower.losses) == (3, 1, 1)
+    kv.sequencer.live(0, EngineBatch([EngineStored([1], None, array("I", [1] * 4), 4)], 0.5))
+    kv.sequencer.live(2, later)
+    kv.sequencer.live(1, strange)
+    kv.sequencer.replayed(1, strange)
+    kv.sequencer.replayed(2, later)
+    kv.sequencer.replay_ended()
+    assert (kv.sequencer.expected, kv.translator.held(), kv.sequencer.losses) == (3, 1, 1)
 
 
 def test_a_message_of_grpc_that_cannot_be_read_is_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,14 +135,14 @@ def test_a_message_of_grpc_that_cannot_be_read_is_a_loss(monkeypatch: pytest.Mon
         patched.setattr(grpc_feed.wire, "read_batch", unreadable)
         engine.say(1, stored(2))
     engine.say(2, stored(3))
-    assert (kv.follower.expected, kv.translator.held(), kv.follower.losses) == (3, 1, 1)
+    assert (kv.sequencer.expected, kv.translator.held(), kv.sequencer.losses) == (3, 1, 1)
 
 
 @pytest.mark.parametrize("rank", [1, -1])
 def test_a_rank_that_is_none_of_ours_is_ignored(rank: int) -> None:
     kv = source()
     GrpcFeed(None, [kv], lambda: None)._take(common_pb2.KvEventBatch(dp_rank=rank))  # type: ignore[arg-type]
-    assert kv.follower.expected == 0
+    assert kv.sequencer.expected == 0
 
 
 def test_bytes_that_exhaust_the_decoder_are_no_batch() -> None:
@@ -156,9 +156,9 @@ async def test_a_replay_that_no_socket_is_left_for_is_a_replay_without_an_answer
             raise zmq.ZMQError(24, "Too many open files")
 
     kv = source(can_replay=True)
-    feed = ZmqFeed(kv.follower, "inproc://events", "inproc://replays")
+    feed = ZmqFeed(kv.sequencer, "inproc://events", "inproc://replays")
     feed._context = Full()  # type: ignore[assignment]
-    kv.follower.check()
-    assert kv.follower.replay_from == 0
+    kv.sequencer.check()
+    assert kv.sequencer.replay_from == 0
     await feed._replay(0)
-    assert kv.follower.replay_from is None
+    assert kv.sequencer.replay_from is None

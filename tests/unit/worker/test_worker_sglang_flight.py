@@ -29,9 +29,9 @@ def chunk(token_ids: list[int], completed: int, finish: dict[str, Any] | None = 
 
 def flown(*chunks: dict[str, Any], handoff: bytes | None = None, skip: int = 0, **fields: Any) -> RecordingSink:
     sink = RecordingSink()
-    flight = RequestState(request(**fields), "rid", sink, handoff, skip)
+    state = RequestState(request(**fields), "rid", sink, handoff, skip)
     for one in chunks:
-        flight.take(one)
+        state.take(one)
     return sink
 
 

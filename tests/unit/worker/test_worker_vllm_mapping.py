@@ -189,11 +189,11 @@ def output(token_ids: list[int], finish: str | None = None, stop: int | str | No
 
 def test_tokens_pass_and_the_end_comes_once() -> None:
     heard = ObservedStream()
-    flight = RequestState(10, heard, None, None)
-    flight.take(output([1, 2]))
-    flight.take(output([3], "stop", 3))
-    flight.take(output([4], "length"))
-    flight.end(FinishReason.CANCELLED)
+    state = RequestState(10, heard, None, None)
+    state.take(output([1, 2]))
+    state.take(output([3], "stop", 3))
+    state.take(output([4], "length"))
+    state.end(FinishReason.CANCELLED)
     assert (heard.cached, heard.token_ids) == (4, [1, 2, 3])
     assert heard.ends == [(FinishReason.STOP, Usage(10, 3, 4), 3, b"")]
 
@@ -228,10 +228,10 @@ def entry(logprob: float, rank: int | None) -> Any:
 
 def test_log_probabilities_are_ranked_and_cut_and_finite() -> None:
     heard = ObservedStream()
-    flight = RequestState(2, heard, 2, 1)
+    state = RequestState(2, heard, 2, 1)
     prompt = [None, {8: entry(-1.0, 3), 5: entry(-0.5, 1)}]
     found = {9: entry(float("-inf"), 7), 4: entry(-0.2, 2), 3: entry(-0.1, 1)}
-    flight.take(output([9], logprobs=[found], prompt_logprobs=prompt, prompt_token_ids=[7, 8]))
+    state.take(output([9], logprobs=[found], prompt_logprobs=prompt, prompt_token_ids=[7, 8]))
     assert heard.logprobs == [
         PositionLogprobs(TokenLogprob(9, -9999.0, 7), (TokenLogprob(3, -0.1, 1), TokenLogprob(4, -0.2, 2)))
     ]

@@ -64,9 +64,9 @@ class MessagesEndpoints:
     """
 
     def __init__(
-        self, conductor: BlockAnswerRunner, settings: GatewaySettings, bodies: BodyMemory | None = None
+        self, block_runner: BlockAnswerRunner, settings: GatewaySettings, bodies: BodyMemory | None = None
     ) -> None:
-        self._conductor = conductor
+        self._block_runner = block_runner
         self._settings = settings
         self._bodies = bodies
         self._budgets = settings.budgets
@@ -119,11 +119,11 @@ class MessagesEndpoints:
         return await read_json(request, limit, self._settings.body_timeout_s, self._budgets.values, self._bodies)
 
     def _translated(self, fields: PromptFields, message_id: str) -> Translated:
-        able = Able(self._conductor.can(fields.model, "guided_json"), self._bounds_thinking(fields.model))
+        able = Able(self._block_runner.can(fields.model, "guided_json"), self._bounds_thinking(fields.model))
         return translate(fields, message_id, able, self._budgets, fields.model not in self._switchless)
 
     def _bounds_thinking(self, model: str) -> bool:
-        entries = self._conductor.pipelines.catalogue.of_model(model)
+        entries = self._block_runner.pipelines.registry.of_model(model)
         return bool(entries) and all("thinking_token_budget" in entry.capabilities for entry in entries)
 
     def _remarks(self, fields: MessagesRequest) -> list[Fallback]:
@@ -144,9 +144,9 @@ class MessagesEndpoints:
         if error.code != "context_length_exceeded" or error.param != "max_tokens" or attempt.clipped:
             return None
         generation = attempt.translated.generation
-        entry = self._conductor.pipelines.catalogue.model(fields.model)
+        entry = self._block_runner.pipelines.registry.model(fields.model)
         try:
-            prompt = await self._conductor.pipelines.preprocess.tokenize(entry.model, generation.prompt, 0, "", "")
+            prompt = await self._block_runner.pipelines.preprocess.tokenize(entry.model, generation.prompt, 0, "", "")
         except SluiceError as failure:  # where the engine makes prompts, preprocess sees this one first here
             rename_fields = attempt.translated.rename_fields
             if self._forget_switch(fields.model, rename_fields(failure)):
@@ -168,8 +168,8 @@ class MessagesEndpoints:
         return True
 
     async def _length(self, translated: Translated) -> int:
-        pipelines = self._conductor.pipelines
-        entry = pipelines.catalogue.model(translated.generation.model)
+        pipelines = self._block_runner.pipelines
+        entry = pipelines.registry.model(translated.generation.model)
         try:
             return (await pipelines.preprocess.tokenize(entry.model, translated.generation.prompt, 0, "", "")).length
         except SluiceError as error:
@@ -178,14 +178,14 @@ class MessagesEndpoints:
     async def _answer(self, request: Request, attempt: Attempt) -> Response:
         generation, rename_fields = attempt.translated.generation, attempt.translated.rename_fields
         if attempt.fields.stream:
-            teller = MessageEventEncoder(
+            encoder = MessageEventEncoder(
                 attempt.message_id,
                 attempt.fields.model,
                 lambda error: error_event_body(error, attempt.request_id),
                 **attempt.shown,
             )
-            return await self._conductor.stream(generation, teller, rename_fields, _unheard, attempt.remarks)
-        collected = await self._conductor.collect(request, generation, rename_fields)
+            return await self._block_runner.stream(generation, encoder, rename_fields, _unheard, attempt.remarks)
+        collected = await self._block_runner.collect(request, generation, rename_fields)
         if collected is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         turn, made = collected

@@ -50,11 +50,11 @@ class Translated:
     """A generation and how its errors are put into the client's words."""
 
     generation: GenerationRequest
-    spelling: FieldNameMap
+    field_names: FieldNameMap
 
     def rename_fields(self, error: SluiceError) -> SluiceError:
         """The same error in the client's words, in which it names its field: the body has no other place for that."""
-        said = self.spelling.of(error)
+        said = self.field_names.of(error)
         message = said.message
         if said.code in ("context_length_exceeded", "prompt_too_large") and said.param == "messages":
             message = f"prompt is too long: {message}"
@@ -83,14 +83,14 @@ def translate(
     """
     tools = read_tools(fields.tools, fields.tool_choice, budgets.list_items)
     chat = read_chat(fields.system, fields.messages, budgets.list_items)
-    spelling = FieldNameMap(chat.paths, [f"tools.{index}" for index in range(len(tools.chat))], _OF_TOOL, _NAMES)
+    field_names = FieldNameMap(chat.paths, [f"tools.{index}" for index in range(len(tools.chat))], _OF_TOOL, _NAMES)
     body = _chat(fields, chat, tools, able, switched)
     try:
         checked = check(ChatCompletionRequest, body, budgets)
         made = chat_request(body, checked, request_id, 1, budgets, able.guided)
     except SluiceError as error:
-        raise spelling.of(error) from None
-    return Translated(made, spelling)
+        raise field_names.of(error) from None
+    return Translated(made, field_names)
 
 
 def thinks(fields: PromptFields) -> bool:

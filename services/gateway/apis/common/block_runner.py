@@ -41,26 +41,26 @@ class BlockAnswerRunner:
     """
 
     def __init__(
-        self, pipelines: Pipelines, settings: GatewaySettings, pacer: WriteScheduler, pieces: TokenPieces
+        self, pipelines: Pipelines, settings: GatewaySettings, write_scheduler: WriteScheduler, pieces: TokenPieces
     ) -> None:
         self.pipelines = pipelines
         self._max_unsent = settings.max_unsent_kb << 10
-        self._pacer = pacer
+        self._write_scheduler = write_scheduler
         self._pieces = pieces
         self._tasks = TaskOwner()  # questions beside requests; one that fails ends no service
 
     def can(self, model: str, capability: str) -> bool:
         """Whether an engine that serves the model has this capability."""
-        return any(capability in entry.capabilities for entry in self.pipelines.catalogue.of_model(model))
+        return any(capability in entry.capabilities for entry in self.pipelines.registry.of_model(model))
 
     def naming(self, model: str) -> Naming:
         """How the model's tokens are called."""
-        return Naming(self._pieces.of(self.pipelines.catalogue.model(model).model))
+        return Naming(self._pieces.of(self.pipelines.registry.model(model).model))
 
     async def stream(
         self,
         request: GenerationRequest,
-        teller: EventEncoder,
+        encoder: EventEncoder,
         rename_fields: Respell,
         started: Callable[[Generation], None],
         remarks: Iterable[Marked] = (),
@@ -71,8 +71,8 @@ class BlockAnswerRunner:
             started: hears of the generation before the teller is asked for anything.
             remarks: what the answer's headers say besides what happened to the generation.
         """
-        turn = StreamedTurn(teller, rename_fields)
-        stream = turn.stream = EventStream(turn, self._pacer, self._max_unsent, {})
+        turn = StreamedTurn(encoder, rename_fields)
+        stream = turn.stream = EventStream(turn, self._write_scheduler, self._max_unsent, {})
         try:
             generation = await self._start(request, turn, rename_fields)
             started(generation)

@@ -77,12 +77,12 @@ class Turn:
 class StreamedTurn(Turn):
     """A turn as server-sent events: what is said waits here until the next write."""
 
-    def __init__(self, teller: EventEncoder, rename_fields: Callable[[SluiceError], SluiceError]) -> None:
+    def __init__(self, encoder: EventEncoder, rename_fields: Callable[[SluiceError], SluiceError]) -> None:
         super().__init__(rename_fields)
         self.stream: EventStream
         self.unsent = 0
         self.over = False
-        self._teller = teller
+        self._encoder = encoder
         self._aside = TokensAside()
         self._waiting = ""
         self._what = _TEXT
@@ -134,18 +134,18 @@ class StreamedTurn(Turn):
         opening = self._opening()
         piece, self._waiting = self._waiting, ""
         if self._what == _TEXT:
-            return opening + self._teller.text(piece, self._aside.take())
+            return opening + self._encoder.text(piece, self._aside.take())
         self._aside.skip(piece)
         if self._what == _REASONING:
-            return opening + self._teller.reasoning(piece)
+            return opening + self._encoder.reasoning(piece)
         head, self._head = self._head, ("", "")
-        return opening + self._teller.call(self._what, *head, piece)
+        return opening + self._encoder.call(self._what, *head, piece)
 
     def _opening(self) -> bytes:
         if self._opened:
             return b""
         self._opened = True
-        return self._teller.opening(self.counts)
+        return self._encoder.opening(self.counts)
 
     def finish(self, finish: Finish) -> None:
         """See Sink."""
@@ -168,10 +168,10 @@ class StreamedTurn(Turn):
         events, self._ready = self._ready + told + self._opening(), b""
         if self._error is not None:
             telemetry.failed(self._error)
-            return events + self._teller.failure(self._error, self.counts)
+            return events + self._encoder.failure(self._error, self.counts)
         if self._finish is not None:
             finish, self._finish = self._finish, None
-            return events + self._teller.closing(finish, self.counts)
+            return events + self._encoder.closing(finish, self.counts)
         return events
 
 

@@ -47,9 +47,9 @@ class DetailedStreamedChoice(StreamedChoice):
 
     __slots__ = ("_naming", "_prompt_ids", "_prompt_ids_due", "_seen", "_tokens", "_wishes")
 
-    def __init__(self, index: int, events: StreamedChoices, wishes: DetailOptions, naming: Naming) -> None:
+    def __init__(self, index: int, events: StreamedChoices, detail_options: DetailOptions, naming: Naming) -> None:
         super().__init__(index, events)
-        self._wishes = wishes
+        self._wishes = detail_options
         self._naming = naming
         self._tokens: list[ShownToken] = []
         self._seen = 0
@@ -101,10 +101,10 @@ class DetailedStreamedChoice(StreamedChoice):
 class DetailedCollectedChoice(CollectedChoice):
     """A choice of an answer that is not streamed."""
 
-    def __init__(self, choices: CollectedChoices, form: Format, wishes: DetailOptions, naming: Naming) -> None:
+    def __init__(self, choices: CollectedChoices, form: Format, detail_options: DetailOptions, naming: Naming) -> None:
         super().__init__(choices)
         self._form = form
-        self._wishes = wishes
+        self._wishes = detail_options
         self._naming = naming
         self._tokens: list[ShownToken] = []
         self._prompt: Sequence[ShownToken] = ()

@@ -57,9 +57,9 @@ class EmbeddingEndpoints:
         body = await read_json(request, limit, self._settings.body_timeout_s, self._budgets.values, self._bodies)
         fields = check(EmbeddingRequest, body, self._budgets)
         inputs = one_by_one(fields.input)
-        catalogue = self._pipelines.catalogue
-        catalogue.model(fields.model)
-        entry = able(catalogue.of_model(fields.model), NEEDS)[0]
+        registry = self._pipelines.registry
+        registry.model(fields.model)
+        entry = able(registry.of_model(fields.model), NEEDS)[0]
         adapter = fields.lora_path or ("" if entry.model == fields.model else fields.model)
         request_id = f"embd-{secrets.token_hex(12)}"
         logs.request_id.set(request_id)

@@ -34,7 +34,7 @@ from services.gateway.apis.openai.schemas import ChatCompletionRequest, Completi
 from services.gateway.apis.openai.translate import chat_request, completion_requests
 from services.gateway.apis.openai.validation import check
 from services.gateway.clients.token_bytes import TokenPieces
-from services.gateway.core import routing_hints as directions
+from services.gateway.core import routing_hints as hints
 from services.gateway.core import session_affinity as sessions
 from services.gateway.core.request import GenerationRequest
 from services.gateway.http.body import read_json
@@ -63,7 +63,7 @@ class OpenAIEndpoints:
         self,
         pipelines: Pipelines,
         settings: GatewaySettings,
-        pacer: WriteScheduler,
+        write_scheduler: WriteScheduler,
         parity: TokenizerParity,
         pieces: TokenPieces,
         bodies: BodyMemory | None = None,
@@ -71,7 +71,7 @@ class OpenAIEndpoints:
         self._pipelines = pipelines
         self._settings = settings
         self._budgets = settings.budgets
-        self._pacer = pacer
+        self._write_scheduler = write_scheduler
         self._parity = parity
         self._pieces = pieces
         self._bodies = bodies
@@ -82,7 +82,7 @@ class OpenAIEndpoints:
         body = await self._body(request)
         fields = check(ChatCompletionRequest, body, self._budgets)
         answer_id = ChatFormat.id_prefix + secrets.token_hex(12)
-        forces = any("guided_json" in entry.capabilities for entry in self._pipelines.catalogue.of_model(fields.model))
+        forces = any("guided_json" in entry.capabilities for entry in self._pipelines.registry.of_model(fields.model))
         generation = chat_request(body, fields, answer_id, self._settings.max_choices, self._budgets, forces)
         form = ChatFormat(answer_id, int(time.time()), fields.model, fields.include_usage)
         return await self._answer(request, [generation], form, fields)
@@ -113,14 +113,14 @@ class OpenAIEndpoints:
         """One of them; SluiceError(PERMISSION_DENIED, NOT_FOUND or UNAVAILABLE) when the key may not use it, or nobody
         serves it."""
         permits.current().check_model(name)
-        entry = self._pipelines.catalogue.model(name)
+        entry = self._pipelines.registry.model(name)
         await self._parity.freshen()
         return self._shown(name, entry)
 
     def _served(self) -> list[tuple[str, WorkerEntry]]:
         """Models, then the LoRA adapters that can be named in their place."""
-        catalogue = self._pipelines.catalogue
-        return [*catalogue.models.items(), *catalogue.adapters.items()]
+        registry = self._pipelines.registry
+        return [*registry.models.items(), *registry.adapters.items()]
 
     def _shown(self, name: str, entry: WorkerEntry) -> dict[str, Any]:
         return {
@@ -147,10 +147,10 @@ class OpenAIEndpoints:
         label = fields.request_id or fields.rid
         with telemetry.stage("gateway.request", dict(request.headers), model=fields.model, client_request_id=label):
             if needs_resolving(fields):
-                entry = self._pipelines.catalogue.model(fields.model)
+                entry = self._pipelines.registry.model(fields.model)
                 generations = [await resolve(one, fields, entry, self._pipelines.preprocess) for one in generations]
             if fields.nvext is not None:
-                directions.add(fields.nvext.directions())
+                hints.add(fields.nvext.hints())
             if fields.data_parallel_rank is not None:
                 _run_at(pipeline, fields.data_parallel_rank)
             sessions.begin(self._settings.session_sources, request.headers, fields.session_names)
@@ -161,7 +161,7 @@ class OpenAIEndpoints:
     async def _stream(
         self, request: Request, generations: list[GenerationRequest], form: Format, fields: GenerationFields
     ) -> Response:
-        asked = wishes(fields)
+        asked = detail_options(fields)
         make = None
         if asked.any:
             naming = self._naming(fields)
@@ -171,7 +171,7 @@ class OpenAIEndpoints:
 
         number = sum(one.choices for one in generations)
         choices = StreamedChoices(form, number, fields.include_usage, _drops_reasoning(generations), make)
-        stream = choices.stream = EventStream(choices, self._pacer, self._settings.max_unsent_kb << 10, {})
+        stream = choices.stream = EventStream(choices, self._write_scheduler, self._settings.max_unsent_kb << 10, {})
         choices.names = client_names(fields, generations[0])
         try:
             await self._start(generations, choices.sinks, choices.usage, asked)
@@ -185,7 +185,7 @@ class OpenAIEndpoints:
     async def _collect(
         self, request: Request, generations: list[GenerationRequest], form: Format, fields: GenerationFields
     ) -> Response:
-        asked = wishes(fields)
+        asked = detail_options(fields)
         make = None
         if asked.any:
             naming = self._naming(fields)
@@ -210,15 +210,15 @@ class OpenAIEndpoints:
         self, generations: list[GenerationRequest], choices: Any, usage: Usage, asked: DetailOptions
     ) -> None:
         usage.only_prompt = asked.only_prompt
-        annotators: list[LogprobsAssembler] = []
+        assemblers: list[LogprobsAssembler] = []
         first = 0
         try:
             for one in generations:
                 sinks = choices[first : first + one.choices]
                 first += one.choices
                 if asked.any:
-                    sinks = [self._annotator(sink, one, asked) for sink in sinks]
-                    annotators += sinks
+                    sinks = [self._assembler(sink, one, asked) for sink in sinks]
+                    assemblers += sinks
                 if asked.echo:
                     text = await self._pipelines.of(one.model).prompt_text(one)
                     for sink in sinks:
@@ -231,16 +231,16 @@ class OpenAIEndpoints:
                         sink.begin(stream.tokens, prompt_ids)
         except BaseException:
             usage.cancel()
-            for annotator in annotators:
-                annotator.forget()
+            for assembler in assemblers:
+                assembler.forget()
             raise
 
-    def _annotator(self, sink: TokenSink, request: GenerationRequest, asked: DetailOptions) -> LogprobsAssembler:
+    def _assembler(self, sink: TokenSink, request: GenerationRequest, asked: DetailOptions) -> LogprobsAssembler:
         of_prompt = request.prompt_logprobs is not None
         return LogprobsAssembler(sink, self._pieces, request.model, self._tasks, of_prompt, asked.only_prompt)
 
     def _naming(self, fields: GenerationFields) -> Naming:
-        entry = self._pipelines.catalogue.model(fields.model)
+        entry = self._pipelines.registry.model(fields.model)
         return Naming(self._pieces.of(entry.model), bool(fields.return_tokens_as_token_ids))
 
 
@@ -251,10 +251,10 @@ def _run_at(pipeline: Pipeline, rank: int) -> None:
             param="data_parallel_rank",
             code="unsupported_parameter",
         )
-    directions.at_rank(rank)
+    hints.at_rank(rank)
 
 
-def wishes(fields: GenerationFields) -> DetailOptions:
+def detail_options(fields: GenerationFields) -> DetailOptions:
     """What a request wants to hear besides text."""
     echo = isinstance(fields, CompletionRequest) and bool(fields.echo)
     asked = _asks_logprobs(fields)

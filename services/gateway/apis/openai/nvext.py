@@ -29,7 +29,7 @@ class Nvext(Strict):
         None, max_length=8, description="query_instance_id: answers which worker would run it, and runs nothing"
     )
 
-    def directions(self) -> RoutingHints:
+    def hints(self) -> RoutingHints:
         """Returns the same in the gateway's own words."""
         answering = "decode_worker_id" if self.decode_worker_id is not None else "backend_instance_id"
         named = {

@@ -83,7 +83,7 @@ class TokenEndpoints:
         request_id = ChatFormat.id_prefix + secrets.token_hex(12)
         generation = chat_request(body, fields, request_id, self._settings.max_choices, self._budgets)
         assert isinstance(generation.prompt, ChatPrompt)
-        entry = self._pipelines.catalogue.model(generation.model)
+        entry = self._pipelines.registry.model(generation.model)
         with telemetry.stage("gateway.render", parent=dict(request.headers), model=entry.model):
             prompt = await self._tokens(entry, generation.prompt)
             text = await self._pipelines.preprocess.render(entry.model, generation.prompt)
@@ -106,8 +106,8 @@ class TokenEndpoints:
     def _entry(self, model: str | None) -> WorkerEntry:
         """The model named, or the only one there is."""
         if model is not None:
-            return self._pipelines.catalogue.model(model)
-        entries = list(self._pipelines.catalogue.models.values())
+            return self._pipelines.registry.model(model)
+        entries = list(self._pipelines.registry.models.values())
         if len(entries) != 1:
             raise invalid("Missing required parameter: model.", param="model", code="missing_required_parameter")
         permits.current().check_model(entries[0].model)

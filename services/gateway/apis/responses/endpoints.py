@@ -58,12 +58,12 @@ class ResponsesEndpoints:
 
     def __init__(
         self,
-        conductor: BlockAnswerRunner,
+        block_runner: BlockAnswerRunner,
         settings: GatewaySettings,
         store: ResponseStore,
         bodies: BodyMemory | None = None,
     ) -> None:
-        self._conductor = conductor
+        self._block_runner = block_runner
         self._settings = settings
         self._budgets = settings.budgets
         self._store = store
@@ -84,13 +84,13 @@ class ResponsesEndpoints:
             translated = self._translated(fields, context, response_id)
             if fields.truncation == "auto":
                 chat = await fitted(
-                    self._conductor.pipelines,
+                    self._block_runner.pipelines,
                     context.chat,
                     fields.max_output_tokens or 1,
                     lambda chat: self._translated(fields, replace(context, chat=chat), response_id).generation,
                 )
                 translated = self._translated(fields, replace(context, chat=chat), response_id)
-            shown = Shown.by(fields, self._conductor.naming(fields.model) if fields.logprobs is not None else None)
+            shown = Shown.by(fields, self._block_runner.naming(fields.model) if fields.logprobs is not None else None)
 
             def keep(response: dict[str, Any]) -> None:
                 if fields.store is not False:
@@ -134,14 +134,14 @@ class ResponsesEndpoints:
         """Count the tokens of a prompt without answering it."""
         fields = check(InputTokensRequest, await self._body(request), self._budgets)
         context = await self._context(fields, permits.current().owner)
-        pipelines = self._conductor.pipelines
-        entry = pipelines.catalogue.model(fields.model)
+        pipelines = self._block_runner.pipelines
+        entry = pipelines.registry.model(fields.model)
         translated = self._translated(fields, context, new_id("resp"))
         with telemetry.stage("gateway.tokenize", parent=dict(request.headers), model=entry.model):
             try:
                 prompt = await pipelines.preprocess.tokenize(entry.model, translated.generation.prompt, 0, "", "")
             except SluiceError as error:
-                raise translated.spelling.of(error) from None
+                raise translated.field_names.of(error) from None
         return _json({"object": "response.input_tokens", "input_tokens": prompt.length})
 
     async def _body(self, request: Request) -> dict[str, Any]:
@@ -173,7 +173,7 @@ class ResponsesEndpoints:
         return [Item(item, "previous_response_id") for item in items]
 
     def _translated(self, fields: ContextFields, context: Context, response_id: str) -> Translated:
-        forces = self._conductor.can(fields.model, "guided_json")
+        forces = self._block_runner.can(fields.model, "guided_json")
         return translate(fields, context.chat, context.tools, response_id, self._budgets, forces)
 
     async def _kept(self, request: Request) -> StoredResponse:
@@ -196,8 +196,8 @@ class ResponsesEndpoints:
         def started(generation: Generation) -> None:
             made.append(_resource(fields, translated, generation))
 
-        teller = ResponseEventEncoder(lambda: made[0], shown, keep)
-        return await self._conductor.stream(translated.generation, teller, translated.spelling.of, started)
+        encoder = ResponseEventEncoder(lambda: made[0], shown, keep)
+        return await self._block_runner.stream(translated.generation, encoder, translated.field_names.of, started)
 
     async def _collect(
         self,
@@ -207,7 +207,7 @@ class ResponsesEndpoints:
         shown: Shown,
         keep: Callable[[dict[str, Any]], None],
     ) -> Response:
-        collected = await self._conductor.collect(request, translated.generation, translated.spelling.of)
+        collected = await self._block_runner.collect(request, translated.generation, translated.field_names.of)
         if collected is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         turn, generation = collected

@@ -35,7 +35,7 @@ class Translated:
     """A generation and how its errors are put into the client's words."""
 
     generation: GenerationRequest
-    spelling: FieldNameMap
+    field_names: FieldNameMap
 
 
 def translate(
@@ -52,7 +52,7 @@ def translate(
         SluiceError: INVALID_ARGUMENT names what cannot be honoured, in the client's words.
     """
     logprobs = "top_logprobs" if getattr(fields, "top_logprobs", None) is not None else "include"
-    spelling = FieldNameMap(
+    field_names = FieldNameMap(
         conversation.paths,
         tools.paths,
         {"function.name": "name", "function.parameters": "parameters"},
@@ -61,9 +61,9 @@ def translate(
     body = _chat(fields, conversation, tools)
     try:
         chat = check(ChatCompletionRequest, body, budgets)
-        return Translated(chat_request(body, chat, request_id, 1, budgets, forces_calls), spelling)
+        return Translated(chat_request(body, chat, request_id, 1, budgets, forces_calls), field_names)
     except SluiceError as error:
-        raise spelling.of(error) from None
+        raise field_names.of(error) from None
 
 
 def _chat(fields: ContextFields, conversation: Conversation, tools: Tools) -> dict[str, Any]:

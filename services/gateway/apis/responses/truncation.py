@@ -38,7 +38,7 @@ async def fitted(
 
 
 async def _fits(pipelines: Pipelines, generation: GenerationRequest, reserved: int) -> bool:
-    entry = pipelines.catalogue.model(generation.model)
+    entry = pipelines.registry.model(generation.model)
     try:
         prompt = await pipelines.preprocess.tokenize(entry.model, generation.prompt, 0, "", "")
     except SluiceError as error:

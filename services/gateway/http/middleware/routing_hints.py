@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.common.errors import SluiceError, invalid
-from services.gateway.core import routing_hints as directions
+from services.gateway.core import routing_hints as hints
 from services.gateway.core.routing_hints import MOST_RANKS, NO_HINTS, RoutingHints
 from services.gateway.http.errors import error_response
 
@@ -66,7 +66,7 @@ class RoutingHintHeaders:
                 except SluiceError as error:
                     await error_response(error)(scope, receive, send)
                     return
-            directions.begin(said)
+            hints.begin(said)
         await self._app(scope, receive, send)
 
 

@@ -216,7 +216,7 @@ class MockEngine(LLMEngine):
 
     def _answer(self, request: GenerateRequest, limit: int, effort: Effort | None = None) -> Answer:
         assert self._loaded is not None
-        answer = self._loaded.storyteller.answer(request, limit, effort)
+        answer = self._loaded.text_generator.answer(request, limit, effort)
         if self._role is Role.PREFILL and len(answer.token_ids) > 1:
             return Answer(answer.token_ids[:1], FinishReason.HANDOFF)
         return answer
@@ -229,7 +229,7 @@ class MockEngine(LLMEngine):
         request = sequence.request
         if request.disaggregation is None or request.disaggregation.role is not Role.DECODE:
             return 0.0
-        answer = sequence.answer or loaded.storyteller.answer(request, sequence.limit)
+        answer = sequence.answer or loaded.text_generator.answer(request, sequence.limit)
         transfer = accepted(request.disaggregation.handoff, request, answer, self._settings.block_size)
         sequence.hand_over(answer)
         return transfer.cache_bytes * 8e-9 / self._settings.transfer_gbps / self._settings.speedup

@@ -21,7 +21,7 @@ class Loaded:
     """What the model's files give."""
 
     vocabulary: MockVocabulary
-    storyteller: TextGenerator
+    text_generator: TextGenerator
     processor: str
     fingerprint: str
     context_length: int

@@ -124,12 +124,12 @@ class TextGenerator:
         return story
 
     def _echo(self, prompt: array[int]) -> array[int]:
-        words = _without_role(self._vocabulary.decode(self._last_words(prompt))).replace("\ufffd", " ").split()
+        words = _without_role(self._vocabulary.decode(self._crash_reason(prompt))).replace("\ufffd", " ").split()
         said = " ".join(words[:ECHO_WORDS])
         end = "" if said.endswith((".", "!", "?")) else "."
         return array("I", self._vocabulary.encode(f"You said: {said}{end}" if said else "You said nothing."))
 
-    def _last_words(self, prompt: array[int]) -> array[int]:
+    def _crash_reason(self, prompt: array[int]) -> array[int]:
         """The beginning of what was said last: the text between the last control ids of the chat template.
 
         A prompt that ends in text ends with a header such as "assistant", or is no chat at all: then the longest of

@@ -40,7 +40,7 @@ class SglangEngine(LLMEngine):
         self._hosted = SglangRuntime(settings)
         self._metrics = SchedulerMetrics()
         self._numbers = itertools.count(1)
-        self._flights: dict[str, RequestState] = {}
+        self._states: dict[str, RequestState] = {}
         self._tasks_of: dict[str, asyncio.Task[None]] = {}
         self._config: EngineConfig | None = None
         self._facts = Facts(0, {})
@@ -69,20 +69,20 @@ class SglangEngine(LLMEngine):
                 param="model",
                 code="unsupported_by_engine",
             )
-        if len(self._flights) >= self._settings.max_waiting + max(config.max_sequences, 1) * config.data_parallel_size:
-            raise overloaded(f"The engine's queue is full: {len(self._flights)} requests are alive already.")
+        if len(self._states) >= self._settings.max_waiting + max(config.max_sequences, 1) * config.data_parallel_size:
+            raise overloaded(f"The engine's queue is full: {len(self._states)} requests are alive already.")
         meeting = meeting_of(request, config.role, self._hosted.bootstrap_host, self._hosted.bootstrap_port)
         rid = f"{next(self._numbers):016x}"  # of one length: SGLang aborts every request whose name begins alike
         fields = engine_request(request, rid, self._facts)
         if meeting is not None:
             fields |= meeting.fields()
         asked = self._hosted.sglang.GenerateReqInput(**fields)
-        flight = _flight(request, rid, sink, config, meeting)
-        manager.listeners[rid] = lambda chunk: self._take(flight, chunk)
-        self._flights[request.request_id] = flight
-        self._tasks_of[rid] = self.tasks.spawn(self._fly(flight, asked), f"sglang-{rid}")
+        state = _flight(request, rid, sink, config, meeting)
+        manager.listeners[rid] = lambda chunk: self._take(state, chunk)
+        self._states[request.request_id] = state
+        self._tasks_of[rid] = self.tasks.spawn(self._fly(state, asked), f"sglang-{rid}")
         if meeting is not None and not meeting.told and config.role.name == "PREFILL":
-            self._hand_over(flight, meeting)
+            self._hand_over(state, meeting)
 
     async def generate(self, request: GenerateRequest, context: GenerateContext) -> AsyncGenerator[Delta, None]:
         stream = DeltaStream()
@@ -96,17 +96,17 @@ class SglangEngine(LLMEngine):
 
     def abort(self, context: GenerateContext) -> None:
         context.cancelled = True
-        flight = self._flights.pop(context.request_id, None)
-        if flight is not None:
-            flight.end(FinishReason.CANCELLED)
-            self._stop(flight)
+        state = self._states.pop(context.request_id, None)
+        if state is not None:
+            state.end(FinishReason.CANCELLED)
+            self._stop(state)
 
     async def drain(self) -> None:
         while self._tasks_of:
             await asyncio.wait(list(self._tasks_of.values()))
 
     async def cleanup(self) -> None:
-        for request_id in tuple(self._flights):
+        for request_id in tuple(self._states):
             self.abort(GenerateContext(request_id))
         await self.tasks.close()
         await self._hosted.close()
@@ -146,46 +146,46 @@ class SglangEngine(LLMEngine):
         vectors = [array("f", one["embedding"]).tobytes() for one in found]
         return Embedded(vectors, sum(len(one) for one in inputs))
 
-    async def _fly(self, flight: RequestState, asked: Any) -> None:
+    async def _fly(self, state: RequestState, asked: Any) -> None:
         try:
             async with aclosing(self._hosted.manager.generate_request(asked)) as chunks:
                 async for chunk in chunks:
-                    flight.take(chunk)
-            flight.end(FinishReason.ERROR, error=_incomplete())
+                    state.take(chunk)
+            state.end(FinishReason.ERROR, error=_incomplete())
         except SluiceError as error:
-            flight.end(FinishReason.ERROR, error=error)
+            state.end(FinishReason.ERROR, error=error)
         except ValueError as error:
-            flight.end(FinishReason.ERROR, error=invalid(f"SGLang refused the request: {first_line(str(error))}"))
+            state.end(FinishReason.ERROR, error=invalid(f"SGLang refused the request: {first_line(str(error))}"))
         except Exception:
-            log.exception("SGLang failed", extra={"request": flight.request.request_id})
-            flight.end(FinishReason.ERROR, error=internal("SGLang failed on this request."))
+            log.exception("SGLang failed", extra={"request": state.request.request_id})
+            state.end(FinishReason.ERROR, error=internal("SGLang failed on this request."))
         finally:
-            self._hosted.manager.listeners.pop(flight.rid, None)
-            self._tasks_of.pop(flight.rid, None)
-            if self._flights.get(flight.request.request_id) is flight:
-                del self._flights[flight.request.request_id]
+            self._hosted.manager.listeners.pop(state.rid, None)
+            self._tasks_of.pop(state.rid, None)
+            if self._states.get(state.request.request_id) is state:
+                del self._states[state.request.request_id]
 
-    def _take(self, flight: RequestState, chunk: Chunk) -> None:
+    def _take(self, state: RequestState, chunk: Chunk) -> None:
         """Called by SGLang's receiver, which serves all requests: nothing may escape."""
         try:
-            flight.take(chunk)
+            state.take(chunk)
         except Exception:
-            log.exception("a chunk of SGLang cannot be read", extra={"request": flight.request.request_id})
-            flight.end(FinishReason.ERROR, error=internal("The engine's answer cannot be read."))
-        if flight.ended:
-            self._stop(flight)
+            log.exception("a chunk of SGLang cannot be read", extra={"request": state.request.request_id})
+            state.end(FinishReason.ERROR, error=internal("The engine's answer cannot be read."))
+        if state.ended:
+            self._stop(state)
 
-    def _stop(self, flight: RequestState) -> None:
+    def _stop(self, state: RequestState) -> None:
         """SGLang aborts a request whose task is cancelled, and keeps its own account until its scheduler agrees."""
-        self._hosted.manager.listeners.pop(flight.rid, None)
-        if task := self._tasks_of.get(flight.rid):
+        self._hosted.manager.listeners.pop(state.rid, None)
+        if task := self._tasks_of.get(state.rid):
             task.cancel()
 
-    def _hand_over(self, flight: RequestState, meeting: BootstrapInfo) -> None:
+    def _hand_over(self, state: RequestState, meeting: BootstrapInfo) -> None:
         """Ends a request for its caller while SGLang waits for the decode side to fetch the cache."""
-        del self._flights[flight.request.request_id]
-        self._hosted.manager.listeners.pop(flight.rid, None)
-        flight.end(FinishReason.HANDOFF, handoff=meeting.pack())
+        del self._states[state.request.request_id]
+        self._hosted.manager.listeners.pop(state.rid, None)
+        state.end(FinishReason.HANDOFF, handoff=meeting.pack())
 
     def _controls(self) -> Controls:
         self._started()

@@ -58,7 +58,7 @@ class EventFeeds:
         )
         for source in self.sources:
             feed = ZmqFeed(
-                source.follower,
+                source.sequencer,
                 endpoint_of_rank(self._endpoint, source.rank),
                 endpoint_of_rank(self._replay, source.rank),
             )

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from services.common import models
 from services.common.errors import ErrorKind, SluiceError, invalid
 from services.common.tasks import TaskOwner
-from services.worker.engines import crash_reason as last_words
+from services.worker.engines import crash_reason as crash_reason
 from services.worker.engines.contract.engine import EngineConfig, Load
 from services.worker.engines.sglang import card
 from services.worker.engines.sglang.children import ChildWatch
@@ -103,7 +103,7 @@ class SglangRuntime:
             raise
         except Exception as error:
             log.debug("SGLang does not start", exc_info=True)
-            reason = self._last_words() or _sentence(error)
+            reason = self._crash_reason() or _sentence(error)
             raise SluiceError(ErrorKind.FAILED_PRECONDITION, f"SGLang does not start: {reason}") from error
         self.manager.owner = tasks
         self.manager.auto_create_handle_loop()
@@ -151,7 +151,7 @@ class SglangRuntime:
         settings = self._settings
         source = settings.spec.source
         folder = Path(source)
-        if missing := last_words.missing_from(source):
+        if missing := crash_reason.missing_from(source):
             raise invalid(missing, param="model")
         self._path = models.resolve(source)
         model_path = str(folder) if folder.is_dir() else source
@@ -176,8 +176,8 @@ class SglangRuntime:
             log.error("a process of SGLang has ended", extra={"pid": pid})
             on_failure("sglang", SluiceError(ErrorKind.ENGINE_SHUTDOWN, "A process of SGLang has ended."))
 
-    def _last_words(self) -> str:
-        return last_words.read(Path(self._rendezvous, str(self.sglang.LAST_WORDS)))
+    def _crash_reason(self) -> str:
+        return crash_reason.read(Path(self._rendezvous, str(self.sglang.LAST_WORDS)))
 
     async def _in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)

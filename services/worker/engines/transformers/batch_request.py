@@ -19,8 +19,8 @@ class BatchRequest:
         priority: lower ones leave the waiting line first.
     """
 
-    def __init__(self, chooser: TokenSampler, seed: int, adapter: str, priority: int) -> None:
-        self.chooser = chooser
+    def __init__(self, sampler: TokenSampler, seed: int, adapter: str, priority: int) -> None:
+        self.sampler = sampler
         self.seed = seed
         self.adapter = adapter
         self.priority = priority

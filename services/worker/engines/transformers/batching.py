@@ -89,10 +89,10 @@ class Batcher(ContinuousBatchingManager):  # type: ignore[misc]
         self._generation_thread = threading.Thread(target=self._run, name="transformers-steps", daemon=True)
         self._generation_thread.start()
 
-    def add(self, key: str, seat: BatchRequest, token_ids: list[int], limit: int) -> bool:
+    def add(self, key: str, batch_request: BatchRequest, token_ids: list[int], limit: int) -> bool:
         """Queues a request; False when the thread takes none any more."""
-        self.seats[key] = seat
-        stop_ids = list(seat.chooser.plan.stop_ids) or [-1]
+        self.seats[key] = batch_request
+        stop_ids = list(batch_request.sampler.plan.stop_ids) or [-1]
         taken = self.add_request(token_ids, request_id=key, max_new_tokens=limit, eos_token_id=stop_ids)
         if taken is None:
             del self.seats[key]
@@ -158,19 +158,19 @@ class Batcher(ContinuousBatchingManager):  # type: ignore[misc]
             self._publish(rows)
 
         def search_prefix_match(request_id: str, prompt_ids: list[int]) -> int:
-            seat = self.seats.get(request_id)
-            if seat is None:
+            batch_request = self.seats.get(request_id)
+            if batch_request is None:
                 return 0
-            self._names.seed = seat.seed
+            self._names.seed = batch_request.seed
             found: int = search(request_id, prompt_ids)
-            if not seat.began:
-                seat.cached = found
+            if not batch_request.began:
+                batch_request.cached = found
             return found
 
         def mark_complete_blocks(state: Any, complete_blocks: dict[str, int]) -> None:
             # Without a seat the request is about to be dropped, and the seed of its blocks is no longer known.
-            if (seat := self.seats.get(state.request_id)) is not None:
-                self._names.seed = seat.seed
+            if (batch_request := self.seats.get(state.request_id)) is not None:
+                self._names.seed = batch_request.seed
                 mark(state, complete_blocks)
 
         def by_priority() -> list[Any]:
@@ -183,40 +183,47 @@ class Batcher(ContinuousBatchingManager):  # type: ignore[misc]
             watched(allocator.ledger, self._news)
 
     def _adapter_of(self, key: str) -> str:
-        seat = self.seats.get(key)
-        return seat.adapter if seat is not None else ""
+        batch_request = self.seats.get(key)
+        return batch_request.adapter if batch_request is not None else ""
 
     def _priority_of(self, state: Any) -> int:
-        seat = self.seats.get(state.request_id)
-        return seat.priority if seat is not None else 0
+        batch_request = self.seats.get(state.request_id)
+        return batch_request.priority if batch_request is not None else 0
 
     def _sample(self, scores: torch.Tensor, output_ids: torch.Tensor) -> None:
         """In place of the library's: each request by its own options. scores [1, requests, vocabulary]."""
         batch = self.batch_processor.inputs_and_outputs.requests_in_batch
         # An aborted request may still be in the batch: its token is chosen by nobody and read by nobody.
         rows = [(place, self.seats.get(one.state.request_id)) for place, one in enumerate(_with_token(batch))]
-        seated = [(place, seat) for place, seat in rows if seat is not None]
+        seated = [(place, batch_request) for place, batch_request in rows if batch_request is not None]
         if not seated:
             return
         places = [place for place, _ in seated]
-        tokens, ids, logprobs = choose(scores[0, places], [seat.chooser for _, seat in seated])
+        tokens, ids, logprobs = choose(scores[0, places], [batch_request.sampler for _, batch_request in seated])
         output_ids[0, places] = tokens.to(output_ids.dtype)
-        for index, (_, seat) in enumerate(seated):
-            seat.token_id = ids[index]
-            seat.logprobs = None if logprobs is None else logprobs[index]
+        for index, (_, batch_request) in enumerate(seated):
+            batch_request.token_id = ids[index]
+            batch_request.logprobs = None if logprobs is None else logprobs[index]
 
     def _row(self, state: Any) -> Row | None:
         """What a request got in the step; None when nobody waits for it."""
         key = state.request_id
-        seat = self.seats.get(key)
-        if seat is None:
+        batch_request = self.seats.get(key)
+        if batch_request is None:
             self.cancel_request(key)  # its first cancellation may have overtaken the request itself
             return None
-        cached = None if seat.began else seat.cached
-        seat.began = True
+        cached = None if batch_request.began else batch_request.cached
+        batch_request.began = True
         ended = state.status >= RequestStatus.FINISHED
-        constraint = seat.chooser.constraint
-        return Row(key, seat.token_id, cached, seat.logprobs, ended, constraint.error if constraint is not None else "")
+        constraint = batch_request.sampler.constraint
+        return Row(
+            key,
+            batch_request.token_id,
+            cached,
+            batch_request.logprobs,
+            ended,
+            constraint.error if constraint is not None else "",
+        )
 
     def _publish(self, rows: Sequence[Row] = ()) -> None:
         failed, self._failures.failed = self._failures.failed, []

@@ -86,19 +86,19 @@ def choose(
     Returns:
         The ids as a tensor and as a list, and what log-probabilities were asked for (of the logits before options).
     """
-    wanted = [chooser.plan.logprobs for chooser in choosers]
+    wanted = [sampler.plan.logprobs for sampler in choosers]
     raw = torch.log_softmax(logits, dim=-1) if any(one is not None for one in wanted) else None
-    for row, chooser in zip(logits, choosers, strict=True):
-        if chooser.edits:
-            chooser.edit(row)
+    for row, sampler in zip(logits, choosers, strict=True):
+        if sampler.edits:
+            sampler.edit(row)
     tokens = logits.argmax(dim=-1)
-    random = [index for index, chooser in enumerate(choosers) if not chooser.plan.greedy]
+    random = [index for index, sampler in enumerate(choosers) if not sampler.plan.greedy]
     if random:
         rows = torch.tensor(random, device=logits.device)
         tokens[rows] = _draw(logits[rows], [choosers[index] for index in random])
     ids: list[int] = tokens.tolist()
-    for token_id, chooser in zip(ids, choosers, strict=True):
-        chooser.took(token_id)
+    for token_id, sampler in zip(ids, choosers, strict=True):
+        sampler.took(token_id)
     return tokens, ids, None if raw is None else _logprobs(raw, ids, wanted)
 
 
@@ -123,14 +123,14 @@ def _logprobs(raw: Tensor, ids: Sequence[int], wanted: Sequence[int | None]) -> 
 
 def _draw(logits: Tensor, choosers: Sequence[TokenSampler]) -> Tensor:
     """Samples a token per row; exponential noise makes the draw of a row independent of the batch it is in."""
-    plans = [chooser.plan for chooser in choosers]
+    plans = [sampler.plan for sampler in choosers]
     logits = logits / _column([plan.temperature for plan in plans], logits)
     if any(plan.narrows for plan in plans):
         logits = _narrow(logits, plans)
     noise = torch.empty_like(logits).exponential_()
-    for index, chooser in enumerate(choosers):
-        if chooser.generator is not None:
-            noise[index].exponential_(generator=chooser.generator)
+    for index, sampler in enumerate(choosers):
+        if sampler.generator is not None:
+            noise[index].exponential_(generator=sampler.generator)
     return torch.softmax(logits, dim=-1).div_(noise.clamp_min_(1e-30)).argmax(dim=-1)
 
 

@@ -54,8 +54,8 @@ class Started:
         from services.worker.engines.transformers.sampler import TokenSampler
 
         token_ids = request.token_ids.tolist()
-        chooser = TokenSampler(plan, History(token_ids, request.resumed_tokens), constraint, self.model.device)
-        return self.batcher.add(key, BatchRequest(chooser, seed, request.lora, request.priority), token_ids, limit)
+        sampler = TokenSampler(plan, History(token_ids, request.resumed_tokens), constraint, self.model.device)
+        return self.batcher.add(key, BatchRequest(sampler, seed, request.lora, request.priority), token_ids, limit)
 
     def constraint(self, request: GenerateRequest) -> Constraint:
         """Compiles a request's grammar; slow. SluiceError(INVALID_ARGUMENT) when it cannot be used."""

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from services.worker.engines import crash_reason as last_words
+from services.worker.engines import crash_reason as crash_reason
 
 _LAST_WORDS = "SLUICE_VLLM_LAST_WORDS"
 """Environment variable: the file for what the engine process says at last."""
@@ -41,7 +41,7 @@ def run_engine_core(*args: Any, **kwargs: Any) -> None:
     from vllm.v1.engine.core import EngineCoreProc
 
     own = logging.getLogger("vllm.v1.engine.core")
-    own.addFilter(last_words.CrashReason(Path(os.environ[_LAST_WORDS]), "EngineCore failed to start"))
+    own.addFilter(crash_reason.CrashReason(Path(os.environ[_LAST_WORDS]), "EngineCore failed to start"))
     try:
         (_theirs or EngineCoreProc.run_engine_core)(*args, **kwargs)
     except Exception:

@@ -53,7 +53,7 @@ class VllmEngine(LLMEngine):
         self._controls: Controls | None = None
         self._events = CacheEvents()
         self._compiling = GrammarCompiler(settings.grammar_timeout_s, settings.grammar_threads)
-        self._flights = InflightRequests(self.tasks, self._abort_in_vllm, library.error_of)
+        self._states = InflightRequests(self.tasks, self._abort_in_vllm, library.error_of)
 
     @classmethod
     def from_args(cls, settings: WorkerSettings) -> Self:
@@ -128,7 +128,7 @@ class VllmEngine(LLMEngine):
         params = library.sampling_params(sampling_arguments(request, self._facts, handoff))
         prompt = self._prompt(request, handoff)
         adapter = self._lora(request.lora)
-        flight = RequestState(
+        state = RequestState(
             request.embeds.length if request.embeds is not None else len(request.token_ids),
             sink,
             request.logprobs,
@@ -144,7 +144,7 @@ class VllmEngine(LLMEngine):
             "data_parallel_rank": request.data_parallel_rank,
         }
         add = llm.add_request if request.guided is None else self._add_guided
-        self._flights.begin(request.request_id, flight, lambda: add(request.request_id, prompt, params, **options))
+        self._states.begin(request.request_id, state, lambda: add(request.request_id, prompt, params, **options))
 
     async def _add_guided(self, request_id: str, prompt: Any, params: Any, **options: Any) -> Any:
         """As AsyncLLM.add_request, which compiles the grammar to check it, on the event loop that serves everybody."""
@@ -177,13 +177,13 @@ class VllmEngine(LLMEngine):
 
     def abort(self, context: GenerateContext) -> None:
         context.cancelled = True
-        self._flights.cancel(context.request_id)
+        self._states.cancel(context.request_id)
 
     async def drain(self) -> None:
-        await self._flights.wait_idle()
+        await self._states.wait_idle()
 
     async def cleanup(self) -> None:
-        self._flights.end_all(FinishReason.CANCELLED)
+        self._states.end_all(FinishReason.CANCELLED)
         self._compiling.close()
         await self.tasks.close()
         llm, self._llm = self._llm, None
@@ -192,7 +192,7 @@ class VllmEngine(LLMEngine):
         self._events.close()
 
     def load(self) -> Sequence[Load]:
-        waiting = self._flights.waiting_tokens // len(self._loads)
+        waiting = self._states.waiting_tokens // len(self._loads)
         return [
             Load(
                 running_requests=load.running_requests,
@@ -253,7 +253,7 @@ class VllmEngine(LLMEngine):
         while not llm.errored:  # noqa: ASYNC110
             await asyncio.sleep(WATCH_S)
         error = library.engine_is_gone()
-        self._flights.end_all(FinishReason.ERROR, error)
+        self._states.end_all(FinishReason.ERROR, error)
         raise error
 
 

@@ -39,7 +39,7 @@ class CacheEvents:
         for rank, publisher in sorted(publishers.items()):
             replay = publisher.replay_endpoint or ""
             source = EngineCacheSource(rank, block_size, counts_copies=True, can_replay=bool(replay))
-            feed = ZmqFeed(source.follower, publisher.endpoint, replay, publisher.topic, binds=_connects(configured))
+            feed = ZmqFeed(source.sequencer, publisher.endpoint, replay, publisher.topic, binds=_connects(configured))
             feed.open()
             tasks.spawn(feed.run(), f"kv-events-{rank}")
             sources.append(source)

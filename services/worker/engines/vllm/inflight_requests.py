@@ -21,7 +21,7 @@ Admit = Callable[[], Any]
 
 @dataclass(slots=True)
 class _Entry:
-    flight: RequestState
+    state: RequestState
     engine_id: str = ""
     cancelled: bool = False
 
@@ -51,11 +51,11 @@ class InflightRequests:
     @property
     def waiting_tokens(self) -> int:
         """Prompt tokens of requests without a first token."""
-        return sum(entry.flight.prompt_tokens for entry in self._entries.values() if not entry.flight.begun)
+        return sum(entry.state.prompt_tokens for entry in self._entries.values() if not entry.state.begun)
 
-    def begin(self, request_id: str, flight: RequestState, admit: Admit) -> None:
+    def begin(self, request_id: str, state: RequestState, admit: Admit) -> None:
         """Gives a request to vLLM; the flight's sink hears how it goes."""
-        entry = _Entry(flight)
+        entry = _Entry(state)
         self._entries[request_id] = entry
         self.tasks.spawn(self._admit(request_id, entry, admit), f"vllm-admit-{request_id}")
 
@@ -64,7 +64,7 @@ class InflightRequests:
         entry = self._entries.get(request_id)
         if entry is None:
             return
-        entry.flight.end(FinishReason.CANCELLED)
+        entry.state.end(FinishReason.CANCELLED)
         entry.cancelled = True
         self._forget(request_id, entry)
         if entry.engine_id:
@@ -73,7 +73,7 @@ class InflightRequests:
     def end_all(self, reason: FinishReason, error: SluiceError | None = None) -> None:
         """Ends every request for its sink; vLLM is not told."""
         for request_id, entry in tuple(self._entries.items()):
-            entry.flight.end(reason, error)
+            entry.state.end(reason, error)
             self._forget(request_id, entry)
 
     async def wait_idle(self) -> None:
@@ -90,7 +90,7 @@ class InflightRequests:
             cause = self.error_of(error)
             if cause.kind is ErrorKind.INTERNAL:
                 log.exception("vLLM failed to take a request", extra={"request": request_id})
-            entry.flight.end(FinishReason.ERROR, cause)
+            entry.state.end(FinishReason.ERROR, cause)
             self._forget(request_id, entry)
             return
         entry.engine_id = collector.request_id
@@ -104,14 +104,14 @@ class InflightRequests:
         """Called from vLLM's output loop, which every request shares: whatever fails stays with this one."""
         try:
             if isinstance(output, BaseException):
-                entry.flight.end(FinishReason.ERROR, self.error_of(output))
+                entry.state.end(FinishReason.ERROR, self.error_of(output))
             else:
-                entry.flight.take(output)
+                entry.state.take(output)
         except Exception:
             log.exception("an output of vLLM cannot be read", extra={"request": request_id})
-            entry.flight.end(FinishReason.ERROR, internal("The engine's output cannot be read."))
+            entry.state.end(FinishReason.ERROR, internal("The engine's output cannot be read."))
             self._abort(entry)
-        if entry.flight.ended:
+        if entry.state.ended:
             self._forget(request_id, entry)
 
     def _abort(self, entry: _Entry) -> None:

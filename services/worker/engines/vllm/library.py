@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from services.common.errors import ErrorKind, SluiceError, invalid
-from services.worker.engines import crash_reason as last_words
+from services.worker.engines import crash_reason as crash_reason
 from services.worker.engines.contract.generation import PromptEmbeds
 from services.worker.engines.vllm import core
 from services.worker.engines.vllm.options import flags
@@ -94,11 +94,11 @@ def launch(arguments: Any, on_stats: OnStats) -> Any:
         try:
             return AsyncLLM.from_engine_args(arguments, stat_loggers=[Stats])
         except (ValueError, TypeError, NotImplementedError) as error:
-            if missing := last_words.missing_from(arguments.model):
+            if missing := crash_reason.missing_from(arguments.model):
                 raise invalid(missing, param="model") from error
             raise invalid(f"vLLM cannot serve this model so: {_first_line(error)}", param="engine_args") from error
         except RuntimeError as error:
-            said = last_words.read(words)
+            said = crash_reason.read(words)
             why = _of_worker(said) or said or f"{_first_line(error)} Its log says why."
             raise SluiceError(ErrorKind.FAILED_PRECONDITION, f"vLLM's engine did not start: {why}") from error
 

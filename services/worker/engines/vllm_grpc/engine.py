@@ -16,7 +16,7 @@ import grpc
 from services.common import models
 from services.common.errors import ErrorKind, SluiceError, invalid
 from services.common.net.ports import free_port
-from services.worker.engines import crash_reason as last_words
+from services.worker.engines import crash_reason as crash_reason
 from services.worker.engines.contract.capabilities import Capability
 from services.worker.engines.contract.engine import Embedded, EngineConfig, GenerateContext, LLMEngine, Load
 from services.worker.engines.contract.generation import Delta, FinishReason, GenerateRequest, Role
@@ -108,7 +108,7 @@ class VllmGrpcEngine(LLMEngine):
                     if error.kind is ErrorKind.FAILED_PRECONDITION:
                         raise
                 if ended is not None and ended.done():
-                    missing = last_words.missing_from(self._settings.spec.source)
+                    missing = crash_reason.missing_from(self._settings.spec.source)
                     raise invalid(
                         missing or f"vLLM's server ended with {ended.result()} before it was ready; its log says why.",
                         param="model" if missing else "engine_args",

@@ -47,8 +47,8 @@ class GrpcFeed:
         heard = False
         start = self._next() if self._resumes else 0
         for source in self._sources:
-            if source.follower.expected == 0:
-                source.follower.join()
+            if source.sequencer.expected == 0:
+                source.sequencer.join()
         call = self._client.subscribe(start)
         try:
             await call.initial_metadata()
@@ -65,22 +65,22 @@ class GrpcFeed:
 
     def _next(self) -> int:
         """One stream has one cursor: with several ranks it starts anew."""
-        return self._sources[0].follower.expected if len(self._sources) == 1 else 0
+        return self._sources[0].sequencer.expected if len(self._sources) == 1 else 0
 
     def _take(self, message: Any) -> None:
         rank = message.dp_rank if message.HasField("dp_rank") else 0
         if not 0 <= rank < len(self._sources):
             return
-        follower = self._sources[rank].follower
+        sequencer = self._sources[rank].sequencer
         if message.HasField("snapshot") and message.snapshot.index == 0:
-            follower.begin_at(message.sequence_number)
+            sequencer.begin_at(message.sequence_number)
         try:
             batch = wire.read_batch(message)
         except Exception:
             log.warning("a batch of KV events cannot be read", extra={"rank": rank}, exc_info=True)
-            follower.unreadable(message.sequence_number)
+            sequencer.unreadable(message.sequence_number)
             return
-        follower.live(message.sequence_number, batch)
+        sequencer.live(message.sequence_number, batch)
 
     def _lost(self, error: grpc.aio.AioRpcError) -> None:
         code = error.code()
@@ -89,4 +89,4 @@ class GrpcFeed:
             self._resumes = False
         if code in (grpc.StatusCode.OUT_OF_RANGE, grpc.StatusCode.DATA_LOSS):
             for source in self._sources:
-                source.follower.interrupted()
+                source.sequencer.interrupted()
