@@ -25,7 +25,6 @@ from services.gateway.apis.responses.builder import build_store
 from services.gateway.apis.responses.endpoints import ResponsesEndpoints
 from services.gateway.apis.responses.routes import add_responses
 from services.gateway.app import create_app
-from services.gateway.clients.embeddings import EmbedClient
 from services.gateway.clients.token_bytes import TokenPieces
 from services.gateway.http.body_memory import BodyMemory
 from services.gateway.http.body_pace import BodyPace
@@ -42,6 +41,7 @@ from services.gateway.live_view.endpoints import add_live_view
 from services.gateway.live_view.observers import ObservedPreprocess, ObservedRouter, ObservedStreamManager
 from services.gateway.live_view.view import LiveView
 from services.gateway.metrics import SILENT, GatewayMetrics
+from services.gateway.pipeline.embeddings import EmbedClient
 from services.gateway.pipeline.models import Pipelines
 from services.gateway.pipeline.stages import Components
 from services.gateway.readiness import Readiness

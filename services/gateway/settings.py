@@ -12,7 +12,6 @@ from pydantic_core import PydanticCustomError
 from services.common.observability.audit import AuditSettings
 from services.common.security.settings import HttpsSettings, RouterTokenSettings
 from services.common.settings import AddressList, CommaList, ServiceSettings, settings_config
-from services.gateway.core.session_affinity import HEADER, SOURCES
 from services.gateway.http.body_budgets import BodySettings
 from services.gateway.http.settings import HttpSettings
 from services.gateway.pipeline.config import (
@@ -25,6 +24,7 @@ from services.gateway.pipeline.config import (
     parse_stages,
     resolve,
 )
+from services.gateway.pipeline.session_affinity import HEADER, SOURCES
 from services.gateway.streams.migration_policy import MigrationPolicy
 
 

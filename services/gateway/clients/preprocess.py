@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import grpc
@@ -21,7 +22,6 @@ from services.gateway.core.request import (
     TokenizedPrompt,
     TokenPrompt,
 )
-from services.gateway.workers.tokenizer_parity import TokenizerIdentity
 from sluice.v1 import common_pb2, preprocess_pb2, preprocess_pb2_grpc
 
 LIST_S = 2.0
@@ -29,6 +29,15 @@ TOKENIZE_SHARE = 0.5
 ANY_TOKEN = bytes(4)
 
 A = TypeVar("A")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerIdentity:
+    """What preprocess says of a tokenizer; the fingerprints are those of `sluice.v1.TokenizerSpec`."""
+
+    processor: str
+    fingerprint: str
+    prompt_fingerprint: str
 
 
 class PreprocessClient:

@@ -16,7 +16,6 @@ from services.common.rpc.multiplexed_call import MultiplexedCall
 from services.common.rpc.replicas import ReplicaSet
 from services.gateway.core import deadlines
 from services.gateway.core.request import Route, Score, TokenizedPrompt
-from services.gateway.pipeline.engine_preprocessing import guessed_tokens
 from sluice.v1 import router_pb2, router_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -86,7 +85,7 @@ class RouterClient:
             policy: how to choose; empty for the router's setting.
             book: False only asks.
         """
-        reference = router_pb2.PromptRef(prompt_tokens=guessed_tokens(prompt))
+        reference = router_pb2.PromptRef(prompt_tokens=prompt.estimated_length)
         if prompt.hash_scheme and block_size:
             reference.block_hashes = prompt.block_hashes
             reference.hash_scheme = prompt.hash_scheme

@@ -10,6 +10,9 @@ from typing import Any, Literal, Protocol, cast
 from services.common.errors import ErrorKind, SluiceError
 from services.gateway.core.routing_hints import NO_HINTS, RoutingHints
 
+BYTES_PER_TOKEN = 4
+"""The estimate for prompts whose token ids are not known yet."""
+
 
 class FinishReason(IntEnum):
     """The numbers of `sluice.v1.FinishReason`."""
@@ -218,6 +221,15 @@ class TokenizedPrompt:
     def length(self) -> int:
         """Tokens of the prompt; 0 as long as only the worker could know."""
         return len(self.token_ids) // 4 if self.embeds is None else self.embeds.length
+
+    @property
+    def estimated_length(self) -> int:
+        """Tokens of the prompt; estimated from its bytes where the engine makes the token ids."""
+        if self.raw is None:
+            return self.length
+        raw = self.raw
+        size = len(raw.text.encode()) if isinstance(raw, TextPrompt) else len(raw.messages_json) + len(raw.tools_json)
+        return max(size // BYTES_PER_TOKEN, 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from services.common.errors import MOST_MESSAGE, SluiceError, shortened
 from services.common.observability import telemetry
-from services.gateway.http.middleware import audit as auditing
+from services.gateway.core import request_audit
 
 _TYPES = {
     400: "invalid_request_error",
@@ -32,7 +32,7 @@ def error_body(error: SluiceError) -> dict[str, Any]:
 
 def error_response(error: SluiceError) -> Response:
     """The HTTP answer to an error, with Retry-After where waiting helps."""
-    auditing.failed(error)
+    request_audit.failed(error)
     headers = {}
     if error.http_status in (429, 503):
         headers["retry-after"] = str(max(1, (error.retry_after_ms + 999) // 1000))

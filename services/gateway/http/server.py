@@ -7,7 +7,7 @@ import contextlib
 import socket
 import ssl
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -17,7 +17,9 @@ from services.common.errors import ErrorKind, SluiceError, invalid
 from services.common.net.addresses import host_port
 from services.gateway.http.connection import BoundedHttpProtocol, Bounds
 from services.gateway.http.inline_sender import RawSendMiddleware
-from services.gateway.settings import GatewaySettings
+
+if TYPE_CHECKING:
+    from services.gateway.settings import GatewaySettings
 
 GIVE_UP_S = 1.0
 """After the drain, streams that were ended get to say so."""

@@ -17,12 +17,8 @@ from services.gateway.core.request import (
     TokenizedPrompt,
     TokenPrompt,
 )
+from services.gateway.workers.capabilities import prompt_capabilities
 from services.gateway.workers.registry import WorkerEntry
-
-POLICY = "least_loaded"
-"""How the router chooses for prompts whose ids nobody knows."""
-BYTES_A_TOKEN = 4
-"""For the load book only: how long such a prompt may be."""
 
 
 class EngineTokenizeStage:
@@ -57,7 +53,7 @@ def check_able(workers: Sequence[WorkerEntry], prompt: TokenizedPrompt, text_out
         workers: of one model, at least one.
         text_out: the workers are to make the text.
     """
-    for capability in capabilities(prompt, text_out):
+    for capability in prompt_capabilities(prompt, text_out):
         if not any(capability in worker.capabilities for worker in workers):
             flag = "postprocessing" if capability == "text_out" else "preprocessing"
             raise unavailable(
@@ -65,22 +61,3 @@ def check_able(workers: Sequence[WorkerEntry], prompt: TokenizedPrompt, text_out
                 f"capability {capability!r}: start workers that have it, or the gateway with --{flag} frontend.",
                 code="engine_cannot",
             )
-
-
-def capabilities(prompt: TokenizedPrompt, text_out: bool) -> list[str]:
-    """What a worker must be able to do beside generating."""
-    needed = []
-    if prompt.raw is not None:
-        needed.append("messages" if isinstance(prompt.raw, ChatPrompt) else "text")
-    if text_out:
-        needed.append("text_out")
-    return needed
-
-
-def guessed_tokens(prompt: TokenizedPrompt) -> int:
-    """About how long a prompt is."""
-    if prompt.raw is None:
-        return prompt.length
-    raw = prompt.raw
-    size = len(raw.text.encode()) if isinstance(raw, TextPrompt) else len(raw.messages_json) + len(raw.tools_json)
-    return max(size // BYTES_A_TOKEN, 1)

@@ -23,7 +23,6 @@ from services.gateway.admission.scopes import Scope
 from services.gateway.admission.tenants import SHARED
 from services.gateway.core import deadlines
 from services.gateway.core import routing_hints as hints
-from services.gateway.core import session_affinity as sessions
 from services.gateway.core.request import (
     ChatPrompt,
     EmbedsPrompt,
@@ -35,15 +34,16 @@ from services.gateway.core.request import (
     TokenPrompt,
 )
 from services.gateway.pipeline import plugins as plugins
+from services.gateway.pipeline import session_affinity as sessions
 from services.gateway.pipeline import tenant_cache
 from services.gateway.pipeline.builder import assembled
-from services.gateway.pipeline.capabilities import able, holding
 from services.gateway.pipeline.config import PipelineConfig
-from services.gateway.pipeline.engine_preprocessing import check_able, guessed_tokens
+from services.gateway.pipeline.engine_preprocessing import check_able
 from services.gateway.pipeline.stages import Components
 from services.gateway.placement.selector import PlacementRequest
 from services.gateway.streams.manager import StreamManager
 from services.gateway.streams.stream import GenerationStream
+from services.gateway.workers.capabilities import able, holding
 from services.gateway.workers.registry import WorkerEntry, WorkerRegistry
 
 TEXT_SHARE = 0.5
@@ -191,7 +191,7 @@ class Pipeline:
         request, entry, prompt = await self._prepared(request)
         max_tokens = _fit(request, prompt, entry)
         permit = permits.current()
-        await permit.charge(guessed_tokens(prompt) + request.choices * (request.stop.max_tokens or 0))
+        await permit.charge(prompt.estimated_length + request.choices * (request.stop.max_tokens or 0))
         generation = Generation(self.stream_manager, prompt)
         permit.watch(generation)
         try:

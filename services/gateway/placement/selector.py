@@ -17,8 +17,7 @@ from services.gateway.clients.worker_link import WorkerLink
 from services.gateway.core.deadlines import Deadline
 from services.gateway.core.request import GenerationRequest, Role, Route, TokenizedPrompt
 from services.gateway.core.routing_hints import NO_HINTS, described
-from services.gateway.pipeline.capabilities import able, holding
-from services.gateway.pipeline.engine_preprocessing import POLICY, capabilities
+from services.gateway.workers.capabilities import LOAD_ONLY_POLICY, able, holding, prompt_capabilities
 from services.gateway.workers.connections import ConnectionManager
 from services.gateway.workers.registry import WorkerEntry, WorkerRegistry
 
@@ -191,7 +190,7 @@ class WorkerSelector:
         if needs and left:
             left = able(left, needs)
         left = holding(left, placement_request.request.lora)
-        of_engine = capabilities(placement_request.prompt, placement_request.request.engine_text)
+        of_engine = prompt_capabilities(placement_request.prompt, placement_request.request.engine_text)
         left = [one for one in left if all(each in one.capabilities for each in of_engine)] if of_engine else left
         if left:
             left = self._sharing.eligible(left, placement_request.prompt.length, placement_request.alone)
@@ -244,7 +243,7 @@ class WorkerSelector:
                 session_id=request.session_id,
                 candidates=candidates,
                 timeout_s=placement_request.deadline.share(ROUTE_SHARE, self._route_timeout_s),
-                policy=POLICY if placement_request.prompt.raw is not None else "",
+                policy=LOAD_ONLY_POLICY if placement_request.prompt.raw is not None else "",
                 book=placement_request.book,
             )
         except SluiceError as error:

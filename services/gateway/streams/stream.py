@@ -16,6 +16,7 @@ from services.common.observability import telemetry
 from services.common.packing import unpack_u32
 from services.gateway.clients.postprocess_link import PostLink, Sent
 from services.gateway.clients.worker_link import WorkerLink
+from services.gateway.core import request_audit
 from services.gateway.core.deadlines import Deadline
 from services.gateway.core.request import (
     NULL_SINK,
@@ -26,7 +27,6 @@ from services.gateway.core.request import (
     Sink,
     TokenizedPrompt,
 )
-from services.gateway.http.middleware import audit as auditing
 
 TAIL_TOKENS = 16
 """Ids of a prompt's end, which its text goes on from; as preprocess says them."""
@@ -144,7 +144,7 @@ class GenerationStream:
         self.index = index
         self.prompt = prompt
         self.max_tokens = max_tokens
-        self.audit = auditing.of_request()
+        self.audit = request_audit.of_request()
         self.sink = sink if self.audit is None else self.audit.listening(sink)
         self.deadline = deadline
         self.expiry: asyncio.TimerHandle | None = None

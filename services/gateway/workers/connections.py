@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from typing import Protocol
 
 import grpc
 
@@ -15,8 +16,7 @@ from services.common.rpc.least_loaded import idlest
 from services.common.rpc.replicas import ReplicaSet
 from services.common.tasks import TaskOwner
 from services.gateway.clients.postprocess_link import PostLink
-from services.gateway.clients.worker_link import BATCH_TOKENS, MOST_START_BYTES, WorkerLink
-from services.gateway.streams.manager import StreamManager
+from services.gateway.clients.worker_link import BATCH_TOKENS, MOST_START_BYTES, WorkerEvents, WorkerLink
 from services.gateway.workers.registry import WorkerEntry
 from sluice.v1 import postprocess_pb2_grpc
 
@@ -24,6 +24,31 @@ log = logging.getLogger(__name__)
 
 SWEEP_S = 1.0
 LOOK_AGAIN_S = 0.05
+
+
+class PostprocessLinks(Protocol):
+    """The links to postprocess replicas, and the streams on them."""
+
+    links: dict[str, PostLink]
+
+    def best(self) -> PostLink | None:
+        """Returns a link that takes new streams, if there is one."""
+
+    def sweep(self) -> None:
+        """Ends the streams that have waited too long for a replica."""
+
+
+class StreamEvents(WorkerEvents, Protocol):
+    """Receives what the links deliver."""
+
+    @property
+    def texts(self) -> PostprocessLinks: ...
+
+    def on_worker_lost(self, link: WorkerLink, error: SluiceError) -> None:
+        """Recovers the streams of a link that was lost."""
+
+    def sweep_overrun(self) -> None:
+        """Ends the streams that have run too long."""
 
 
 class ConnectionManager:
@@ -34,14 +59,14 @@ class ConnectionManager:
         postprocess: Sequence[str],
         credentials: grpc.ChannelCredentials | None,
         connect_timeout_s: float,
-        stream_manager: StreamManager,
+        streams: StreamEvents,
         tasks: TaskOwner,
         worker_message_bytes: int = MOST_START_BYTES,
         batch_tokens: Budget = BATCH_TOKENS,
     ) -> None:
         self._credentials = credentials
         self._connect_timeout_s = connect_timeout_s
-        self._stream_manager = stream_manager
+        self._streams = streams
         self._tasks = tasks
         self._worker_message_bytes = worker_message_bytes
         self._batch_tokens = batch_tokens
@@ -67,8 +92,8 @@ class ConnectionManager:
             entry.address,
             channel,
             self._connect_timeout_s,
-            self._stream_manager,
-            self._stream_manager.on_worker_lost,
+            self._streams,
+            self._streams.on_worker_lost,
             self._worker_message_bytes,
             self._batch_tokens,
         )
@@ -117,7 +142,7 @@ class ConnectionManager:
         """Waits for a postprocess replica that takes streams; SluiceError(UNAVAILABLE) when none comes in time."""
         loop = asyncio.get_running_loop()
         patience = loop.time() + most_s
-        while self._stream_manager.texts.best() is None:
+        while self._streams.texts.best() is None:
             if loop.time() >= patience:
                 raise unavailable("No postprocess replica is ready; try again soon.", code="service_unavailable")
             await asyncio.sleep(LOOK_AGAIN_S)
@@ -126,8 +151,8 @@ class ConnectionManager:
         """Closes retired links that carry nothing any more, and ends what waits too long; until cancelled."""
         while True:
             await asyncio.sleep(SWEEP_S)
-            self._stream_manager.texts.sweep()
-            self._stream_manager.sweep_overrun()
+            self._streams.texts.sweep()
+            self._streams.sweep_overrun()
             for link in [link for link in self._running if _is_done(link)]:
                 if not _is_done(link):  # it came back while another one was closed
                     continue
@@ -135,18 +160,18 @@ class ConnectionManager:
                 if isinstance(link, WorkerLink):
                     await self._channels.pop(link).close()
                 else:
-                    del self._stream_manager.texts.links[link.address]
+                    del self._streams.texts.links[link.address]
                     link.replica.held = False
 
     def _on_post_change(self) -> None:
         if not self.makes_text:
             return
-        links = self._stream_manager.texts.links
+        links = self._streams.texts.links
         serving = {replica.address: replica for replica in self.postprocess.serving}
         for address, link in links.items():
             link.retired = address not in serving
         for address in serving.keys() - links.keys():
-            link = PostLink(serving[address], self._connect_timeout_s, self._stream_manager)
+            link = PostLink(serving[address], self._connect_timeout_s, self._streams)
             link.replica.held = True  # its channel carries the session, also while it drains
             links[address] = link
             self._running[link] = self._tasks.spawn(link.run(), f"link-postprocess-{address}")

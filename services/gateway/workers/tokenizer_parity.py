@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from services.common.errors import SluiceError
 from services.common.observability.instruments import watch
+from services.gateway.clients.preprocess import TokenizerIdentity
 from services.gateway.metrics import PARITY
 
 log = logging.getLogger(__name__)
@@ -21,15 +21,6 @@ PROVEN = "same_prompts"
 SAME_FILES = "same_files"
 DIFFERS = "differs"
 UNKNOWN = "unknown"
-
-
-@dataclass(frozen=True, slots=True)
-class TokenizerIdentity:
-    """What preprocess says of a tokenizer; the fingerprints are those of `sluice.v1.TokenizerSpec`."""
-
-    processor: str
-    fingerprint: str
-    prompt_fingerprint: str
 
 
 class Worker(Protocol):

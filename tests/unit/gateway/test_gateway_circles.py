@@ -20,9 +20,9 @@ from services.common.rpc.multiplexed_call import MultiplexedCall
 from services.common.rpc.replicas import Replica, ReplicaSet
 from services.gateway.admission.fair_queue import FairQueue
 from services.gateway.admission.keys import ANONYMOUS, ApiKey
-from services.gateway.clients.embeddings import all_or_none
 from services.gateway.http.inline_sender import InlineSender
 from services.gateway.http.sse import result_unless_gone
+from services.gateway.pipeline.embeddings import all_or_none
 from tests.support.circles import circles_of
 from tests.unit.gateway.test_gateway_admission_gate import make, never
 

@@ -14,7 +14,6 @@ from starlette.requests import Request
 from services.common.errors import ErrorKind, SluiceError
 from services.common.packing import pack_u32
 from services.gateway.apis.openai.embeddings import EmbeddingEndpoints
-from services.gateway.clients.embeddings import INPUTS_PER_CALL, EmbedClient, all_or_none
 from services.gateway.clients.worker_link import WorkerLink
 from services.gateway.core import deadlines
 from services.gateway.core.request import (
@@ -26,9 +25,10 @@ from services.gateway.core.request import (
     TokenizedPrompt,
 )
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.pipeline.capabilities import able
+from services.gateway.pipeline.embeddings import INPUTS_PER_CALL, EmbedClient, all_or_none
 from services.gateway.streams.manager import StreamManager
 from services.gateway.streams.watchdog import WorkerWatchdog
+from services.gateway.workers.capabilities import able
 from services.gateway.workers.connections import ConnectionManager
 from services.gateway.workers.registry import WorkerEntry, WorkerRegistry
 from sluice.v1 import common_pb2, worker_pb2

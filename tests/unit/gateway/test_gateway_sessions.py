@@ -10,7 +10,7 @@ from services.common.errors import SluiceError
 from services.gateway.admission import permit as permits
 from services.gateway.admission.keys import create
 from services.gateway.admission.permit import Permit
-from services.gateway.core import session_affinity as sessions
+from services.gateway.pipeline import session_affinity as sessions
 from services.gateway.settings import GatewaySettings
 from services.router.scheduling.session_affinity import LONGEST_ID
 

@@ -20,10 +20,10 @@ from services.gateway.apis.anthropic.schemas import CountTokensRequest, Messages
 from services.gateway.apis.anthropic.translate import Able, Translated, thinks, translate
 from services.gateway.apis.anthropic.validation import check
 from services.gateway.apis.common.block_runner import BlockAnswerRunner, Fallback
-from services.gateway.core import session_affinity as sessions
 from services.gateway.http.body import read_json
 from services.gateway.http.body_memory import BodyMemory
 from services.gateway.http.degradation import mark
+from services.gateway.pipeline import session_affinity as sessions
 from services.gateway.pipeline.pipeline import Generation
 from services.gateway.settings import GatewaySettings
 

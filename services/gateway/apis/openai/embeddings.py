@@ -20,15 +20,15 @@ from services.gateway.admission import permit as permits
 from services.gateway.apis.openai.embedding_schemas import EmbeddingRequest
 from services.gateway.apis.openai.fields import one_by_one
 from services.gateway.apis.openai.validation import check
-from services.gateway.clients.embeddings import NEEDS, EmbedClient, all_or_none
+from services.gateway.core import request_audit
 from services.gateway.core.request import TextPrompt, TokenPrompt
 from services.gateway.http.body import read_json
 from services.gateway.http.body_memory import BodyMemory
-from services.gateway.http.middleware import audit as auditing
 from services.gateway.http.sse import result_unless_gone
-from services.gateway.pipeline.capabilities import able
+from services.gateway.pipeline.embeddings import NEEDS, EmbedClient, all_or_none
 from services.gateway.pipeline.models import Pipelines
 from services.gateway.settings import GatewaySettings
+from services.gateway.workers.capabilities import able
 from services.gateway.workers.registry import WorkerEntry
 
 CLIENT_CLOSED_REQUEST = 499
@@ -73,7 +73,7 @@ class EmbeddingEndpoints:
         if found is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         permit.spent(found.prompt_tokens)
-        auditing.embedded(fields.model, found.prompt_tokens)
+        request_audit.embedded(fields.model, found.prompt_tokens)
         data = [
             {"object": "embedding", "index": index, "embedding": _written(vector, fields)}
             for index, vector in enumerate(found.vectors)

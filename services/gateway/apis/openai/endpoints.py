@@ -35,13 +35,13 @@ from services.gateway.apis.openai.translate import chat_request, completion_requ
 from services.gateway.apis.openai.validation import check
 from services.gateway.clients.token_bytes import TokenPieces
 from services.gateway.core import routing_hints as hints
-from services.gateway.core import session_affinity as sessions
 from services.gateway.core.request import GenerationRequest
 from services.gateway.http.body import read_json
 from services.gateway.http.body_memory import BodyMemory
 from services.gateway.http.degradation import mark
 from services.gateway.http.sse import EventStream, run_unless_gone
 from services.gateway.http.write_scheduler import WriteScheduler
+from services.gateway.pipeline import session_affinity as sessions
 from services.gateway.pipeline.models import Pipelines
 from services.gateway.pipeline.pipeline import Pipeline
 from services.gateway.settings import GatewaySettings

@@ -26,10 +26,10 @@ from services.gateway.apis.responses.store import ResponseStore, StoredResponse
 from services.gateway.apis.responses.tools import Tools, read_tools
 from services.gateway.apis.responses.translate import Translated, translate
 from services.gateway.apis.responses.truncation import fitted
-from services.gateway.core import session_affinity as sessions
 from services.gateway.http.body import read_json
 from services.gateway.http.body_memory import BodyMemory
 from services.gateway.http.degradation import mark
+from services.gateway.pipeline import session_affinity as sessions
 from services.gateway.pipeline.pipeline import Generation
 from services.gateway.settings import GatewaySettings
 

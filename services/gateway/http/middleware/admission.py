@@ -15,10 +15,9 @@ from services.gateway.admission.errors import OverLimit
 from services.gateway.admission.gate import Gate
 from services.gateway.admission.limits import LimitDecision
 from services.gateway.admission.permit import Permit
-from services.gateway.core import deadlines
+from services.gateway.core import deadlines, request_audit
 from services.gateway.http.degradation import DEGRADED
 from services.gateway.http.errors import error_response
-from services.gateway.http.middleware import audit as auditing
 from services.gateway.http.middleware import scopes as scoped
 from services.gateway.http.middleware.rate_headers import rate_headers
 
@@ -54,7 +53,7 @@ class AdmissionMiddleware:
         ears = _DisconnectMonitor(receive)
         try:
             key = self._gate.authenticate(_shown(scope))
-            auditing.known(key.id)
+            request_audit.known(key.id)
             unqueued = self._gate.look_in(key)
             unqueued.require(needed, subject=scope["path"])
             if scope["method"] != "POST":

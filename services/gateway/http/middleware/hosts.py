@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from ipaddress import ip_address
+from typing import TYPE_CHECKING
 
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -18,7 +19,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from services.common.errors import quoted
 from services.common.net.addresses import host_port, is_loopback
 from services.gateway.http.errors import plain_error_response
-from services.gateway.settings import GatewaySettings
+
+if TYPE_CHECKING:
+    from services.gateway.settings import GatewaySettings
 
 ANY = "*"
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~!$&'()*+,;=%-]*)(?::[0-9]{0,5})?")

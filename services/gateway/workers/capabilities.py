@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from services.common.errors import invalid, not_found, quoted, unavailable
+from services.gateway.core.request import ChatPrompt, TokenizedPrompt
 from services.gateway.workers.registry import WorkerEntry
+
+LOAD_ONLY_POLICY = "least_loaded"
+"""The router's policy for prompts whose token ids are not known yet."""
 
 
 def able(workers: Sequence[WorkerEntry], needs: Sequence[tuple[str, str]]) -> list[WorkerEntry]:
@@ -49,3 +53,13 @@ def holding(workers: Sequence[WorkerEntry], adapter: str) -> list[WorkerEntry]:
             code="adapter_not_found",
         )
     return left
+
+
+def prompt_capabilities(prompt: TokenizedPrompt, text_out: bool) -> list[str]:
+    """What a worker must be able to do beside generating."""
+    needed = []
+    if prompt.raw is not None:
+        needed.append("messages" if isinstance(prompt.raw, ChatPrompt) else "text")
+    if text_out:
+        needed.append("text_out")
+    return needed

@@ -14,9 +14,8 @@ from services.common.observability import telemetry
 from services.common.rpc.errors import from_rpc_error, passed_on
 from services.common.tasks import end_all
 from services.gateway.clients.worker_link import WorkerLink
-from services.gateway.core import deadlines
-from services.gateway.http.middleware import audit as auditing
-from services.gateway.pipeline.capabilities import able, holding
+from services.gateway.core import deadlines, request_audit
+from services.gateway.workers.capabilities import able, holding
 from services.gateway.workers.connections import ConnectionManager
 from services.gateway.workers.registry import WorkerRegistry
 from sluice.v1 import worker_pb2
@@ -106,7 +105,7 @@ class EmbedClient:
         while True:
             link = self._pick(message.model, message.lora, tried)
             tried.add(link.worker_id)
-            auditing.computing(link.worker_id)
+            request_audit.computing(link.worker_id)
             link.embedding += 1
             try:
                 left_s = deadline - asyncio.get_running_loop().time()
