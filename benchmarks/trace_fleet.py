@@ -17,11 +17,11 @@ from services.common.errors import SluiceError
 from services.common.hashing import HASH_SCHEME, block_hashes
 from services.common.packing import pack_u64
 from services.router.kv_index.events import BlockOp, EventBatch, Kind, Tier
+from services.router.registration.stream import WorkerStream
+from services.router.reservations.cost import PREFILL_LOAD_SCALE, CostModel
 from services.router.router import Router, RouterConfig
-from services.router.scheduling.cost import PREFILL_LOAD_SCALE, CostModel
 from services.router.scheduling.queries import Prompt, Query
 from services.router.store.memory import MemoryStore
-from services.router.workers.stream import WorkerStream
 from services.router.workers.worker import KV_EVENTS, Role, Worker
 from services.worker.engines.contract.generation import FinishReason, GenerateRequest, Stop
 from services.worker.engines.mock.blocks import BlockPool

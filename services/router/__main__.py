@@ -11,8 +11,8 @@ from services.common.security.tls import channel_credentials
 from services.router.kv_index.predictions import Lifetimes
 from services.router.messages.workers import read_report, used_blocks
 from services.router.preprocess_client import PreprocessBodies
+from services.router.reservations.cost import CostModel
 from services.router.router import Router, RouterConfig
-from services.router.scheduling.cost import CostModel
 from services.router.scheduling.disaggregation import DisaggRules
 from services.router.scheduling.thresholds import Thresholds
 from services.router.service import RouterService

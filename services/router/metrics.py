@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 from services.common.observability.declarations import MODEL, Declared, MetricDeclarations
 from services.common.observability.instruments import Counter, Gauge, Histogram, watch
 from services.common.observability.label_bounds import Label
-from services.router.scheduling.decisions import Decision
-from services.router.sync.model_state import ModelState
+
+if TYPE_CHECKING:
+    from services.router.scheduling.decisions import Decision
+    from services.router.sync.model_state import ModelState
 
 BUCKETS_S = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 5e-2, 0.25, 1)
 WAITED_BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)

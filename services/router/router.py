@@ -12,31 +12,31 @@ from services.common.errors import SluiceError, invalid, not_found, quoted, unav
 from services.common.tasks import TaskOwner
 from services.router.kv_index.index import NO_OVERLAP, Overlap
 from services.router.kv_index.predictions import Lifetimes
-from services.router.kv_index.prompts import in_blocks
 from services.router.metrics import Metrics
-from services.router.request_limits import check
+from services.router.registration.load_reports import Reports, UsedBlocks
+from services.router.registration.manager import WorkerManager
+from services.router.reservations.cost import NO_LOAD, Load
 from services.router.reservations.ids import unscoped
-from services.router.reservations.lifecycle import RequestLifecycle
-from services.router.reservations.load_reconciler import LoadReconciler, ReadReport
-from services.router.reservations.manager import ReservationManager
-from services.router.reservations.owners import Owners
 from services.router.reservations.table import AllBusy, Choice
 from services.router.scheduling.admission_queue import AdmissionQueues
-from services.router.scheduling.cost import NO_LOAD, Load
 from services.router.scheduling.decisions import Decision, Decisions
 from services.router.scheduling.disaggregation import Casting, DisaggRules
+from services.router.scheduling.lifecycle import RequestLifecycle
 from services.router.scheduling.openai_prompts import Bodies, NoBodies
+from services.router.scheduling.prompts import in_blocks
 from services.router.scheduling.queries import Prompt, Query, Route
+from services.router.scheduling.request_limits import check
 from services.router.scheduling.scheduler import Scheduler
 from services.router.scheduling.selection import SchedulingRequest, Selector, SelectorConfig
 from services.router.scheduling.session_affinity import SessionAffinity
 from services.router.scheduling.thresholds import Thresholds
 from services.router.store.base import Store
+from services.router.store.store_health import Link
+from services.router.sync.load_reconciler import LoadReconciler, ReadReport
 from services.router.sync.model_state import ModelState
-from services.router.sync.store_health import Link
+from services.router.sync.reservation_manager import ReservationManager
+from services.router.sync.reservation_owners import Owners
 from services.router.sync.synchronizer import IndexSynchronizer
-from services.router.workers.load_reports import Reports, UsedBlocks
-from services.router.workers.manager import WorkerManager
 from services.router.workers.registry import Registry
 from services.router.workers.worker import Role, Worker, WorkerRank, holding
 

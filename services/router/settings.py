@@ -8,7 +8,7 @@ from pydantic import Field, SecretStr
 
 from services.common.redis.settings import RedisLoginSettings
 from services.common.settings import AddressList, GrpcServiceSettings, settings_config
-from services.router.scheduling.cost import PREFILL_LOAD_SCALE
+from services.router.reservations.cost import PREFILL_LOAD_SCALE
 
 PolicyName = Literal["kv", "round_robin", "random", "least_loaded", "power_of_two"]
 

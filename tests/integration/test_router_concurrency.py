@@ -11,7 +11,7 @@ import pytest
 from redis.asyncio import Redis
 
 from services.common.packing import pack_u64
-from services.router.scheduling.cost import CostModel
+from services.router.reservations.cost import CostModel
 from services.router.scheduling.queries import Prompt, Query, Route
 from services.router.store.redis import RedisStore
 from tests.support.redis_server import RedisServer

@@ -12,8 +12,8 @@ from services.common.net.ports import free_port
 from services.common.packing import pack_u64, unpack_u64
 from services.common.redis.target import Credentials
 from services.router.kv_index.events import BlockOp, EventBatch, Kind, Tier
+from services.router.reservations.cost import Load, Offer
 from services.router.reservations.table import ReservationParams
-from services.router.scheduling.cost import Load, Offer
 from services.router.store.base import Lease, StoreUnavailable
 from services.router.store.redis import RedisStore
 from services.router.workers.worker import Role, Worker, WorkerRank

@@ -8,10 +8,10 @@ from random import Random
 from services.common.errors import SluiceError
 from services.common.packing import pack_u64, unpack_u64
 from services.router.kv_index.events import BlockOp, EventBatch, Kind, Tier
+from services.router.registration.stream import WorkerStream
+from services.router.registration.stream_messages import Replies, Report, Said, SnapshotChunk
 from services.router.router import Router, RouterConfig
 from services.router.store.redis import RedisStore
-from services.router.workers.stream import WorkerStream
-from services.router.workers.stream_messages import Replies, Report, Said, SnapshotChunk
 from services.router.workers.worker import Role, Worker, WorkerRank
 from tests.support.redis_server import RedisServer
 

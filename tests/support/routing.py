@@ -10,13 +10,13 @@ from typing import Any
 from services.common.hashing import block_hashes
 from services.common.packing import pack_u32, pack_u64
 from services.router.kv_index.events import BlockOp, EventBatch, Kind, Tier
+from services.router.registration.stream import WorkerStream
+from services.router.registration.stream_messages import Report
+from services.router.reservations.cost import CostModel, Load
 from services.router.router import Router, RouterConfig
-from services.router.scheduling.cost import CostModel, Load
 from services.router.scheduling.queries import Prompt, Query, Route
 from services.router.store.base import Store
 from services.router.store.memory import MemoryStore
-from services.router.workers.stream import WorkerStream
-from services.router.workers.stream_messages import Report
 from services.router.workers.worker import Role, Worker, WorkerRank
 
 BLOCK = 8

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from services.common.errors import invalid
 from services.router.kv_index.index import Overlap
+from services.router.reservations.cost import CostModel
 from services.router.reservations.ids import scoped
-from services.router.scheduling.cost import CostModel
 from services.router.scheduling.decisions import Decision, Outcome
 from services.router.scheduling.headers import headers_of
 from services.router.scheduling.queries import Prompt, Query, Route, RoutedPrompt

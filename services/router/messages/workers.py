@@ -17,11 +17,11 @@ from services.common.packing import pack_u64
 from services.common.printable import check_name
 from services.common.security.identity import ANONYMOUS, Caller
 from services.router.kv_index.events import HASH_BYTES, BlockOp, EventBatch, Kind, Tier
-from services.router.reservations.load_reconciler import Reported
-from services.router.scheduling.cost import Load
+from services.router.registration.stream_messages import Leaving, Replies, Report, Said, SnapshotChunk
+from services.router.reservations.cost import Load
+from services.router.sync.load_reconciler import Reported
 from services.router.sync.model_state import ModelState
 from services.router.workers.registry import Happening, News
-from services.router.workers.stream_messages import Leaving, Replies, Report, Said, SnapshotChunk
 from services.router.workers.worker import Role, Worker, WorkerRank
 from sluice.v1 import common_pb2, router_pb2
 

@@ -9,7 +9,7 @@ from random import Random
 from typing import NamedTuple
 
 from services.common.errors import ErrorKind, SluiceError
-from services.router.scheduling.cost import MILLI, NO_LOAD, PREFILL_LOAD_SCALE, Load, Offer, choose
+from services.router.reservations.cost import MILLI, NO_LOAD, PREFILL_LOAD_SCALE, Load, Offer, choose
 from services.router.workers.worker import WorkerRank
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from services.common.errors import ErrorKind, SluiceError, overloaded, unavailable
 from services.router.kv_index.index import NO_OVERLAP, Overlap
-from services.router.kv_index.prompts import Blocks
+from services.router.scheduling.prompts import Blocks
 from services.router.workers.registry import Registry
 from services.router.workers.worker import Role, Worker, WorkerRank
 

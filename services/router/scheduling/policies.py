@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from services.common.errors import invalid, quoted
 from services.router.kv_index.index import Overlap
-from services.router.scheduling.cost import MILLI, NO_LOAD, CostModel, Load, Offer
+from services.router.reservations.cost import MILLI, NO_LOAD, CostModel, Load, Offer
 from services.router.workers.worker import WorkerRank
 
 

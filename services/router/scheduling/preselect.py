@@ -11,7 +11,7 @@ from itertools import repeat
 from random import Random
 
 from services.router.kv_index.index import NO_OVERLAP, Overlap
-from services.router.scheduling.cost import MILLI, Load, Offer
+from services.router.reservations.cost import MILLI, Load, Offer
 from services.router.workers.worker import WorkerRank
 
 MOST = 16  # as few as leave a choice: each costs a candidate, an offer and its part of the booking

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from services.router.kv_index.index import Overlap
-from services.router.scheduling.cost import CostModel, Load
+from services.router.reservations.cost import CostModel, Load
 from services.router.workers.worker import Worker, WorkerRank
 
 

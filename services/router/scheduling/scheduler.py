@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from services.router.kv_index.prompts import in_blocks, routed
+from services.router.reservations.cost import Load
 from services.router.reservations.ids import reservation_id
 from services.router.reservations.table import AllBusy
-from services.router.scheduling.cost import Load
 from services.router.scheduling.disaggregation import Cast, Casting
 from services.router.scheduling.prefix_single_flight import PrefixSingleFlight
+from services.router.scheduling.prompts import in_blocks, routed
 from services.router.scheduling.queries import Query, Route, Score
 from services.router.scheduling.selection import Part, SchedulingRequest, Selection, Selector
 from services.router.scheduling.session_affinity import SessionAffinity

@@ -10,18 +10,18 @@ from random import Random
 
 from services.common.errors import unavailable
 from services.router.kv_index.index import NO_OVERLAP, Overlap
-from services.router.kv_index.prompts import Blocks
+from services.router.registration.load_reports import Reports
+from services.router.reservations.cost import MILLI, NO_LOAD, Limits, Load, Offer
 from services.router.reservations.ids import prefill_id
-from services.router.reservations.manager import ReservationManager
 from services.router.reservations.table import AllBusy, Choice, Owner, ReservationParams
-from services.router.scheduling.cost import MILLI, NO_LOAD, Limits, Load, Offer
 from services.router.scheduling.policies import Candidate, Demand, Policy, Shelf, direct, least_loaded, shortlist
 from services.router.scheduling.preselect import EACH_BY_ITSELF, MOST, LoadSnapshot, nearest, occurring
+from services.router.scheduling.prompts import Blocks
 from services.router.scheduling.queries import Query, Score
 from services.router.scheduling.thresholds import CLOSED, Thresholds
 from services.router.store.base import Store
 from services.router.sync.model_state import ModelState
-from services.router.workers.load_reports import Reports
+from services.router.sync.reservation_manager import ReservationManager
 from services.router.workers.registry import Registry
 from services.router.workers.worker import Role, Worker, WorkerRank
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 
 from services.common.errors import invalid
-from services.router.scheduling.local_affinity import LocalSessionAffinity
 from services.router.store.base import Store, StoreUnavailable
-from services.router.sync.store_health import Link
+from services.router.store.local_affinity import LocalSessionAffinity
+from services.router.store.store_health import Link
 from services.router.workers.worker import WorkerRank
 
 LONGEST_ID = 512

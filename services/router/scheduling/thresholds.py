@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from services.router.kv_index.prompts import NOMINAL_BLOCK
-from services.router.scheduling.cost import Limits
+from services.router.reservations.cost import Limits
+from services.router.scheduling.prompts import NOMINAL_BLOCK
 from services.router.workers.worker import Worker, WorkerRank
 
 CLOSED = Limits(0, 0, 0)  # nothing goes below it: whoever has these limits takes nothing

@@ -19,8 +19,8 @@ from services.common.errors import ErrorKind, SluiceError
 from services.router.kv_index.events import Change, EventBatch, Snapshot
 from services.router.kv_index.index import BlockIndex
 from services.router.kv_index.rank_cache import Outcome
+from services.router.reservations.cost import Load, Offer
 from services.router.reservations.table import Choice, Reservation, ReservationParams
-from services.router.scheduling.cost import Load, Offer
 from services.router.workers.claims import Claim, Hold
 from services.router.workers.worker import Worker, WorkerRank
 

@@ -20,11 +20,11 @@ from services.router.kv_index.events import (
 )
 from services.router.kv_index.index import BlockIndex
 from services.router.kv_index.rank_cache import Outcome
+from services.router.reservations.cost import Offer
 from services.router.reservations.table import Choice, Reservation, ReservationParams, ReservationTable
-from services.router.scheduling.cost import Offer
-from services.router.scheduling.local_affinity import LocalSessionAffinity
 from services.router.store.base import KNOWN_FOR_S, Applied, Lease, Position, Pulse, Store, StoredModel
 from services.router.store.feed import Feed
+from services.router.store.local_affinity import LocalSessionAffinity
 from services.router.workers.claims import Claim, Claims, Hold
 from services.router.workers.worker import Worker, WorkerRank
 

@@ -30,8 +30,8 @@ from services.router.kv_index.events import (
     encode_ops,
 )
 from services.router.kv_index.rank_cache import Outcome
+from services.router.reservations.cost import MILLI, Limits, Load, Offer
 from services.router.reservations.table import AllBusy, Choice, Owner, Reservation, ReservationParams
-from services.router.scheduling.cost import MILLI, Limits, Load, Offer
 from services.router.store.base import (
     KNOWN_FOR_S,
     Applied,

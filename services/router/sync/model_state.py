@@ -21,7 +21,7 @@ from services.router.kv_index.events import (
 from services.router.kv_index.index import BlockIndex, Overlap
 from services.router.kv_index.predictions import Predictions
 from services.router.kv_index.rank_cache import Outcome
-from services.router.scheduling.cost import Load
+from services.router.reservations.cost import Load
 from services.router.store.base import Position, Pulse, Store
 from services.router.workers.registry import Registry
 from services.router.workers.worker import KV_EVENTS, Worker, WorkerRank

@@ -8,12 +8,12 @@ import logging
 from services.common.tasks import TaskOwner
 from services.router.kv_index.predictions import Lifetimes, Predictions
 from services.router.metrics import Metrics
-from services.router.reservations.load_reconciler import LoadReconciler
-from services.router.reservations.manager import ReservationManager
-from services.router.scheduling.cost import Load
+from services.router.reservations.cost import Load
 from services.router.store.base import FellBehind, Store, StoreUnavailable
+from services.router.store.store_health import Link
+from services.router.sync.load_reconciler import LoadReconciler
 from services.router.sync.model_state import ModelState
-from services.router.sync.store_health import Link
+from services.router.sync.reservation_manager import ReservationManager
 from services.router.workers.registry import Registry
 from services.router.workers.worker import WorkerRank
 

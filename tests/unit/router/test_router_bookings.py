@@ -9,8 +9,8 @@ from random import Random
 
 import pytest
 
+from services.router.reservations.cost import Load, Offer
 from services.router.reservations.table import Owner, Reservation, ReservationParams
-from services.router.scheduling.cost import Load, Offer
 from services.router.store.base import Store
 from services.router.store.memory import MemoryStore, unix_ms
 from services.router.store.redis import RedisStore

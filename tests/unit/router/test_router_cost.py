@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from services.router.kv_index.index import Overlap
-from services.router.scheduling.cost import CostModel, choose, cost, softmax
+from services.router.reservations.cost import CostModel, choose, cost, softmax
 
 
 @pytest.mark.parametrize(

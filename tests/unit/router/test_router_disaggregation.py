@@ -10,8 +10,8 @@ from services.common.errors import ErrorKind, SluiceError
 from services.common.hashing import block_hashes
 from services.common.packing import pack_u64
 from services.router.kv_index.index import Overlap
+from services.router.reservations.cost import CostModel, Load
 from services.router.router import RouterConfig
-from services.router.scheduling.cost import CostModel, Load
 from services.router.scheduling.disaggregation import FEW_UNCACHED, DisaggRules
 from services.router.scheduling.queries import Route
 from services.router.scheduling.thresholds import Thresholds

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from services.common.errors import ErrorKind, SluiceError
-from services.router.request_limits import MOST_MS, MOST_NAME, MOST_TOKENS
-from services.router.scheduling.cost import Load
+from services.router.reservations.cost import Load
 from services.router.scheduling.queries import Prompt, Query
+from services.router.scheduling.request_limits import MOST_MS, MOST_NAME, MOST_TOKENS
 from services.router.workers.worker import WorkerRank
 from tests.support.routing import COST, Cluster, prompt, worker
 

@@ -8,9 +8,9 @@ import pytest
 
 from services.router.messages.workers import read_report
 from services.router.metrics import Metrics
-from services.router.reservations.load_reconciler import LoadReconciler, Reported
-from services.router.scheduling.cost import Load
+from services.router.reservations.cost import Load
 from services.router.store.memory import MemoryStore
+from services.router.sync.load_reconciler import LoadReconciler, Reported
 from services.router.sync.model_state import ModelState
 from services.router.workers.worker import WorkerRank
 from sluice.v1 import common_pb2, router_pb2

@@ -14,8 +14,8 @@ from services.common.packing import pack_u64
 from services.router.kv_index.events import BlockOp, EventBatch, Kind, Tier
 from services.router.kv_index.index import NO_OVERLAP, Overlap
 from services.router.kv_index.predictions import Lifetimes, Predictions
+from services.router.reservations.cost import Load
 from services.router.router import RouterConfig
-from services.router.scheduling.cost import Load
 from services.router.scheduling.decisions import Outcome
 from services.router.workers.worker import KV_EVENTS, WorkerRank
 from tests.support.routing import BLOCK, Cluster, prompt, tokens, worker

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from services.common.packing import pack_u64
 from services.router.kv_index.events import BlockOp, EventBatch, Kind, Tier
 from services.router.kv_index.index import NO_OVERLAP, Overlap
+from services.router.reservations.cost import CostModel, Load
 from services.router.router import Router
-from services.router.scheduling.cost import CostModel, Load
 from services.router.scheduling.policies import Candidate, Demand, kv
 from services.router.scheduling.preselect import LoadSnapshot, nearest
 from services.router.scheduling.queries import Prompt, Query

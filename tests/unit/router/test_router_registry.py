@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from services.common.errors import SluiceError, invalid
+from services.router.registration.inbox import Inbox
 from services.router.settings import RouterSettings
-from services.router.workers.inbox import Inbox
 from services.router.workers.registry import Happening, News, Registry
 from services.router.workers.worker import Role, Worker, WorkerRank
 

@@ -8,8 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from services.router.reservations.cost import NO_LOAD, Load, Offer
 from services.router.reservations.table import ReservationParams, ReservationTable
-from services.router.scheduling.cost import NO_LOAD, Load, Offer
 from services.router.workers.worker import WorkerRank
 
 A, B = WorkerRank("a", 0), WorkerRank("b", 0)

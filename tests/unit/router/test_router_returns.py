@@ -12,19 +12,19 @@ import pytest
 from services.common.packing import pack_u64, unpack_u64
 from services.router.kv_index.events import BlockOp, EventBatch, Kind, Snapshot, Tier
 from services.router.kv_index.index import BlockIndex
+from services.router.registration.stream import WorkerStream
+from services.router.registration.stream_messages import SnapshotChunk
+from services.router.reservations.cost import Limits, Load, Offer
 from services.router.reservations.ids import prefill_id, reservation_id
-from services.router.reservations.manager import ReservationManager
 from services.router.reservations.table import AllBusy, Choice, Reservation, ReservationParams
 from services.router.router import Router
-from services.router.scheduling.cost import Limits, Load, Offer
 from services.router.scheduling.decisions import Outcome
 from services.router.store.base import StoredModel, StoreUnavailable
 from services.router.store.memory import MemoryStore
+from services.router.store.store_health import Link
 from services.router.sync.model_state import ModelState
-from services.router.sync.store_health import Link
+from services.router.sync.reservation_manager import ReservationManager
 from services.router.workers.registry import Registry
-from services.router.workers.stream import WorkerStream
-from services.router.workers.stream_messages import SnapshotChunk
 from services.router.workers.worker import Role, Worker, WorkerRank
 
 MODEL = "m"

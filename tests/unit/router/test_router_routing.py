@@ -11,10 +11,10 @@ from services.common.errors import ErrorKind, SluiceError
 from services.common.hashing import block_hashes
 from services.common.packing import pack_u64
 from services.router.kv_index.index import Overlap
+from services.router.reservations.cost import Load, Offer
 from services.router.reservations.ids import prefill_halves, prefill_id, request_of, reservation_id
 from services.router.reservations.table import Choice, ReservationParams
 from services.router.router import Router
-from services.router.scheduling.cost import Load, Offer
 from services.router.scheduling.policies import Candidate, Demand, Shelf, all_policies, shortlist
 from services.router.store.memory import MemoryStore
 from services.router.workers.worker import Role, WorkerRank

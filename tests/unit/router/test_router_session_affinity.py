@@ -8,9 +8,9 @@ import pytest
 
 from services.common.errors import ErrorKind, SluiceError
 from services.router.router import RouterConfig
-from services.router.scheduling.local_affinity import LocalSessionAffinity
 from services.router.scheduling.thresholds import Thresholds
 from services.router.store.base import StoreUnavailable
+from services.router.store.local_affinity import LocalSessionAffinity
 from services.router.store.memory import MemoryStore
 from services.router.workers.worker import WorkerRank
 from tests.support.routing import Cluster, prompt, worker

@@ -28,8 +28,8 @@ from services.router.kv_index.events import (
     WorkerUp,
 )
 from services.router.kv_index.rank_cache import Outcome
+from services.router.reservations.cost import Limits, Load, Offer
 from services.router.reservations.table import AllBusy, Reservation, ReservationParams
-from services.router.scheduling.cost import Limits, Load, Offer
 from services.router.store.base import FellBehind, Lease, Position, Store
 from services.router.store.memory import MemoryStore, unix_ms
 from services.router.store.redis import RedisStore

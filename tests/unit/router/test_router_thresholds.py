@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import pytest
 
 from services.common.errors import ErrorKind, SluiceError
+from services.router.reservations.cost import Limits, Load
 from services.router.router import RouterConfig
-from services.router.scheduling.cost import Limits, Load
 from services.router.scheduling.queries import Route
 from services.router.scheduling.thresholds import CLOSED, Thresholds
 from services.router.workers.worker import WorkerRank

@@ -20,12 +20,12 @@ from services.router.kv_index.events import (
     WorkerUp,
 )
 from services.router.kv_index.rank_cache import Outcome
+from services.router.registration.flood_guard import FloodGuard
+from services.router.registration.stream_messages import Leaving, Replies, Report, Said, SnapshotChunk
 from services.router.store.base import Applied, Lease, Store, StoreUnavailable
+from services.router.store.store_health import Link
 from services.router.sync.model_state import ModelState
-from services.router.sync.store_health import Link
 from services.router.workers.claims import Claim, Hold, Taken
-from services.router.workers.flood_guard import FloodGuard
-from services.router.workers.stream_messages import Leaving, Replies, Report, Said, SnapshotChunk
 from services.router.workers.worker import Worker, WorkerRank
 
 log = logging.getLogger(__name__)

@@ -7,11 +7,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from random import Random
 from typing import Any, TypeAlias
 
+from services.router.reservations.cost import NO_LOAD, Load, Offer
 from services.router.reservations.table import AllBusy, Choice, ReservationParams, ReservationTable
-from services.router.scheduling.cost import NO_LOAD, Load, Offer
 from services.router.store.base import Store, StoreUnavailable
 from services.router.store.memory import unix_ms
-from services.router.sync.store_health import Link
+from services.router.store.store_health import Link
 from services.router.workers.worker import WorkerRank
 
 STORE_UNAVAILABLE = "store_unavailable"

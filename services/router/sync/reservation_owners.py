@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 from services.router.metrics import Metrics
 from services.router.store.base import Store, StoreUnavailable
-from services.router.sync.store_health import Link
+from services.router.store.store_health import Link
 from services.router.sync.synchronizer import IndexSynchronizer
 
 RENEWALS_PER_LEASE = 3

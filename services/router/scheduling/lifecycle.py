@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from services.router.kv_index.prompts import NOMINAL_BLOCK
 from services.router.metrics import Metrics
-from services.router.request_limits import check_tokens
+from services.router.reservations.cost import MILLI
 from services.router.reservations.ids import by_model, prefill_halves, request_of
-from services.router.reservations.manager import ReservationManager
-from services.router.scheduling.cost import MILLI
 from services.router.scheduling.decisions import Decisions, Outcome
+from services.router.scheduling.prompts import NOMINAL_BLOCK
+from services.router.scheduling.request_limits import check_tokens
+from services.router.sync.reservation_manager import ReservationManager
 from services.router.sync.synchronizer import IndexSynchronizer
 
 

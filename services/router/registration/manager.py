@@ -8,12 +8,12 @@ from functools import lru_cache
 
 from services.common.tasks import TaskOwner
 from services.router.metrics import Metrics
-from services.router.reservations.manager import ReservationManager
+from services.router.registration.stream import WorkerStream
 from services.router.store.base import Store
-from services.router.sync.store_health import Link
+from services.router.store.store_health import Link
+from services.router.sync.reservation_manager import ReservationManager
 from services.router.sync.synchronizer import IndexSynchronizer
 from services.router.workers.claims import Claim, Taken
-from services.router.workers.stream import WorkerStream
 from services.router.workers.worker import Worker
 
 log = logging.getLogger(__name__)
