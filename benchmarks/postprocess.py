@@ -37,9 +37,9 @@ from services.common.models import DEFAULT_NAME, DEFAULT_SOURCE, ModelSpec, reso
 from services.common.net.ports import free_port
 from services.common.packing import pack_u32
 from services.common.rpc.channels import open_channel
-from services.postprocess.detokenize.registry import load
+from services.postprocess.detokenize.stream import Limits, Stream, StreamOptions
 from services.postprocess.streams.factory import StreamFactory
-from services.postprocess.streams.stream import Limits, Stream, StreamOptions
+from services.postprocess.streams.vocabulary_registry import load
 from sluice.v1 import postprocess_pb2, postprocess_pb2_grpc
 
 TEXT = """The quick brown fox jumps over the lazy dog, while it rains — softly — in München. def main(): return 42

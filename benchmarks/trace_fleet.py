@@ -23,7 +23,7 @@ from services.router.router import Router, RouterConfig
 from services.router.scheduling.queries import Prompt, Query
 from services.router.store.memory import MemoryStore
 from services.router.workers.worker import KV_EVENTS, Role, Worker
-from services.worker.engines.contract.generation import FinishReason, GenerateRequest, Stop
+from services.worker.contract.generation import FinishReason, GenerateRequest, Stop
 from services.worker.engines.mock.blocks import BlockPool
 from services.worker.engines.mock.scheduler import Scheduler, Step
 from services.worker.engines.mock.sequence import Sequence as Running

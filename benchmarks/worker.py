@@ -31,8 +31,8 @@ from services.common.models import DEFAULT_NAME
 from services.common.net.ports import free_port
 from services.common.packing import pack_u32
 from services.common.rpc.channels import open_channel
-from services.worker.engines.contract.engine import GenerateContext, Sink
-from services.worker.engines.contract.generation import FinishReason, GenerateRequest, PositionLogprobs, Stop, Usage
+from services.worker.contract.engine import GenerateContext, Sink
+from services.worker.contract.generation import FinishReason, GenerateRequest, PositionLogprobs, Stop, Usage
 from services.worker.engines.mock import MockEngine
 from services.worker.settings import WorkerSettings
 from sluice.v1 import worker_pb2, worker_pb2_grpc

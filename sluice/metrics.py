@@ -13,15 +13,11 @@ from services.common.observability.label_bounds import Label
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
 MODULES = {
     "gateway": ("services.gateway.metrics", "services.gateway.admission.metrics"),
-    "preprocess": (
-        "services.preprocess.metrics.catalogue",
-        "services.preprocess.metrics.requests",
-        "services.preprocess.metrics.tokenizers",
-    ),
+    "preprocess": ("services.preprocess.metrics",),
     "router": ("services.router.metrics",),
     "worker": ("services.worker.metrics",),
     "postprocess": ("services.postprocess.metrics",),
-    "process": ("services.common.observability.process_metrics",),
+    "process": ("services.common.process_metrics",),
 }
 ABOUT = {
     "gateway": "On the gateway's own `/metrics` (scope `operate`), and on `--metrics-listen` if that is set.",

@@ -15,7 +15,7 @@ import uvloop
 from services.common import logs
 from services.common.errors import SluiceError
 from services.common.observability import telemetry
-from services.common.observability.process_metrics import ProcessMetrics
+from services.common.process_metrics import ProcessMetrics
 from services.common.settings import ServiceSettings
 
 log = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from services.common.observability.declarations import MetricDeclarations
 from services.common.observability.instruments import Counter, Gauge, Histogram
 from services.common.observability.label_bounds import Label
-from services.postprocess.streams.stream import Finish, FinishReason
+from services.postprocess.detokenize.stream import Finish, FinishReason
 
 METRICS = MetricDeclarations("postprocess")
 

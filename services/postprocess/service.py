@@ -20,13 +20,13 @@ from services.common.rpc.errors import abort, answer
 from services.common.rpc.server import GrpcServer
 from services.common.rpc.session import BatchWriter, serve_session
 from services.common.runner import Stop
-from services.postprocess.detokenize.registry import VocabularyRegistry
+from services.postprocess.detokenize.stream import Limits
 from services.postprocess.metrics import Metrics
 from services.postprocess.parsers.registry import Registry
 from services.postprocess.settings import PostprocessSettings
 from services.postprocess.streams.factory import CustomParsers, StreamFactory
 from services.postprocess.streams.session import PostSession, SessionLimits
-from services.postprocess.streams.stream import Limits
+from services.postprocess.streams.vocabulary_registry import VocabularyRegistry
 from services.postprocess.wire import to_options, to_reason, to_response, to_resume, to_text_batch
 from sluice.v1 import postprocess_pb2, postprocess_pb2_grpc
 

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from services.common.packing import pack_u32, unpack_u32
 from services.common.rpc.errors import to_detail
+from services.postprocess.detokenize.stream import Finish, FinishReason, StreamOptions
 from services.postprocess.detokenize.token_texts import TokenTexts
 from services.postprocess.parsers.events import CallArguments, CallStart, Content, Degraded, Event, Reasoning
 from services.postprocess.streams.output_batch import Batch
 from services.postprocess.streams.resume import Resume
-from services.postprocess.streams.stream import Finish, FinishReason, StreamOptions
 from sluice.v1 import common_pb2, postprocess_pb2
 
 ToolCallDelta = postprocess_pb2.ToolCallDelta

@@ -12,12 +12,12 @@ from services.common.rpc.server import GrpcServer
 from services.common.runner import Stop, run
 from services.preprocess.encoders.samples import SAMPLES
 from services.preprocess.limits import Limits
+from services.preprocess.protocol import packed_text
 from services.preprocess.service import PreprocessService
 from services.preprocess.settings import PreprocessSettings
 from services.preprocess.templates.processes import TemplateProcesses
 from services.preprocess.thread_pool import ComputePool
 from services.preprocess.tokenizers.loading import load_tokenizer
-from services.preprocess.tokenizers.protocol import packed_text
 from services.preprocess.tokenizers.registry import ModelRegistry
 from sluice.v1 import preprocess_pb2, preprocess_pb2_grpc
 

@@ -14,17 +14,16 @@ from services.common.observability import telemetry
 from services.common.packing import pack_u32, pack_u64, unpack_u32
 from services.common.rpc.call_server import Metadata, MultiplexedCallServer
 from services.common.rpc.errors import answer
-from services.preprocess.metrics.requests import Instruments
-from services.preprocess.metrics.tokenizers import watch_tokenizers
-from services.preprocess.thread_pool import ComputePool
-from services.preprocess.tokenizers.generation_defaults import GenerationDefaults
-from services.preprocess.tokenizers.protocol import (
+from services.preprocess.generation_defaults import GenerationDefaults
+from services.preprocess.metrics import Instruments, watch_tokenizers
+from services.preprocess.protocol import (
     ChatRequest,
     PendingPrompt,
     TokenizerProtocol,
     packed_chat,
     packed_text,
 )
+from services.preprocess.thread_pool import ComputePool
 from services.preprocess.tokenizers.registry import ModelRegistry
 from services.preprocess.validation import parse_chat, too_large
 from sluice.v1 import common_pb2, preprocess_pb2, preprocess_pb2_grpc

@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 
 from services.common.errors import ErrorKind, SluiceError, invalid, quoted
-from services.preprocess.tokenizers.protocol import ChatRequest, Message, Tool
+from services.preprocess.protocol import ChatRequest, Message, Tool
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _TEXTS = ("name", "tool_call_id", "refusal", "reasoning", "reasoning_content")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from services.common.runner import Stop, run
-from services.worker.serving.server import WorkerServer
+from services.worker.server import WorkerServer
 from services.worker.settings import WorkerSettings
 
 

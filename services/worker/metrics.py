@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from services.common.observability.declarations import ERROR_KINDS, LONG_SECONDS, SECONDS, MetricDeclarations
 from services.common.observability.instruments import Counter, Histogram, watch
 from services.common.observability.label_bounds import Label
-from services.worker.engines.contract.engine import Load
-from services.worker.engines.contract.generation import FinishReason, Usage
+from services.worker.contract.engine import Load
+from services.worker.contract.generation import FinishReason, Usage
 
 METRICS = MetricDeclarations("worker")
 RANK = Label("rank", "data-parallel rank", most=256)

@@ -10,7 +10,7 @@ from pydantic import Field, FilePath, field_validator
 from services.common.models import DEFAULT_NAME, DEFAULT_SOURCE, ModelSpec
 from services.common.security.settings import RouterTokenSettings
 from services.common.settings import Address, AddressList, CommaList, GrpcServiceSettings, settings_config
-from services.worker.local_processing.options import ProcessingOptions
+from services.worker.processing_options import ProcessingOptions
 
 
 class WorkerSettings(RouterTokenSettings, GrpcServiceSettings):

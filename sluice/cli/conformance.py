@@ -19,10 +19,10 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from services.common.errors import ErrorKind, SluiceError
-from services.worker import conformance
-from services.worker.conformance import Patience, Report, Result, Rule, Target, Verdict, Watcher, junit
+from sluice import conformance
 from sluice.cli.trust import BadTrust, Trust
 from sluice.cli.up.plan import BadFlag
+from sluice.conformance import Patience, Report, Result, Rule, Target, Verdict, Watcher, junit
 
 Stop = Callable[[], Awaitable[None]]
 KEPT, BROKEN = 0, 1

@@ -17,10 +17,10 @@ from rich.text import Text
 from services.common.errors import SluiceError
 from services.common.models import ModelSpec
 from services.preprocess.limits import Limits
+from services.preprocess.protocol import ChatRequest, TokenizerProtocol
 from services.preprocess.tokenizers.engine import EngineOptions
 from services.preprocess.tokenizers.loading import load_tokenizer
 from services.preprocess.tokenizers.probes import PROBES
-from services.preprocess.tokenizers.protocol import ChatRequest, TokenizerProtocol
 from services.preprocess.validation import parse_chat
 from sluice.cli.up.plan import BadFlag
 

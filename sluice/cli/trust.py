@@ -10,8 +10,7 @@ from typing import Annotated
 import typer
 
 from services.common.errors import SluiceError
-from services.common.rpc.rotating_channel import PeerCredentials
-from services.common.security.tls import channel_credentials
+from services.common.security.tls import PeerCredentials, channel_credentials
 from services.common.settings import TlsSettings
 
 Tls = Annotated[

@@ -26,8 +26,7 @@ from services.common.errors import ErrorKind
 from services.common.net.ports import free_port
 from services.common.rpc.channels import open_channel
 from services.common.rpc.errors import from_rpc_error
-from services.common.rpc.rotating_channel import PeerCredentials
-from services.common.security.tls import channel_credentials
+from services.common.security.tls import PeerCredentials, channel_credentials
 from services.common.settings import TlsSettings
 from services.gateway.admission import keys
 from sluice.cli import tokens as made_tokens

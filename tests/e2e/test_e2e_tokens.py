@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
+from services.preprocess.protocol import ChatRequest
 from services.preprocess.tokenizers.probes import prompt_fingerprint
-from services.preprocess.tokenizers.protocol import ChatRequest
 from tests.support.loaded_tokenizers import tekken
 from tests.support.suite import Suite
 

@@ -8,8 +8,8 @@ import sys
 from array import array
 from typing import Any
 
-from services.worker.engines.contract.engine import GenerateContext
-from services.worker.engines.contract.generation import GenerateRequest, SamplingParams, Stop
+from services.worker.contract.engine import GenerateContext
+from services.worker.contract.generation import GenerateRequest, SamplingParams, Stop
 from services.worker.engines.mock.engine import MockEngine
 from services.worker.settings import WorkerSettings
 

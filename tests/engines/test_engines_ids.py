@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from services.common.errors import SluiceError
 from services.common.models import ModelSpec, resolve
+from services.preprocess.protocol import ChatRequest, TokenizerProtocol
 from services.preprocess.tokenizers.engine import EngineOptions, EngineTokenizer
 from services.preprocess.tokenizers.loading import load_tokenizer
-from services.preprocess.tokenizers.protocol import ChatRequest, TokenizerProtocol
 from tests.engines.servers import SERVERS, Reference, python
 from tests.support.chat_matrix import chats, plain_chats
 from tests.support.loaded_tokenizers import limits

@@ -18,8 +18,8 @@ from services.common.rpc.channels import open_channel
 from services.common.rpc.errors import from_rpc_error
 from services.common.runner import Stop
 from services.preprocess import __main__ as preprocess
+from services.preprocess.protocol import ChatRequest
 from services.preprocess.settings import PreprocessSettings
-from services.preprocess.tokenizers.protocol import ChatRequest
 from sluice.v1 import preprocess_pb2 as pb
 from sluice.v1 import preprocess_pb2_grpc
 from tests.engines.servers import python

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from services.worker.engines.contract.generation import FinishReason, GenerateRequest
+from services.worker.contract.generation import FinishReason, GenerateRequest
 from services.worker.engines.mock.blocks import BlockPool
 from services.worker.engines.mock.scheduler import Scheduler
 from services.worker.engines.mock.sequence import Sequence

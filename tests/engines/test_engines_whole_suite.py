@@ -16,8 +16,8 @@ import pytest_asyncio
 from tokenizers import Tokenizer
 
 from services.common.models import ModelSpec
+from services.preprocess.protocol import ChatRequest
 from services.preprocess.tokenizers.loading import load_tokenizer
-from services.preprocess.tokenizers.protocol import ChatRequest
 from tests.engines import engine_suite as suite
 from tests.engines.engine_list import ENGINES, FOR_EMBEDDINGS, engine_process
 from tests.engines.served_suite import GREEDY, ServedModel, served

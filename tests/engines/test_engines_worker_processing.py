@@ -13,10 +13,10 @@ import pytest_asyncio
 from services.common.models import ENGINE_PROCESSORS, ModelSpec
 from services.common.packing import unpack_u32
 from services.gateway.workers.tokenizer_parity import PROVEN, TokenizerIdentity, compare
+from services.preprocess.protocol import ChatRequest, TokenizerProtocol
 from services.preprocess.tokenizers.engine import EngineOptions, EngineTokenizer
 from services.preprocess.tokenizers.loading import load_tokenizer
 from services.preprocess.tokenizers.probes import prompt_fingerprint
-from services.preprocess.tokenizers.protocol import ChatRequest, TokenizerProtocol
 from sluice.v1 import common_pb2, postprocess_pb2, worker_pb2
 from tests.engines import engine_suite as suite
 from tests.engines import test_engines_vllm

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from services.worker.conformance import Patience, Target, Verdict, Watcher, run, select
+from sluice.conformance import Patience, Target, Verdict, Watcher, run, select
 from tests.support.broken_routers import FLAWS as SPOILED
 from tests.support.broken_routers import spoiling
 from tests.support.broken_workers import Honest, broken

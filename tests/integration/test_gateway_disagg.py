@@ -24,7 +24,7 @@ from services.gateway.streams.disaggregation import HANDOFF_REFUSED, NO_PREFILL,
 from services.gateway.streams.migration_policy import MigrationPolicy
 from services.gateway.streams.stream import GenerationStream
 from services.gateway.workers import connections as connections
-from services.worker.engines.contract import handoff
+from services.worker.contract import handoff
 from tests.support.survival import Client, ObservedStream, Stage, asking, staged, until
 from tests.support.tiny_models import build_tiny_model
 

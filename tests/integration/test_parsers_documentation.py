@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from services.postprocess.detokenize.stream import FinishReason, Limits, StreamOptions
 from services.postprocess.parsers.base import Parser, ParserContext
 from services.postprocess.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 from services.postprocess.streams.factory import CustomParsers, StreamFactory
-from services.postprocess.streams.stream import FinishReason, Limits, StreamOptions
 from tests.support.parsing import said
 from tests.support.vocabularies import tekken
 

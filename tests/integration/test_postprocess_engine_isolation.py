@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from services.postprocess.detokenize.stream import FinishReason, Limits, StreamOptions
 from services.postprocess.parsers.isolated.remote import RemoteStream
 from services.postprocess.streams.factory import CustomParsers, StreamFactory
-from services.postprocess.streams.stream import FinishReason, Limits, StreamOptions
 from tests.support.parsing import TOOLS, ParsedDelta, said
 from tests.support.vocabularies import tekken
 

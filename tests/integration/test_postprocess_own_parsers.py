@@ -10,12 +10,12 @@ from collections.abc import AsyncIterator
 import pytest
 
 from services.common.errors import SluiceError, unavailable
+from services.postprocess.detokenize.stream import FinishReason, Limits, StreamOptions
 from services.postprocess.parsers.events import Degraded
 from services.postprocess.parsers.isolated import host
 from services.postprocess.parsers.isolated.host import ParserHost
 from services.postprocess.parsers.isolated.remote import RemoteStream
 from services.postprocess.streams.factory import AnyParsed, CustomParsers, StreamFactory
-from services.postprocess.streams.stream import FinishReason, Limits, StreamOptions
 from tests.support.parsing import ParsedDelta, said
 from tests.support.vocabularies import tekken
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from services.common.errors import ErrorKind, SluiceError
+from services.postprocess.detokenize.stream import FinishReason, Limits, StreamOptions
 from services.postprocess.parsers.isolated import host
 from services.postprocess.parsers.isolated.engine_host import EngineHost
 from services.postprocess.parsers.isolated.host import ParserHost
 from services.postprocess.streams.factory import CustomParsers, StreamFactory
-from services.postprocess.streams.stream import FinishReason, Limits, StreamOptions
 from tests.support.parsing import said
 from tests.support.vocabularies import tekken
 

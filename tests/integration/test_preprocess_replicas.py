@@ -11,7 +11,7 @@ import sys
 from services.common.net.ports import free_port
 from services.common.packing import unpack_u32
 from services.common.rpc.replicas import ReplicaSet
-from services.preprocess.tokenizers.protocol import ChatRequest
+from services.preprocess.protocol import ChatRequest
 from sluice.v1 import preprocess_pb2 as pb
 from sluice.v1 import preprocess_pb2_grpc
 from tests.support.loaded_tokenizers import tiny_folder, tiny_hf

@@ -20,7 +20,7 @@ from services.common.packing import pack_u32
 from services.common.rpc.bearer_channel import BearerChannel
 from services.common.rpc.channels import open_channel
 from services.common.rpc.errors import from_rpc_error
-from services.common.rpc.rotating_channel import PeerCredentials
+from services.common.security.tls import PeerCredentials
 from services.gateway.clients.router import RouterClient
 from services.gateway.core.request import TokenizedPrompt
 from services.gateway.workers.registry import WorkerRegistry

@@ -32,7 +32,7 @@ from services.preprocess import __main__ as preprocess
 from services.preprocess.settings import PreprocessSettings
 from services.router import __main__ as router
 from services.router.settings import RouterSettings
-from services.worker.serving.server import WorkerServer
+from services.worker.server import WorkerServer
 from sluice.v1 import postprocess_pb2, postprocess_pb2_grpc, preprocess_pb2, preprocess_pb2_grpc
 from tests.support.loaded_tokenizers import tekken, tiny_folder, tiny_hf
 from tests.support.tiny_models import build_tiny_model

@@ -13,9 +13,9 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from services.common.observability import telemetry
-from services.worker.engines.contract.engine import GenerateContext
-from services.worker.engines.contract.generation import Delta, FinishReason, GenerateRequest, Usage
-from services.worker.serving.server import WorkerServer
+from services.worker.contract.engine import GenerateContext
+from services.worker.contract.generation import Delta, FinishReason, GenerateRequest, Usage
+from services.worker.server import WorkerServer
 from sluice.v1 import common_pb2, worker_pb2_grpc
 from tests.support.engines import ScriptedEngine
 from tests.support.tiny_models import build_tiny_model

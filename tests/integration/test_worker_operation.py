@@ -20,9 +20,9 @@ from services.common.rpc.errors import from_rpc_error
 from services.common.rpc.server import GrpcServer
 from services.common.runner import Stop
 from services.common.settings import GrpcServiceSettings
-from services.worker.engines.contract.engine import EngineConfig
+from services.worker.contract.engine import EngineConfig
 from services.worker.engines.mock import MockEngine
-from services.worker.serving.server import WorkerServer
+from services.worker.server import WorkerServer
 from services.worker.settings import WorkerSettings
 from sluice.v1 import common_pb2, router_pb2, router_pb2_grpc, worker_pb2
 from tests.support.engines import until

@@ -23,24 +23,24 @@ from services.common.rpc.channels import open_channel
 from services.common.rpc.errors import from_rpc_error
 from services.common.rpc.server import GrpcServer
 from services.gateway.workers.tokenizer_parity import DIFFERS, PROVEN, TokenizerIdentity, compare
-from services.postprocess.detokenize.registry import VocabularyRegistry
+from services.postprocess.detokenize.stream import Limits
 from services.postprocess.service import PostprocessService
 from services.postprocess.settings import PostprocessSettings
 from services.postprocess.streams.factory import StreamFactory
 from services.postprocess.streams.session import SessionLimits
-from services.postprocess.streams.stream import Limits
+from services.postprocess.streams.vocabulary_registry import VocabularyRegistry
 from services.preprocess.service import PreprocessService
 from services.preprocess.settings import PreprocessSettings
 from services.preprocess.thread_pool import ComputePool
 from services.preprocess.tokenizers.loading import load_tokenizer
 from services.preprocess.tokenizers.probes import prompt_fingerprint
 from services.preprocess.tokenizers.registry import ModelRegistry
-from services.worker.conformance import Patience, Target, Verdict, run, select
-from services.worker.engines.contract.generation import GenerateRequest
-from services.worker.local_processing.options import ProcessingOptions, PromptBounds
+from services.worker.contract.generation import GenerateRequest
 from services.worker.local_processing.processing import Processing
 from services.worker.local_processing.prompts import PromptMaker
-from services.worker.serving.server import WorkerServer
+from services.worker.processing_options import ProcessingOptions, PromptBounds
+from services.worker.server import WorkerServer
+from sluice.conformance import Patience, Target, Verdict, run, select
 from sluice.v1 import (
     common_pb2,
     postprocess_pb2,

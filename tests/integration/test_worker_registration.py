@@ -16,7 +16,7 @@ from services.common.packing import unpack_u64
 from services.common.rpc.server import GrpcServer
 from services.common.settings import GrpcServiceSettings
 from services.worker.kv_events import event_log as cache_log
-from services.worker.serving.server import WorkerServer
+from services.worker.server import WorkerServer
 from sluice.v1 import router_pb2, router_pb2_grpc
 from tests.support.engines import until
 from tests.support.tiny_models import build_tiny_model

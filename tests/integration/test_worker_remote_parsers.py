@@ -13,17 +13,17 @@ import pytest
 from tokenizers import Tokenizer
 
 from services.common.models import ModelSpec
-from services.postprocess.detokenize.registry import VocabularyRegistry
+from services.postprocess.detokenize.stream import StreamOptions
 from services.postprocess.metrics import Metrics
 from services.postprocess.parsers.events import Content
 from services.postprocess.streams.factory import CustomParsers, StreamFactory
 from services.postprocess.streams.session import PostSession, SessionLimits
-from services.postprocess.streams.stream import StreamOptions
-from services.worker.engines.contract.engine import GenerateContext, Sink
-from services.worker.engines.contract.generation import Delta, FinishReason, GenerateRequest, PositionLogprobs, Usage
+from services.postprocess.streams.vocabulary_registry import VocabularyRegistry
+from services.worker.contract.engine import GenerateContext, Sink
+from services.worker.contract.generation import Delta, FinishReason, GenerateRequest, PositionLogprobs, Usage
+from services.worker.generation.response_sink import ResponseSink, SinkParams
+from services.worker.generation.text_delta import TextDelta
 from services.worker.local_processing.batch_detokenizer import BatchDetokenizer
-from services.worker.local_processing.text_delta import TextDelta
-from services.worker.serving.response_sink import ResponseSink, SinkParams
 from tests.support.engines import until
 from tests.support.tiny_models import build_tiny_model
 

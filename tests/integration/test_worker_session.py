@@ -14,8 +14,8 @@ from services.common import models
 from services.common.errors import ErrorKind
 from services.common.packing import pack_u32, unpack_u32
 from services.common.rpc.errors import from_rpc_error
+from services.worker.server import WorkerServer
 from services.worker.serving import outbox
-from services.worker.serving.server import WorkerServer
 from sluice.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from tests.support.engines import until
 from tests.support.tiny_models import build_tiny_model

@@ -13,8 +13,8 @@ import pytest
 
 from services.common.errors import ErrorKind, SluiceError
 from services.common.hashing import block_hashes
-from services.worker.engines.contract.engine import EngineConfig, GenerateContext
-from services.worker.engines.contract.generation import Delta, FinishReason, GenerateRequest, Stop
+from services.worker.contract.engine import EngineConfig, GenerateContext
+from services.worker.contract.generation import Delta, FinishReason, GenerateRequest, Stop
 from services.worker.engines.vllm_grpc import VllmGrpcEngine
 from services.worker.kv_events.cache_events import BlocksStored, CacheCleared, KvEvent
 from services.worker.settings import WorkerSettings

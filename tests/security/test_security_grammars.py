@@ -23,17 +23,17 @@ from tokenizers import Tokenizer
 from services.common import budgets
 from services.common.budgets import Budget
 from services.common.errors import ErrorKind, SluiceError, invalid
-from services.worker.engines.contract.engine import GenerateContext
-from services.worker.engines.contract.generation import FinishReason, GenerateRequest, StructuredOutput
+from services.worker.contract.engine import GenerateContext
+from services.worker.contract.generation import FinishReason, GenerateRequest, StructuredOutput
 from services.worker.engines.mock import MockEngine
 from services.worker.engines.mock.guided import guided_text
 from services.worker.engines.mock.guided.effort import MOST_STEPS, Effort, SchemaTooComplex
 from services.worker.engines.sglang.request_state import RequestState as SglangFlight
+from services.worker.engines.shared.grammar_compiler import GrammarCompiler, naming_constraint
 from services.worker.engines.transformers.guidance import Constraint, GrammarLimits, Grammars
 from services.worker.engines.vllm import library
 from services.worker.engines.vllm.engine import VllmEngine
-from services.worker.serving.compiling import GrammarCompiler, naming_constraint
-from services.worker.serving.validation import validate_grammar_size
+from services.worker.generation.validation import validate_grammar_size
 from services.worker.settings import WorkerSettings
 from tests.support.engines import RecordingSink, request, until
 from tests.support.hostile_grammars import GRAMMARS, regex, schema

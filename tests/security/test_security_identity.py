@@ -14,9 +14,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pydantic import SecretStr
 
 from services.common.errors import ErrorKind, SluiceError
+from services.common.rpc.auth_interceptor import AccessInterceptor
 from services.common.rpc.channels import open_channel
 from services.common.rpc.server import GrpcServer
-from services.common.security.auth_interceptor import AccessInterceptor
 from services.common.security.bearer_tokens import shown_tokens
 from services.common.security.tls import channel_credentials
 from services.common.settings import GrpcServiceSettings, TlsSettings

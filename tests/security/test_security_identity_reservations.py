@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from services.common.packing import pack_u32
-from services.common.rpc.rotating_channel import PeerCredentials
+from services.common.security.tls import PeerCredentials
 from services.gateway.clients.router import RouterClient
 from services.gateway.core.request import TokenizedPrompt
 from sluice.v1 import router_pb2, router_pb2_grpc

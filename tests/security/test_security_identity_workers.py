@@ -17,7 +17,7 @@ from services.common.rpc.errors import from_rpc_error
 from services.common.runner import Stop
 from services.router.metrics import REFUSED
 from services.worker.metrics import ID_TAKEN
-from services.worker.serving.server import WorkerServer
+from services.worker.server import WorkerServer
 from services.worker.settings import WorkerSettings
 from sluice.v1 import (
     common_pb2,

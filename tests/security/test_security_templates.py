@@ -32,12 +32,12 @@ from services.common.rpc.errors import from_rpc_error
 from services.common.runner import Stop
 from services.preprocess import __main__ as preprocess
 from services.preprocess.limits import Limits
+from services.preprocess.protocol import ChatRequest
 from services.preprocess.settings import PreprocessSettings
 from services.preprocess.templates import templates
 from services.preprocess.templates.processes import TemplateProcesses
 from services.preprocess.tokenizers.hf import HfTokenizer
 from services.preprocess.tokenizers.loading import load_tokenizer
-from services.preprocess.tokenizers.protocol import ChatRequest
 from sluice.v1 import preprocess_pb2 as pb
 from sluice.v1 import preprocess_pb2_grpc
 from tests.support.big_vocabulary import build_big_model

@@ -12,14 +12,15 @@ import pytest
 
 from services.common.models import DEFAULT_SOURCE, resolve
 from services.common.packing import unpack_u32
+from services.postprocess.detokenize.stream import FinishReason, Limits, Stream, StreamOptions
+from services.postprocess.detokenize.vocabulary import ParserNames
 from services.postprocess.parsers.base import ParserContext
-from services.postprocess.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, ParserNames, build, markers_of
+from services.postprocess.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, build, markers_of
 from services.postprocess.streams.parsed import ParsedStream
-from services.postprocess.streams.stream import FinishReason, Limits, Stream, StreamOptions
 from services.preprocess.encoders.options import EncoderOptions
+from services.preprocess.protocol import TokenizerProtocol
 from services.preprocess.tokenizers.hf import HfTokenizer
 from services.preprocess.tokenizers.mistral import MistralTokenizer
-from services.preprocess.tokenizers.protocol import TokenizerProtocol
 from tests.support.growth import growth
 from tests.support.loaded_tokenizers import limits
 from tests.support.parsing import TOOLS, said

@@ -8,8 +8,8 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from typing import Any, Self
 
 from services.common.errors import SluiceError
-from services.worker.engines.contract.engine import EngineConfig, GenerateContext, LLMEngine, Load, Sink
-from services.worker.engines.contract.generation import (
+from services.worker.contract.engine import EngineConfig, GenerateContext, LLMEngine, Load, Sink
+from services.worker.contract.generation import (
     Delta,
     FinishReason,
     GenerateRequest,

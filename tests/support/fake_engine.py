@@ -25,7 +25,7 @@ def main(folder: str, mode: str) -> None:
     from services.common.errors import ErrorKind, SluiceError
     from services.preprocess.engines import host
     from services.preprocess.engines.tokenizer import EngineFacts, error_form
-    from services.preprocess.tokenizers.protocol import ChatRequest
+    from services.preprocess.protocol import ChatRequest
 
     class Tokenizer:
         facts = EngineFacts("1", 256, (2,), 0, "template", True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from services.worker.engines.contract.generation import StructuredOutput
+from services.worker.contract.generation import StructuredOutput
 
 
 def schema(document: Any) -> StructuredOutput:

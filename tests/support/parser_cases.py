@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from services.postprocess.parsers.registry import ParserNames
+from services.postprocess.detokenize.vocabulary import ParserNames
 from tests.support.parsing import COMMON, MARKUP, RECORDED, WORDS, parsed, pieces_of
 
 CHUNK = 500

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from services.postprocess.detokenize.vocabulary import ParserNames
 from services.postprocess.parsers.base import ParserContext
 from services.postprocess.parsers.events import CallArguments, CallStart, Content, Degraded, Event, Reasoning, merge
-from services.postprocess.parsers.registry import ParserNames, build
+from services.postprocess.parsers.registry import build
 
 
 def tool(name: str, **properties: Any) -> dict[str, Any]:

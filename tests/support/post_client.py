@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from services.common.models import ModelSpec
-from services.postprocess.detokenize.registry import VocabularyRegistry
+from services.postprocess.detokenize.stream import Finish
 from services.postprocess.detokenize.vocabulary import Vocabulary
 from services.postprocess.metrics import Metrics
 from services.postprocess.parsers.events import CallArguments, CallStart, Content, Degraded, Reasoning
 from services.postprocess.streams.resume import Resume
 from services.postprocess.streams.session import PostSession, SessionLimits
-from services.postprocess.streams.stream import Finish
+from services.postprocess.streams.vocabulary_registry import VocabularyRegistry
 
 
 @dataclass

@@ -7,10 +7,10 @@ from contextlib import aclosing
 
 from opentelemetry import trace
 
-from services.worker.engines.contract.engine import GenerateContext, LLMEngine, Sink
-from services.worker.engines.contract.generation import Delta, GenerateRequest
+from services.worker.contract.delta_stream import DeltaStream
+from services.worker.contract.engine import GenerateContext, LLMEngine, Sink
+from services.worker.contract.generation import Delta, GenerateRequest
 from services.worker.engines.mock import MockEngine
-from services.worker.serving.delta_stream import DeltaStream
 
 TRACER = trace.get_tracer("an engine")
 FIRST, EACH = "engine.wait_for_first", "engine.hand_out"

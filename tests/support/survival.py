@@ -48,11 +48,11 @@ from services.gateway.streams.migration_policy import MigrationPolicy
 from services.gateway.workers.connections import ConnectionManager
 from services.gateway.workers.registry import WorkerEntry, WorkerRegistry
 from services.postprocess import service as postprocess
-from services.postprocess.detokenize.registry import VocabularyRegistry
 from services.postprocess.settings import PostprocessSettings
 from services.postprocess.streams.factory import StreamFactory
+from services.postprocess.streams.vocabulary_registry import VocabularyRegistry
 from services.worker.engines.mock.vocabulary import MockVocabulary, load_vocabulary
-from services.worker.serving.server import WorkerServer
+from services.worker.server import WorkerServer
 from sluice.v1 import postprocess_pb2, postprocess_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tests.support.workers import hosted
 

@@ -10,10 +10,10 @@ from typing import Self
 
 from services.common import models
 from services.common.errors import invalid, overloaded
-from services.worker.engines.arguments import read_options
-from services.worker.engines.contract.capabilities import SAMPLING, Capability
-from services.worker.engines.contract.engine import EngineConfig, GenerateContext, LLMEngine, Load
-from services.worker.engines.contract.generation import Delta, GenerateRequest, Usage
+from services.worker.contract.capabilities import SAMPLING, Capability
+from services.worker.contract.engine import EngineConfig, GenerateContext, LLMEngine, Load
+from services.worker.contract.generation import Delta, GenerateRequest, Usage
+from services.worker.engines.shared.arguments import read_options
 from services.worker.settings import WorkerSettings
 from sluice_parrot.speech import speak
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.worker.engines.contract.generation import FinishReason, GenerateRequest
+from services.worker.contract.generation import FinishReason, GenerateRequest
 
 
 @dataclass(frozen=True)

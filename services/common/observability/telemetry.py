@@ -27,11 +27,11 @@ from services.common.errors import SluiceError
 from services.common.observability import instruments, otel_environment
 from services.common.observability.scrape_server import ScrapeEndpoint
 from services.common.security.tls import metrics_context
-from services.common.settings import ServiceSettings
 from sluice.v1 import common_pb2
 
 if TYPE_CHECKING:
     from services.common.observability.span_export import SpanExport
+    from services.common.settings import ServiceSettings
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,8 @@ from functools import partial
 import grpc
 
 from services.common.rpc.bearer_channel import BearerChannel
-from services.common.rpc.rotating_channel import PeerCredentials, RenewingChannel
+from services.common.rpc.rotating_channel import RenewingChannel
+from services.common.security.tls import PeerCredentials
 
 KEEPALIVE_MS = 10_000
 KEEPALIVE_TIMEOUT_MS = 5_000

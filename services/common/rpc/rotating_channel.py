@@ -11,34 +11,12 @@ from typing import Any
 import grpc
 
 from services.common.file_watcher import WatchedFiles
-from services.common.security.bearer_tokens import ShownTokens
 from services.common.tasks import TaskOwner
 
 log = logging.getLogger(__name__)
 
 ACCEPTED_WITHIN_S = 5.0
 TRY_AGAIN_S = 5.0
-
-
-class PeerCredentials(grpc.ChannelCredentials):
-    """TLS, tokens, or both; `open_channel` understands them.
-
-    Args:
-        tls: what TLS takes now; None for plain text.
-        tokens: returns the token to show to a service; None shows none.
-        ip_name: name in the certificates of peers that are known by IP address only; empty: the address itself.
-    """
-
-    def __init__(
-        self,
-        tls: WatchedFiles[grpc.ChannelCredentials] | None,
-        tokens: ShownTokens | None = None,
-        ip_name: str = "",
-    ) -> None:
-        super().__init__(None if tls is None else vars(tls.value)["_credentials"])  # as they are now, for grpc itself
-        self.tls = tls
-        self.tokens = tokens
-        self.ip_name = ip_name
 
 
 class _RotatingChannel:

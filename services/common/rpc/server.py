@@ -14,9 +14,9 @@ from services.common.budgets import BudgetPool
 from services.common.errors import ErrorKind, SluiceError
 from services.common.net.addresses import host_port, join, listens_on_loopback
 from services.common.observability import scrape_server as scraping
+from services.common.rpc.auth_interceptor import access_interceptors
 from services.common.rpc.channels import KEEPALIVE_TIMEOUT_MS
 from services.common.rpc.health import Health
-from services.common.security.auth_interceptor import access_interceptors
 from services.common.security.tls import server_credentials
 from services.common.settings import GrpcServiceSettings
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 
@@ -16,9 +17,16 @@ from services.postprocess.detokenize.detokenizer import (
     fallback_byte,
     outside_vocabulary,
 )
-from services.postprocess.parsers.registry import ParserNames
 
 NO_MARKERS: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class ParserNames:
+    """The parsers of a model or a stream; empty for none."""
+
+    tool: str = ""
+    reasoning: str = ""
 
 
 class Vocabulary(ABC):

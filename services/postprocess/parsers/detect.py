@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from services.common.models import read_json
-from services.postprocess.parsers.registry import ParserNames
+from services.postprocess.detokenize.vocabulary import ParserNames
 
 
 def names_of(path: Path, is_special: frozenset[str]) -> ParserNames:

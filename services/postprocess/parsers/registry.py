@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from services.common.errors import invalid, quoted
+from services.postprocess.detokenize.vocabulary import ParserNames
 from services.postprocess.parsers.base import Chain, Parser, ParserContext
 from services.postprocess.parsers.deepseek import DeepSeekParser
 from services.postprocess.parsers.engines import ENGINES, bare, engine_of, nearest
@@ -47,14 +47,6 @@ REASONING_PARSERS: dict[str, type[Parser]] = {
     "mistral": MistralThinkParser,
     "harmony": HarmonyParser,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class ParserNames:
-    """The parsers of a model or a stream; empty for none."""
-
-    tool: str = ""
-    reasoning: str = ""
 
 
 def own_class(name: str) -> type[Parser]:

@@ -8,18 +8,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from services.common.errors import ErrorKind, SluiceError
-from services.postprocess.detokenize.vocabulary import Vocabulary
+from services.postprocess.detokenize.stream import Finish, FinishReason, Limits, Stream, StreamOptions
+from services.postprocess.detokenize.vocabulary import ParserNames, Vocabulary
 from services.postprocess.parsers.base import ParserContext
 from services.postprocess.parsers.engines import engine_of
 from services.postprocess.parsers.events import Content, Degraded, Event, merge
 from services.postprocess.parsers.isolated.engine_host import EngineHost, pair_of
 from services.postprocess.parsers.isolated.host import ParserHost
 from services.postprocess.parsers.isolated.remote import RemoteStream
-from services.postprocess.parsers.registry import ParserNames, Registry, build, markers_of
+from services.postprocess.parsers.registry import Registry, build, markers_of
 from services.postprocess.parsers.watchdog import WATCH
 from services.postprocess.streams.parsed import ParsedStream
 from services.postprocess.streams.parser_selection import ParserSelection, plan_of
-from services.postprocess.streams.stream import Finish, FinishReason, Limits, Stream, StreamOptions
 
 log = logging.getLogger(__name__)
 

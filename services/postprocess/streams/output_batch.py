@@ -5,9 +5,9 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
+from services.postprocess.detokenize.stream import Finish
 from services.postprocess.detokenize.token_texts import TokenRecorder, TokenTexts
 from services.postprocess.parsers.events import Event, merge
-from services.postprocess.streams.stream import Finish
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
+from services.postprocess.detokenize.stream import Finish, FinishReason, Stream
 from services.postprocess.detokenize.token_texts import TokenRecorder
 from services.postprocess.parsers.base import Parser
 from services.postprocess.parsers.events import CallStart, Content, Degraded, Event
 from services.postprocess.parsers.watchdog import HELD_AT_MOST, WATCH, Expired
-from services.postprocess.streams.stream import Finish, FinishReason, Stream
 
 log = logging.getLogger(__name__)
 

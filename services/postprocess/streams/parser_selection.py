@@ -8,12 +8,12 @@ from typing import Any
 
 from services.common.errors import SluiceError, invalid, quoted
 from services.postprocess.detokenize.detokenizer import TAIL_AT_MOST
-from services.postprocess.detokenize.vocabulary import Vocabulary
+from services.postprocess.detokenize.stream import Limits, StreamOptions
+from services.postprocess.detokenize.vocabulary import ParserNames, Vocabulary
 from services.postprocess.parsers.base import ParserContext
 from services.postprocess.parsers.calls import NOT_CHOSEN
 from services.postprocess.parsers.engines import engine_of
-from services.postprocess.parsers.registry import AUTO, NONE, ParserNames, Registry
-from services.postprocess.streams.stream import Limits, StreamOptions
+from services.postprocess.parsers.registry import AUTO, NONE, Registry
 
 NO_PARSER = "tool_parser_unknown"
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 
 from services.common.errors import SluiceError, internal, overloaded
 from services.common.tasks import TaskOwner
-from services.postprocess.detokenize.registry import VocabularyRegistry
+from services.postprocess.detokenize.stream import FinishReason, StreamOptions
 from services.postprocess.streams.factory import INLINE_TOKENS, AnyStream, StreamFactory, fed
 from services.postprocess.streams.parser_selection import ParserSelection
 from services.postprocess.streams.resume import Resume
-from services.postprocess.streams.stream import FinishReason, StreamOptions
+from services.postprocess.streams.vocabulary_registry import VocabularyRegistry
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from services.common.errors import ErrorKind, SluiceError, invalid, overloaded, unavailable
-from services.postprocess.detokenize.registry import VocabularyRegistry
+from services.postprocess.detokenize.stream import Finish, FinishReason, Limits, Stream, StreamOptions
 from services.postprocess.metrics import Metrics
 from services.postprocess.parsers.events import Degraded
 from services.postprocess.parsers.isolated.remote import RemoteStream
@@ -20,7 +20,7 @@ from services.postprocess.streams.parser_selection import ParserSelection
 from services.postprocess.streams.pending import PendingStream, PendingStreams
 from services.postprocess.streams.resume import Remainder, Resume, mismatch
 from services.postprocess.streams.slots import Slots
-from services.postprocess.streams.stream import Finish, FinishReason, Limits, Stream, StreamOptions
+from services.postprocess.streams.vocabulary_registry import VocabularyRegistry
 
 
 @dataclass(frozen=True, slots=True)

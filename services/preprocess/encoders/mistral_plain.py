@@ -18,7 +18,7 @@ from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
 from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 
 from services.common.packing import pack_u32
-from services.preprocess.tokenizers.protocol import ChatRequest, Message
+from services.preprocess.protocol import ChatRequest, Message
 
 log = logging.getLogger(__name__)
 

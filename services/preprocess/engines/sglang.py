@@ -22,7 +22,7 @@ from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 from services.common.errors import invalid
 from services.preprocess.engines.stand_in import engine_folder, is_mistral
 from services.preprocess.engines.tokenizer import EngineFacts
-from services.preprocess.tokenizers.protocol import ChatRequest
+from services.preprocess.protocol import ChatRequest
 
 VERSION: str = sglang.__version__
 

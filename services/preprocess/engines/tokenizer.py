@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from services.common.errors import ErrorKind, SluiceError
-from services.preprocess.tokenizers.protocol import ChatRequest
+from services.preprocess.protocol import ChatRequest
 
 PARAMS = ("messages", "tools", "documents", "chat_template", "chat_template_kwargs", "tool_choice")
 

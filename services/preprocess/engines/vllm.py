@@ -23,7 +23,7 @@ from vllm.renderers.params import TokenizeParams
 from services.common.errors import invalid
 from services.preprocess.engines.stand_in import engine_folder, is_mistral
 from services.preprocess.engines.tokenizer import EngineFacts
-from services.preprocess.tokenizers.protocol import ChatRequest
+from services.preprocess.protocol import ChatRequest
 
 VERSION: str = vllm.__version__
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from services.preprocess.tokenizers.protocol import Message
+from services.preprocess.protocol import Message
 
 # Clients write one, templates read one or the other.
 _REASONING = (("reasoning", "reasoning_content"), ("reasoning_content", "reasoning"))

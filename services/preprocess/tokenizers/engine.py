@@ -17,9 +17,9 @@ from services.common.models import fingerprint, read_json
 from services.preprocess.engines import TESTED_VERSIONS
 from services.preprocess.engines.process import EngineProcess, deadly_prompt
 from services.preprocess.engines.tokenizer import chat_argument
+from services.preprocess.generation_defaults import eos_ids, generation_defaults
+from services.preprocess.protocol import ChatRequest, TokenizerFacts, TokenizerProtocol
 from services.preprocess.templates.processes import MODEL_FAULT
-from services.preprocess.tokenizers.generation_defaults import eos_ids, generation_defaults
-from services.preprocess.tokenizers.protocol import ChatRequest, TokenizerFacts, TokenizerProtocol
 
 log = logging.getLogger(__name__)
 

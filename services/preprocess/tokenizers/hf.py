@@ -16,16 +16,16 @@ from services.common.packing import unpack_u32
 from services.preprocess.encoders.hf import HfEncoder
 from services.preprocess.encoders.options import EncoderOptions
 from services.preprocess.encoders.segment_cache import CacheStats
+from services.preprocess.generation_defaults import eos_ids, generation_defaults
 from services.preprocess.limits import Limits
-from services.preprocess.templates.runner import InThisProcess, TemplateRunner
-from services.preprocess.tokenizers.generation_defaults import eos_ids, generation_defaults
-from services.preprocess.tokenizers.protocol import (
+from services.preprocess.protocol import (
     ChatRequest,
     Message,
     PendingPrompt,
     TokenizerFacts,
     TokenizerProtocol,
 )
+from services.preprocess.templates.runner import InThisProcess, TemplateRunner
 
 _OPEN_END = "\ue000sluice-open-end\ue001 "
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

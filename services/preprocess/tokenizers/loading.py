@@ -12,8 +12,8 @@ from services.common.errors import ErrorKind, SluiceError, invalid
 from services.common.models import ENGINE_PROCESSORS, ModelSpec, detect_processor, resolve
 from services.preprocess.encoders.options import EncoderOptions
 from services.preprocess.limits import Limits
+from services.preprocess.protocol import TokenizerProtocol
 from services.preprocess.tokenizers.engine import EngineOptions, EngineTokenizer
-from services.preprocess.tokenizers.protocol import TokenizerProtocol
 
 NO_OPTIONS: Mapping[str, EngineOptions] = MappingProxyType({})
 USUAL_SPEED = EncoderOptions()

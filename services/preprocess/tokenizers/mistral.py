@@ -27,8 +27,8 @@ from services.preprocess.encoders.mistral import MistralEncoder
 from services.preprocess.encoders.mistral_plain import PlainEncoder
 from services.preprocess.encoders.options import CACHE_OFF, EncoderOptions
 from services.preprocess.encoders.segment_cache import CacheStats
-from services.preprocess.tokenizers.generation_defaults import generation_defaults
-from services.preprocess.tokenizers.protocol import ChatRequest, Message, TokenizerFacts, TokenizerProtocol
+from services.preprocess.generation_defaults import generation_defaults
+from services.preprocess.protocol import ChatRequest, Message, TokenizerFacts, TokenizerProtocol
 
 _TOOL_CALL_ID_CHARS = 9
 _UNSET_LENGTH = 10**9

@@ -8,7 +8,7 @@ from typing import Any
 
 from services.common.errors import SluiceError
 from services.common.packing import pack_u32
-from services.preprocess.tokenizers.protocol import ChatRequest, Message, TokenizerProtocol
+from services.preprocess.protocol import ChatRequest, Message, TokenizerProtocol
 
 log = logging.getLogger(__name__)
 

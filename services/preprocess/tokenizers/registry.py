@@ -13,8 +13,8 @@ from time import perf_counter
 from services.common.errors import SluiceError, not_found, quoted, unavailable
 from services.common.models import ModelSpec
 from services.common.tasks import TaskOwner
+from services.preprocess.protocol import TokenizerProtocol
 from services.preprocess.tokenizers.probes import prompt_fingerprint
-from services.preprocess.tokenizers.protocol import TokenizerProtocol
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import importlib
 from importlib.metadata import entry_points
 
 from services.common.errors import SluiceError, invalid
-from services.worker.engines.contract.engine import LLMEngine
+from services.worker.contract.engine import LLMEngine
 
 ENTRY_POINT_GROUP = "sluice.engines"
 BUILT_IN = {

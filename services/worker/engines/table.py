@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from services.common.errors import SluiceError
+from services.worker.contract.capabilities import GUIDED, SAMPLING, Capability
+from services.worker.contract.engine import LLMEngine
 from services.worker.engines import BUILT_IN, find_engine
-from services.worker.engines.contract.capabilities import GUIDED, SAMPLING, Capability
-from services.worker.engines.contract.engine import LLMEngine
-from services.worker.engines.sampling_fields import fields_table
 from services.worker.engines.sglang import fields as sglang_fields
+from services.worker.engines.shared.sampling_fields import fields_table
 from services.worker.engines.vllm import fields as vllm_fields
 
 BEGIN = "<!-- made by `sluice engines --write`; do not edit -->"

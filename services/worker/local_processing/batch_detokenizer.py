@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from services.common.errors import internal, invalid
+from services.postprocess.detokenize.stream import Finish
+from services.postprocess.detokenize.stream import FinishReason as TextReason
 from services.postprocess.streams.session import PostSession
-from services.postprocess.streams.stream import Finish
-from services.postprocess.streams.stream import FinishReason as TextReason
-from services.worker.engines.contract.generation import FinishReason, GenerateRequest, PositionLogprobs
+from services.worker.contract.generation import FinishReason, GenerateRequest, PositionLogprobs
+from services.worker.generation.response_sink import ResponseSink, SinkParams
+from services.worker.generation.text_delta import TextDelta, by_slot
 from services.worker.local_processing.pending_parses import PendingParses
-from services.worker.local_processing.text_delta import TextDelta, by_slot
 from services.worker.local_processing.text_sink import TextSink
 from services.worker.local_processing.token_batch import StepTokens
-from services.worker.serving.response_sink import ResponseSink, SinkParams
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import orjson
 
 from services.common.errors import invalid
-from services.preprocess.tokenizers.protocol import ChatRequest
+from services.preprocess.protocol import ChatRequest
 from services.preprocess.validation import checked_chat
 
 T = TypeVar("T")

@@ -8,10 +8,10 @@ from typing import Any
 
 import orjson
 
-from services.postprocess.streams.stream import StreamOptions
-from services.preprocess.tokenizers.generation_defaults import GenerationDefaults
-from services.preprocess.tokenizers.protocol import TokenizerFacts
-from services.worker.engines.contract.generation import GenerateRequest, SamplingParams, Stop
+from services.postprocess.detokenize.stream import StreamOptions
+from services.preprocess.generation_defaults import GenerationDefaults
+from services.preprocess.protocol import TokenizerFacts
+from services.worker.contract.generation import GenerateRequest, SamplingParams, Stop
 from services.worker.local_processing.body import ChatBody
 
 PROMPT_TAIL_TOKENS = 16

@@ -8,18 +8,18 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from services.common.models import ENGINE_PROCESSORS, ModelSpec
-from services.postprocess.detokenize.registry import VocabularyRegistry
+from services.postprocess.detokenize.vocabulary import ParserNames
 from services.postprocess.metrics import Metrics
 from services.postprocess.parsers.engines import engine_of
-from services.postprocess.parsers.registry import ParserNames
 from services.postprocess.streams.factory import CustomParsers, StreamFactory
 from services.postprocess.streams.session import PostSession, SessionLimits
+from services.postprocess.streams.vocabulary_registry import VocabularyRegistry
 from services.preprocess.encoders.options import EncoderOptions
 from services.preprocess.limits import Limits
+from services.preprocess.protocol import TokenizerProtocol
 from services.preprocess.templates.processes import TemplateProcesses
 from services.preprocess.tokenizers.loading import load_tokenizer
 from services.preprocess.tokenizers.probes import prompt_fingerprint
-from services.preprocess.tokenizers.protocol import TokenizerProtocol
 from services.worker.local_processing.batch_detokenizer import BatchDetokenizer
 from services.worker.local_processing.prompts import PromptMaker
 

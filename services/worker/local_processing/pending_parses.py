@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from services.worker.local_processing.text_delta import TextDelta
+from services.worker.generation.text_delta import TextDelta
 from services.worker.local_processing.token_batch import StepTokens
 
 

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 from services.common.errors import SluiceError, internal
 from services.common.tasks import TaskOwner
-from services.worker.engines.contract.generation import GenerateRequest
+from services.worker.contract.generation import GenerateRequest
 
 log = logging.getLogger(__name__)
 

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING
 from services.common.errors import ErrorKind, SluiceError
 from services.common.models import ModelSpec
 from services.common.tasks import TaskOwner
-from services.worker.engines.contract.capabilities import Capability
-from services.worker.engines.contract.engine import EngineConfig, Sink
-from services.worker.engines.contract.generation import GenerateRequest
-from services.worker.local_processing.options import ProcessingOptions
+from services.worker.contract.capabilities import Capability
+from services.worker.contract.engine import EngineConfig, Sink
+from services.worker.contract.generation import GenerateRequest
+from services.worker.generation.response_sink import ResponseSink, SinkParams
 from services.worker.local_processing.preparing import PromptPreparation
-from services.worker.serving.response_sink import ResponseSink, SinkParams
+from services.worker.processing_options import ProcessingOptions
 
 if TYPE_CHECKING:  # what these need is not there in every environment of an engine
     from services.postprocess.streams.factory import StreamFactory
+    from services.preprocess.protocol import TokenizerProtocol
     from services.preprocess.templates.processes import TemplateProcesses
-    from services.preprocess.tokenizers.protocol import TokenizerProtocol
     from services.worker.local_processing.batch_detokenizer import BatchDetokenizer
     from services.worker.local_processing.prompts import PromptMaker
 

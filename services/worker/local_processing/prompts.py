@@ -8,15 +8,15 @@ from functools import partial
 
 from services.common.errors import overloaded
 from services.common.packing import unpack_u32
+from services.preprocess.protocol import TokenizerProtocol, packed_chat, packed_text
 from services.preprocess.thread_pool import ComputePool
-from services.preprocess.tokenizers.protocol import TokenizerProtocol, packed_chat, packed_text
 from services.preprocess.validation import too_large
-from services.worker.engines.contract.engine import EngineConfig
-from services.worker.engines.contract.generation import GenerateRequest
+from services.worker.contract.engine import EngineConfig
+from services.worker.contract.generation import GenerateRequest
+from services.worker.generation.validation import validate_made_prompt
 from services.worker.local_processing.body import read_body
 from services.worker.local_processing.completing import MadePrompt, completed
-from services.worker.local_processing.options import PromptBounds
-from services.worker.serving.validation import validate_made_prompt
+from services.worker.processing_options import PromptBounds
 
 TEXT, CHAT = "prompt", "messages"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from services.worker.engines.contract.generation import Delta, PositionLogprobs, Usage
-from services.worker.local_processing.text_delta import TextDelta
-from services.worker.serving.response_sink import ResponseSink
+from services.worker.contract.generation import Delta, PositionLogprobs, Usage
+from services.worker.generation.response_sink import ResponseSink
+from services.worker.generation.text_delta import TextDelta
 
 
 class TextSink(ResponseSink):

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from services.worker.engines.contract.generation import PositionLogprobs
+from services.worker.contract.generation import PositionLogprobs
 from services.worker.local_processing.text_sink import TextSink
 
 

@@ -9,9 +9,9 @@ from array import array
 from collections.abc import Sequence
 
 from services.common.errors import ErrorKind, SluiceError
-from services.worker.engines.contract.capabilities import SAMPLING, Capability
-from services.worker.engines.contract.engine import EngineConfig, GenerateContext, Sink
-from services.worker.engines.contract.generation import (
+from services.worker.contract.capabilities import SAMPLING, Capability
+from services.worker.contract.engine import EngineConfig, GenerateContext, Sink
+from services.worker.contract.generation import (
     Disaggregation,
     FinishReason,
     GenerateRequest,

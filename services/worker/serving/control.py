@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from services.common.errors import ErrorKind, SluiceError, internal, invalid
-from services.worker.engines.contract.capabilities import Capability
-from services.worker.serving.validation import require
+from services.worker.contract.capabilities import Capability
+from services.worker.generation.validation import require
 from services.worker.serving.worker import Worker
 
 log = logging.getLogger(__name__)

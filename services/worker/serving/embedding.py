@@ -9,8 +9,8 @@ from array import array
 from collections.abc import Sequence
 
 from services.common.errors import ErrorKind, SluiceError, internal
-from services.worker.engines.contract.engine import Embedded
-from services.worker.serving.validation import validate_embedding
+from services.worker.contract.engine import Embedded
+from services.worker.generation.validation import validate_embedding
 from services.worker.serving.worker import Worker
 
 log = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from services.common.errors import ErrorKind, SluiceError
-from services.worker.engines.contract.engine import EngineConfig, LLMEngine
+from services.worker.contract.engine import EngineConfig, LLMEngine
 
 log = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from services.worker.engines.contract.generation import Delta
+from services.worker.contract.generation import Delta
 
 if TYPE_CHECKING:
-    from services.worker.local_processing.text_delta import TextDelta
+    from services.worker.generation.text_delta import TextDelta
 
 PAGE_TOKENS = 65_536  # keeps a message well under the size limit
 STALLED_TOKENS = 1 << 20

@@ -15,9 +15,9 @@ from services.common.observability import telemetry
 from services.common.packing import unpack_u32
 from services.common.rpc.errors import abort, answer
 from services.common.rpc.session import BatchWriter, serve_session
+from services.worker.generation.response_sink import StreamResponseSink
 from services.worker.serving.control import Controls
 from services.worker.serving.embedding import embed
-from services.worker.serving.response_sink import StreamResponseSink
 from services.worker.serving.session import WorkerSession
 from services.worker.serving.tokenizer_files import TokenizerFiles
 from services.worker.serving.wire import (

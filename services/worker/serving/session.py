@@ -7,10 +7,10 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from services.common.errors import SluiceError, invalid
-from services.worker.engines.contract.generation import Delta, FinishReason, GenerateRequest, PositionLogprobs, Usage
-from services.worker.local_processing.text_delta import TextDelta
+from services.worker.contract.generation import Delta, FinishReason, GenerateRequest, PositionLogprobs, Usage
+from services.worker.generation.response_sink import BEGUN, ResponseSink
+from services.worker.generation.text_delta import TextDelta
 from services.worker.serving.outbox import Outbox, Page
-from services.worker.serving.response_sink import BEGUN, ResponseSink
 from services.worker.serving.worker import Worker
 
 log = logging.getLogger(__name__)

@@ -13,11 +13,11 @@ from services.common.hashing import HASH_SCHEME
 from services.common.observability import telemetry
 from services.common.packing import pack_u32, unpack_u32
 from services.common.rpc.errors import to_detail
+from services.postprocess.detokenize.stream import StreamOptions
 from services.postprocess.parsers.events import merge
-from services.postprocess.streams.stream import StreamOptions
 from services.postprocess.wire import parts, to_event, to_finish, to_options, to_tokens
-from services.worker.engines.contract.engine import EngineConfig, Load
-from services.worker.engines.contract.generation import (
+from services.worker.contract.engine import EngineConfig, Load
+from services.worker.contract.generation import (
     Delta,
     Disaggregation,
     GenerateRequest,
@@ -29,9 +29,9 @@ from services.worker.engines.contract.generation import (
     StructuredOutput,
     TokenLogprob,
 )
-from services.worker.local_processing.text_delta import TextDelta
+from services.worker.generation.text_delta import TextDelta
+from services.worker.generation.tracing import LINK
 from services.worker.serving.outbox import Page
-from services.worker.serving.tracing import LINK
 from sluice.v1 import common_pb2, postprocess_pb2, worker_pb2
 
 

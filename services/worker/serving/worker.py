@@ -11,18 +11,18 @@ from dataclasses import replace
 from services.common.budgets import Budget
 from services.common.errors import ErrorKind, SluiceError, internal, invalid
 from services.common.observability import telemetry
-from services.worker.engines.contract.engine import EngineConfig, GenerateContext, LLMEngine, Load
-from services.worker.engines.contract.generation import FinishReason, GenerateRequest, Usage
-from services.worker.engines.contract.handoff import opened, seal
-from services.worker.local_processing.options import ProcessingOptions
+from services.worker.contract.engine import EngineConfig, GenerateContext, LLMEngine, Load
+from services.worker.contract.generation import FinishReason, GenerateRequest, Usage
+from services.worker.contract.handoff import opened, seal
+from services.worker.generation.response_sink import ResponseSink, SinkParams
+from services.worker.generation.tracing import open_span
+from services.worker.generation.validation import validate, validate_grammar_size
 from services.worker.local_processing.processing import Processing
 from services.worker.metrics import WorkerMetrics
+from services.worker.processing_options import ProcessingOptions
 from services.worker.serving.admission_gate import AdmissionGate
 from services.worker.serving.engine_start import started
-from services.worker.serving.response_sink import ResponseSink, SinkParams
 from services.worker.serving.status import WorkerStatus
-from services.worker.serving.tracing import open_span
-from services.worker.serving.validation import validate, validate_grammar_size
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from services.common.net.addresses import host_port
-from services.common.rpc.rotating_channel import PeerCredentials
+from services.common.security.tls import PeerCredentials
 from sluice.cli.trust import BadTrust, Trust
 from sluice.cli.up.plan import BadFlag
 

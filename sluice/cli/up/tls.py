@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from services.common.errors import SluiceError
-from services.common.rpc.rotating_channel import PeerCredentials
-from services.common.security.tls import channel_credentials, server_credentials
+from services.common.security.tls import PeerCredentials, channel_credentials, server_credentials
 from services.common.settings import TlsSettings
 
 if TYPE_CHECKING:

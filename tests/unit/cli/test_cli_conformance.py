@@ -9,9 +9,9 @@ import pytest
 from rich.console import Console
 
 from services.common.errors import SluiceError
-from services.worker.conformance import Report, Result, Rule, Verdict, junit, select
 from sluice.cli import conformance
 from sluice.cli.main import main
+from sluice.conformance import Report, Result, Rule, Verdict, junit, select
 
 PAGE = Path(__file__).parents[3] / "docs" / "conformance.md"
 

@@ -9,8 +9,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from services.preprocess.limits import Limits
+from services.preprocess.protocol import ChatRequest
 from services.preprocess.tokenizers.hf import HfTokenizer
-from services.preprocess.tokenizers.protocol import ChatRequest
 from services.worker.engines.transformers.folder import read_folder
 from sluice.cli.commands import invoke
 from sluice.cli.tiny_model import FILES

@@ -10,11 +10,10 @@ from pydantic import SecretStr
 from services.common import file_watcher as watched
 from services.common.errors import SluiceError
 from services.common.rpc.channels import open_channel
-from services.common.rpc.rotating_channel import PeerCredentials
 from services.common.security.bearer_tokens import AcceptedToken, accepted_tokens, digest_of
 from services.common.security.identity import CALLERS, Caller, both, of_certificate
 from services.common.security.rpc_policy import may_call
-from services.common.security.tls import channel_credentials
+from services.common.security.tls import PeerCredentials, channel_credentials
 from services.common.settings import ServiceSettings
 from services.worker.settings import WorkerSettings
 from sluice.v1 import postprocess_pb2, preprocess_pb2, router_pb2, worker_pb2

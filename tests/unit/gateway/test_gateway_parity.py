@@ -14,8 +14,8 @@ from services.gateway.workers.tokenizer_parity import (
     TokenizerParity,
     compare,
 )
+from services.preprocess.protocol import ChatRequest
 from services.preprocess.tokenizers.probes import PROBES, prompt_fingerprint
-from services.preprocess.tokenizers.protocol import ChatRequest
 from tests.support.loaded_tokenizers import tekken, tiny_hf
 
 

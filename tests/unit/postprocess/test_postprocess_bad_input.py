@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from services.common.errors import ErrorKind
+from services.postprocess.detokenize.stream import Finish, FinishReason, StreamOptions
 from services.postprocess.streams.session import SessionLimits
-from services.postprocess.streams.stream import Finish, FinishReason, StreamOptions
 from tests.support.post_client import session_of
 from tests.support.vocabularies import tekken
 

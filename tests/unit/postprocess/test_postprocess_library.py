@@ -11,10 +11,10 @@ import pytest
 
 from services.common.errors import ErrorKind, SluiceError
 from services.common.models import DEFAULT_SOURCE, ModelSpec
-from services.postprocess.detokenize.registry import VocabularyRegistry, load
-from services.postprocess.detokenize.vocabulary import Vocabulary
-from services.postprocess.parsers.registry import ParserNames, Registry
+from services.postprocess.detokenize.vocabulary import ParserNames, Vocabulary
+from services.postprocess.parsers.registry import Registry
 from services.postprocess.settings import PostprocessSettings
+from services.postprocess.streams.vocabulary_registry import VocabularyRegistry, load
 from tests.support.tiny_models import build_tiny_model
 from tests.support.vocabularies import byte_level
 

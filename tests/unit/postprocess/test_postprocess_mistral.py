@@ -10,7 +10,7 @@ import pytest
 
 from services.common.errors import ErrorKind, SluiceError
 from services.common.models import ModelSpec
-from services.postprocess.detokenize.registry import load
+from services.postprocess.streams.vocabulary_registry import load
 
 PIECES = ("<unk>", "<s>", "</s>", "<0xE2>", "<0x82>", "<0xAC>", "▁Hello", "▁world", "!")
 

@@ -11,17 +11,18 @@ import pytest
 from services.common.discovery.tokenizer_delivery import DiscoveredModel
 from services.common.errors import ErrorKind, SluiceError
 from services.common.models import DEFAULT_SOURCE, ModelSpec
-from services.postprocess.detokenize.registry import VocabularyRegistry, chosen, load
+from services.postprocess.detokenize.stream import Limits, StreamOptions
+from services.postprocess.detokenize.vocabulary import ParserNames
 from services.postprocess.parsers.base import ParserContext
 from services.postprocess.parsers.detect import native_names
 from services.postprocess.parsers.engines import ENGINES, bare, engine_of
 from services.postprocess.parsers.engines.adapter import EngineParser, Facts
 from services.postprocess.parsers.events import CallArguments, CallStart, Event
 from services.postprocess.parsers.isolated.engine_host import EngineHost, Pair
-from services.postprocess.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, ParserNames, Registry
+from services.postprocess.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, Registry
 from services.postprocess.settings import PostprocessSettings
 from services.postprocess.streams.factory import CustomParsers, StreamFactory
-from services.postprocess.streams.stream import Limits, StreamOptions
+from services.postprocess.streams.vocabulary_registry import VocabularyRegistry, chosen, load
 from tests.support.parsing import TOOLS
 from tests.support.vocabularies import tekken
 

@@ -14,19 +14,20 @@ from hypothesis import strategies as st
 
 from services.common.errors import ErrorKind, SluiceError
 from services.common.models import DEFAULT_SOURCE, ModelSpec, resolve
-from services.postprocess.detokenize.registry import VocabularyRegistry, load
+from services.postprocess.detokenize.stream import Finish, FinishReason, Limits, Stream, StreamOptions
+from services.postprocess.detokenize.vocabulary import ParserNames
 from services.postprocess.metrics import Metrics
 from services.postprocess.parsers import detect as hints
 from services.postprocess.parsers.base import Parser, ParserContext
 from services.postprocess.parsers.events import Content, Event
 from services.postprocess.parsers.hermes import HermesParser
-from services.postprocess.parsers.registry import ParserNames, Registry
+from services.postprocess.parsers.registry import Registry
 from services.postprocess.settings import PostprocessSettings
 from services.postprocess.streams.factory import StreamFactory
 from services.postprocess.streams.parsed import ParsedStream
 from services.postprocess.streams.parser_selection import plan_of
 from services.postprocess.streams.session import PostSession, SessionLimits
-from services.postprocess.streams.stream import Finish, FinishReason, Limits, Stream, StreamOptions
+from services.postprocess.streams.vocabulary_registry import VocabularyRegistry, load
 from services.postprocess.wire import to_text_batch
 from tests.support.parsing import TOOLS, ParsedDelta, said
 from tests.support.tiny_models import CHATML

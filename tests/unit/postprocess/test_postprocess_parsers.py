@@ -6,9 +6,10 @@ import json
 
 import pytest
 
+from services.postprocess.detokenize.vocabulary import ParserNames
 from services.postprocess.parsers.base import ParserContext
 from services.postprocess.parsers.events import CallArguments, CallStart
-from services.postprocess.parsers.registry import ParserNames, build
+from services.postprocess.parsers.registry import build
 from tests.support.parsing import TOOLS, ParsedDelta, parsed
 
 CITY = '{"city": "Zürich 🌧️"}'

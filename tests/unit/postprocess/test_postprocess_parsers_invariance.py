@@ -8,7 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.postprocess.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, ParserNames
+from services.postprocess.detokenize.vocabulary import ParserNames
+from services.postprocess.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 from tests.support import parser_cases
 from tests.support.parser_cases import label
 from tests.support.parsing import COMMON, MARKUP, RECORDED, parsed

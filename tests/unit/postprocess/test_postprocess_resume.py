@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.errors import ErrorKind
+from services.postprocess.detokenize.stream import FinishReason, StreamOptions
 from services.postprocess.streams.factory import INLINE_TOKENS
 from services.postprocess.streams.resume import Resume
-from services.postprocess.streams.stream import FinishReason, StreamOptions
 from tests.support.parsing import RECORDED, TOOLS
 from tests.support.post_client import Client, session_of
 from tests.support.vocabularies import ALL, Known, tekken

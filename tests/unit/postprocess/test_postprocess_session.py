@@ -15,11 +15,11 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from services.common.errors import ErrorKind, SluiceError
 from services.common.models import ModelSpec
 from services.common.observability import telemetry
-from services.postprocess.detokenize.registry import VocabularyRegistry
+from services.postprocess.detokenize.stream import Finish, FinishReason, StreamOptions
 from services.postprocess.detokenize.vocabulary import Vocabulary
 from services.postprocess.metrics import Metrics
 from services.postprocess.streams.session import Batch, PostSession, SessionLimits
-from services.postprocess.streams.stream import Finish, FinishReason, StreamOptions
+from services.postprocess.streams.vocabulary_registry import VocabularyRegistry
 from tests.support.vocabularies import tekken
 
 OPTIONS = StreamOptions("m", eos_token_ids=frozenset([2]))

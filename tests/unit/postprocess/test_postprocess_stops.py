@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.errors import ErrorKind, SluiceError
-from services.postprocess.streams.stops import StopScanner, StopStrings, compile_stops
+from services.postprocess.detokenize.stops import StopScanner, StopStrings, compile_stops
 
 STOPS = st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=6)
 PARTS = st.lists(st.text("abcd", max_size=5), max_size=12)

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.errors import SluiceError
+from services.postprocess.detokenize.stream import Finish, FinishReason, Limits, Stream, StreamOptions
 from services.postprocess.detokenize.vocabulary import Vocabulary
-from services.postprocess.streams.stream import Finish, FinishReason, Limits, Stream, StreamOptions
 from tests.support.vocabularies import ALL, byte_level, tekken
 
 TEXT = "The rain 😀 falls.\nUser: 你好世界, softly. </end> quick brown fox"

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.errors import SluiceError
+from services.postprocess.detokenize.stream import FinishReason, Limits, Stream, StreamOptions
 from services.postprocess.detokenize.token_texts import TokenTexts
-from services.postprocess.streams.stream import FinishReason, Limits, Stream, StreamOptions
 from tests.support.post_client import Client, session_of
 from tests.support.vocabularies import ALL, TABLES, tekken
 

@@ -11,12 +11,12 @@ import pytest
 
 from services.common.errors import ErrorKind
 from services.common.models import ModelSpec
-from services.postprocess.detokenize.registry import VocabularyRegistry
+from services.postprocess.detokenize.stream import FinishReason, Limits, Stream, StreamOptions
 from services.postprocess.metrics import Metrics
 from services.postprocess.streams import pending as waiting
 from services.postprocess.streams.factory import StreamFactory
 from services.postprocess.streams.session import PostSession, SessionLimits
-from services.postprocess.streams.stream import FinishReason, Limits, Stream, StreamOptions
+from services.postprocess.streams.vocabulary_registry import VocabularyRegistry
 from tests.support.vocabularies import tekken
 
 OPTIONS = StreamOptions("m", eos_token_ids=frozenset([2]))

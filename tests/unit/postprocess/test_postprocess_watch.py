@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from services.postprocess.detokenize.stream import FinishReason, Limits, Stream, StreamOptions
 from services.postprocess.parsers.base import Parser, ParserContext
 from services.postprocess.parsers.events import Content, Event
 from services.postprocess.parsers.watchdog import HELD_AT_MOST, WATCH
 from services.postprocess.streams.parsed import ParsedStream
-from services.postprocess.streams.stream import FinishReason, Limits, Stream, StreamOptions
 from tests.support.parsing import ParsedDelta, said
 from tests.support.vocabularies import tekken
 

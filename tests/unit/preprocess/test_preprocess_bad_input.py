@@ -18,10 +18,10 @@ from services.common.errors import ErrorKind, SluiceError
 from services.common.models import DEFAULT_SOURCE, ModelSpec, resolve
 from services.preprocess.encoders.options import EncoderOptions
 from services.preprocess.engines.tokenizer import chat_argument
+from services.preprocess.protocol import ChatRequest, TokenizerProtocol
 from services.preprocess.tokenizers.hf import HfTokenizer
 from services.preprocess.tokenizers.loading import load_tokenizer
 from services.preprocess.tokenizers.mistral import MistralTokenizer
-from services.preprocess.tokenizers.protocol import ChatRequest, TokenizerProtocol
 from services.preprocess.validation import as_json, parse_chat
 from tests.support.loaded_tokenizers import limits, tekken, tiny_folder, tiny_hf
 from tests.support.tiny_models import TURN_END

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import ErrorKind, SluiceError
+from services.preprocess.protocol import ChatRequest
 from services.preprocess.tokenizers.engine import EngineOptions, EngineTokenizer
-from services.preprocess.tokenizers.protocol import ChatRequest
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from services.preprocess.tokenizers.generation_defaults import NO_DEFAULTS, GenerationDefaults, generation_defaults
+from services.preprocess.generation_defaults import NO_DEFAULTS, GenerationDefaults, generation_defaults
 
 
 def test_what_the_file_sets_is_read_and_the_rest_is_unset() -> None:

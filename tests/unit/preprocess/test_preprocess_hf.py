@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from services.common.errors import ErrorKind, SluiceError
+from services.preprocess.protocol import ChatRequest
 from services.preprocess.tokenizers.hf import HfTokenizer
-from services.preprocess.tokenizers.protocol import ChatRequest
 from tests.support.loaded_tokenizers import limits, tiny_folder, tiny_hf
 from tests.support.tiny_models import CHATML, CONTEXT_LENGTH, build_tiny_model
 

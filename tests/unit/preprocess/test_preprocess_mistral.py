@@ -15,8 +15,8 @@ from services.common.models import DEFAULT_SOURCE, resolve
 from services.common.packing import unpack_u32
 from services.preprocess.encoders.mistral_plain import PlainEncoder
 from services.preprocess.encoders.options import EncoderOptions
+from services.preprocess.protocol import ChatRequest
 from services.preprocess.tokenizers.mistral import MistralTokenizer
-from services.preprocess.tokenizers.protocol import ChatRequest
 from tests.support.loaded_tokenizers import tekken
 
 USER = {"role": "user", "content": "What is the weather?"}

@@ -10,8 +10,8 @@ import pytest
 
 from services.common.errors import SluiceError
 from services.common.models import ModelSpec
+from services.preprocess.protocol import ChatRequest, TokenizerProtocol
 from services.preprocess.tokenizers.loading import load_tokenizer
-from services.preprocess.tokenizers.protocol import ChatRequest, TokenizerProtocol
 from tests.support.loaded_tokenizers import limits, tiny_folder
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "preprocessing.md"

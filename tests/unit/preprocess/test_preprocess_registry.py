@@ -9,8 +9,8 @@ import pytest
 
 from services.common.errors import ErrorKind, SluiceError
 from services.common.models import ModelSpec
+from services.preprocess.protocol import ChatRequest, TokenizerProtocol
 from services.preprocess.tokenizers.loading import load_tokenizer
-from services.preprocess.tokenizers.protocol import ChatRequest, TokenizerProtocol
 from services.preprocess.tokenizers.registry import ModelRegistry
 from tests.support.loaded_tokenizers import limits, tiny_folder, tiny_hf
 

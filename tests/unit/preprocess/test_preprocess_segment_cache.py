@@ -13,9 +13,9 @@ from services.common.models import resolve
 from services.preprocess.encoders.backend import Backend
 from services.preprocess.encoders.options import EncoderOptions
 from services.preprocess.encoders.segment_cache import ENTRY_OVERHEAD, SegmentCache
+from services.preprocess.protocol import ChatRequest, TokenizerProtocol
 from services.preprocess.tokenizers.hf import HfTokenizer
 from services.preprocess.tokenizers.mistral import MistralTokenizer
-from services.preprocess.tokenizers.protocol import ChatRequest, TokenizerProtocol
 from tests.support.conversations import conversations, turns
 from tests.support.loaded_tokenizers import limits
 from tests.support.tokenizer_families import EXACT

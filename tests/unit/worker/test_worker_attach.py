@@ -10,7 +10,7 @@ import pytest
 from grpc._cython import cygrpc
 
 from services.common.errors import ErrorKind, SluiceError
-from services.worker.engines.contract.engine import Load
+from services.worker.contract.engine import Load
 from services.worker.kv_events.event_log import KvEventLog
 from services.worker.registration.attachment import Attachment
 from services.worker.registration.registration import attachment as attach

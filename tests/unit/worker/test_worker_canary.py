@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from services.common.errors import ErrorKind, SluiceError
-from services.worker.engines.contract.engine import Embedded, EngineConfig, GenerateContext, Sink
-from services.worker.engines.contract.generation import FinishReason, GenerateRequest, Role, Usage
+from services.worker.contract.engine import Embedded, EngineConfig, GenerateContext, Sink
+from services.worker.contract.generation import FinishReason, GenerateRequest, Role, Usage
 from services.worker.engines.mock import MockEngine
+from services.worker.generation.response_sink import StreamResponseSink
 from services.worker.serving.canary import UNHEALTHY, Canary
-from services.worker.serving.response_sink import StreamResponseSink
 from services.worker.serving.worker import Worker
 from services.worker.settings import WorkerSettings
 from tests.support.engines import CONFIG, ScriptedEngine, request, until

@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 
 from services.common.errors import ErrorKind, SluiceError
-from services.postprocess.streams.stream import StreamOptions
-from services.worker.engines.contract.capabilities import Capability
-from services.worker.engines.contract.generation import (
+from services.postprocess.detokenize.stream import StreamOptions
+from services.worker.contract.capabilities import Capability
+from services.worker.contract.generation import (
     Disaggregation,
     PromptEmbeds,
     Role,
     SamplingParams,
     StructuredOutput,
 )
-from services.worker.engines.contract.required_capabilities import demands
-from services.worker.serving.validation import validate, validate_embedding
+from services.worker.contract.required_capabilities import demands
+from services.worker.generation.validation import validate, validate_embedding
 from tests.support.engines import CONFIG, request
 
 BARE = replace(CONFIG, capabilities=frozenset({"token_ids"}), adapters=("polite",))

@@ -8,7 +8,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from services.worker.engines.contract.capabilities import Capability
+from services.worker.contract.capabilities import Capability
 from services.worker.engines.sglang import card as sglang
 from services.worker.engines.vllm import card as vllm
 

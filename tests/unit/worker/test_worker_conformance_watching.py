@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.packing import pack_u64, unpack_u64
-from services.worker.conformance.watching import RankView, Watcher
+from sluice.conformance.watching import RankView, Watcher
 from sluice.v1 import router_pb2
 
 HASHES = st.lists(st.integers(0, 30), max_size=6)

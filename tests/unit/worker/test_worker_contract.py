@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 from services.common.errors import ErrorKind, SluiceError
-from services.worker.engines.contract.engine import GenerateContext, Sink
-from services.worker.engines.contract.generation import (
+from services.worker.contract.engine import GenerateContext, Sink
+from services.worker.contract.generation import (
     FinishReason,
     GenerateRequest,
     PositionLogprobs,
     TokenLogprob,
     Usage,
 )
+from services.worker.generation.response_sink import ContractViolation, ResponseSink, StreamResponseSink
 from services.worker.serving.outbox import Outbox
-from services.worker.serving.response_sink import ContractViolation, ResponseSink, StreamResponseSink
 from services.worker.serving.session import SessionResponseSink
 from services.worker.serving.worker import Worker
 from tests.support.engines import ScriptedEngine, request

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from services.common.errors import ErrorKind, SluiceError
-from services.worker.engines.contract.engine import Embedded, EngineConfig
+from services.worker.contract.engine import Embedded, EngineConfig
 from services.worker.engines.mock import MockEngine
 from services.worker.engines.mock.loading import check_memory
+from services.worker.engines.shared.memory import available_bytes
+from services.worker.generation.response_sink import StreamResponseSink
 from services.worker.serving import control
 from services.worker.serving.control import ASLEEP, Controls
 from services.worker.serving.embedding import embed
-from services.worker.serving.memory import available_bytes
-from services.worker.serving.response_sink import StreamResponseSink
 from services.worker.serving.worker import Worker
 from services.worker.settings import WorkerSettings
 from tests.support.engines import CONFIG, ScriptedEngine, request

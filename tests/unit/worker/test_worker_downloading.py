@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from services.common.errors import ErrorKind, SluiceError
-from services.worker.serving.download import DOWNLOADING, download
+from services.worker.engines.shared.download import DOWNLOADING, download
 
 Told = list[tuple[str, float | None]]
 

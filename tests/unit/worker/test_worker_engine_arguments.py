@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.errors import ErrorKind, SluiceError
-from services.worker.engines.arguments import check_names, parse_engine_args, read_options
+from services.worker.engines.shared.arguments import check_names, parse_engine_args, read_options
 
 
 @dataclass(frozen=True, slots=True)

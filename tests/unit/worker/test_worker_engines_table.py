@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.worker.engines.contract.capabilities import Capability
+from services.worker.contract.capabilities import Capability
 from services.worker.engines.mock import MockEngine
 from services.worker.engines.table import BEGIN, END, built_in_engines, table, with_table, write
 

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
 from services.common.errors import ErrorKind, SluiceError
-from services.worker.engines.contract import handoff
-from services.worker.engines.contract.generation import (
+from services.worker.contract import handoff
+from services.worker.contract.generation import (
     Delta,
     Disaggregation,
     FinishReason,
@@ -26,10 +26,10 @@ from services.worker.engines.contract.generation import (
     Role,
     SamplingParams,
 )
-from services.worker.engines.contract.handoff import MAGIC, seal, unseal
+from services.worker.contract.handoff import MAGIC, seal, unseal
 from services.worker.engines.mock import MockEngine
 from services.worker.engines.mock.transfer import Transfer
-from services.worker.serving.response_sink import StreamResponseSink
+from services.worker.generation.response_sink import StreamResponseSink
 from services.worker.serving.worker import Worker
 from services.worker.settings import WorkerSettings
 from tests.support.engines import request, until

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from services.common.errors import ErrorKind, SluiceError
-from services.worker.engines.contract.engine import GenerateContext
-from services.worker.engines.contract.generation import (
+from services.worker.contract.engine import GenerateContext
+from services.worker.contract.generation import (
     Delta,
     Disaggregation,
     FinishReason,
@@ -20,7 +20,7 @@ from services.worker.engines.contract.generation import (
     StructuredOutput,
     Usage,
 )
-from services.worker.serving.response_sink import StreamResponseSink
+from services.worker.generation.response_sink import StreamResponseSink
 from services.worker.serving.worker import Worker
 from tests.support.engines import RecordingSink, ScriptedEngine, request
 

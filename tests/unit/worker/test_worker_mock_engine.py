@@ -14,9 +14,9 @@ import pytest
 
 from services.common.errors import ErrorKind, SluiceError
 from services.common.hashing import block_hashes
+from services.worker.contract.engine import GenerateContext
+from services.worker.contract.generation import Delta, FinishReason, GenerateRequest
 from services.worker.engines import BUILT_IN, engine_names, find_engine
-from services.worker.engines.contract.engine import GenerateContext
-from services.worker.engines.contract.generation import Delta, FinishReason, GenerateRequest
 from services.worker.engines.mock import MockEngine
 from services.worker.engines.mock.pacing import LONGEST_LAG_S, StepPacer
 from services.worker.kv_events.cache_events import CacheCleared, KvEvent
@@ -253,7 +253,7 @@ def test_engines_resolve_by_name_path_and_not_at_all(monkeypatch: pytest.MonkeyP
     for name in (
         "no-such-engine",
         "no.such.module:Engine",
-        "services.worker.engines.contract.engine:Nothing",
+        "services.worker.contract.engine:Nothing",
         "asyncio:Event",
     ):
         with pytest.raises(SluiceError) as refusal:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from services.common.errors import ErrorKind, SluiceError
-from services.worker.engines.contract.engine import GenerateContext
-from services.worker.engines.contract.generation import FinishReason
+from services.worker.contract.engine import GenerateContext
+from services.worker.contract.generation import FinishReason
 from services.worker.engines.mock import MockEngine
 from services.worker.engines.mock.faults import CRASH_CODE, Faults
 from services.worker.kv_events.cache_events import KvEvent

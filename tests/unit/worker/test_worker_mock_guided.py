@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.errors import ErrorKind, SluiceError
-from services.worker.engines.contract.generation import FinishReason, SamplingParams, StructuredOutput
+from services.worker.contract.generation import FinishReason, SamplingParams, StructuredOutput
 from services.worker.engines.mock.guided import guided_text
 from services.worker.engines.mock.text import TextGenerator
 from tests.support.engines import EOS, WordVocabulary, request

@@ -14,11 +14,11 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 
 from services.common.observability import telemetry
-from services.worker.engines.contract.generation import Delta, Disaggregation, GenerateRequest, Role
+from services.worker.contract.generation import Delta, Disaggregation, GenerateRequest, Role
 from services.worker.engines.mock import MockEngine
+from services.worker.generation.response_sink import StreamResponseSink
+from services.worker.generation.tracing import LINK
 from services.worker.serving.engine_metrics import EngineMetrics
-from services.worker.serving.response_sink import StreamResponseSink
-from services.worker.serving.tracing import LINK
 from services.worker.serving.worker import Worker
 from services.worker.settings import WorkerSettings
 from tests.support.engines import ScriptedEngine, request

@@ -12,15 +12,15 @@ import pytest
 
 from services.common.errors import ErrorKind, SluiceError
 from services.common.tasks import TaskOwner
-from services.postprocess.streams.stream import StreamOptions
-from services.preprocess.tokenizers.generation_defaults import GenerationDefaults
+from services.postprocess.detokenize.stream import StreamOptions
+from services.preprocess.generation_defaults import GenerationDefaults
+from services.preprocess.protocol import ChatRequest, TokenizerFacts
 from services.preprocess.tokenizers.hf import HfTokenizer
-from services.preprocess.tokenizers.protocol import ChatRequest, TokenizerFacts
-from services.worker.engines.contract.generation import GenerateRequest, SamplingParams, Stop
+from services.worker.contract.generation import GenerateRequest, SamplingParams, Stop
 from services.worker.local_processing.completing import completed
-from services.worker.local_processing.options import PromptBounds
 from services.worker.local_processing.preparing import PromptPreparation
 from services.worker.local_processing.prompts import PromptMaker
+from services.worker.processing_options import PromptBounds
 from tests.support.engines import until
 from tests.support.loaded_tokenizers import tiny_hf
 

@@ -16,15 +16,14 @@ from hypothesis import strategies as st
 
 from services.common.errors import ErrorKind, SluiceError
 from services.common.models import ModelSpec
-from services.postprocess.detokenize.registry import load
-from services.postprocess.detokenize.vocabulary import Vocabulary
+from services.postprocess.detokenize.stream import Finish, Limits, StreamOptions
+from services.postprocess.detokenize.stream import FinishReason as TextReason
+from services.postprocess.detokenize.vocabulary import ParserNames, Vocabulary
 from services.postprocess.parsers.events import CallArguments, Content, Event, Reasoning, merge
-from services.postprocess.parsers.registry import ParserNames
 from services.postprocess.streams.factory import StreamFactory
-from services.postprocess.streams.stream import Finish, Limits, StreamOptions
-from services.postprocess.streams.stream import FinishReason as TextReason
-from services.worker.engines.contract.engine import GenerateContext, Sink
-from services.worker.engines.contract.generation import (
+from services.postprocess.streams.vocabulary_registry import load
+from services.worker.contract.engine import GenerateContext, Sink
+from services.worker.contract.generation import (
     Delta,
     FinishReason,
     GenerateRequest,
@@ -32,11 +31,11 @@ from services.worker.engines.contract.generation import (
     TokenLogprob,
     Usage,
 )
+from services.worker.generation.response_sink import ContractViolation, ResponseSink, SinkParams
+from services.worker.generation.text_delta import TextDelta
 from services.worker.local_processing import batch_detokenizer as texts_module
 from services.worker.local_processing.batch_detokenizer import BatchDetokenizer
 from services.worker.local_processing.loading import load_texts
-from services.worker.local_processing.text_delta import TextDelta
-from services.worker.serving.response_sink import ContractViolation, ResponseSink, SinkParams
 from tests.support.loaded_tokenizers import tiny_folder, tiny_hf
 
 TOOLS = b'[{"type": "function", "function": {"name": "get_weather"}}]'

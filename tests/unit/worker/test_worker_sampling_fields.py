@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from services.common.errors import ErrorKind, SluiceError
-from services.worker.engines.contract.generation import SamplingParams, Stop, StructuredOutput
-from services.worker.engines.sampling_fields import ENGINE_OPTIONS, NOT_OURS
+from services.worker.contract.generation import SamplingParams, Stop, StructuredOutput
 from services.worker.engines.sglang import fields as sglang_fields
 from services.worker.engines.sglang import sampling as sglang
+from services.worker.engines.shared.sampling_fields import ENGINE_OPTIONS, NOT_OURS
 from services.worker.engines.vllm import fields as vllm_fields
 from services.worker.engines.vllm import sampling as vllm
 from tests.support.engines import request

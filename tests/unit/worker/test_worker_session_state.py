@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from services.common.errors import ErrorKind
-from services.worker.engines.contract.generation import Delta, FinishReason, Usage
+from services.worker.contract.generation import Delta, FinishReason, Usage
 from services.worker.serving import outbox
 from services.worker.serving.outbox import PAGE_TOKENS, Outbox, Page
 from services.worker.serving.session import WorkerSession

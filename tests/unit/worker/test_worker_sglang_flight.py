@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.errors import ErrorKind
-from services.worker.engines.contract.generation import FinishReason
+from services.worker.contract.generation import FinishReason
 from services.worker.engines.sglang.children import ChildWatch
 from services.worker.engines.sglang.events import EventFeeds
 from services.worker.engines.sglang.request_state import LOWEST_LOGPROB, RequestState, abort_error, positions

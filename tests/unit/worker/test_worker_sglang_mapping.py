@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from services.common.errors import ErrorKind, SluiceError
-from services.worker.engines import find_engine
-from services.worker.engines.contract.capabilities import SAMPLING, Capability
-from services.worker.engines.contract.generation import (
+from services.worker.contract.capabilities import SAMPLING, Capability
+from services.worker.contract.generation import (
     Disaggregation,
     GenerateRequest,
     Role,
@@ -20,6 +19,7 @@ from services.worker.engines.contract.generation import (
     Stop,
     StructuredOutput,
 )
+from services.worker.engines import find_engine
 from services.worker.engines.sglang.card import CAPABILITIES
 from services.worker.engines.sglang.handoff import FAKE_BOOTSTRAP_HOST, BootstrapInfo, meeting_of, unpack
 from services.worker.engines.sglang.options import Flags, command_line

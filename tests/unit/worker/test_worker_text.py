@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common import models
-from services.worker.engines.contract.generation import FinishReason, SamplingParams
+from services.worker.contract.generation import FinishReason, SamplingParams
 from services.worker.engines.mock.text import LONGEST, SHORTEST, TextGenerator
 from services.worker.engines.mock.vocabulary import MockVocabulary, declared_context_length, load_vocabulary
 from tests.support.engines import BOS, EOS, TURN, WordVocabulary, request

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.engines.contract.generation import SamplingParams, StructuredOutput
+from services.worker.contract.generation import SamplingParams, StructuredOutput
 from services.worker.engines.transformers.sampling import History, SamplingPlan, plan_of
 from tests.support.engines import request
 

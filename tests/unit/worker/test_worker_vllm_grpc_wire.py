@@ -10,8 +10,8 @@ from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import common_pb2
 
 from services.common.errors import SluiceError
-from services.worker.engines.contract.engine import Load
-from services.worker.engines.contract.generation import (
+from services.worker.contract.engine import Load
+from services.worker.contract.generation import (
     Delta,
     Disaggregation,
     FinishReason,

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from services.common.errors import ErrorKind, SluiceError
-from services.worker.engines.contract.engine import Sink
-from services.worker.engines.contract.generation import (
+from services.worker.contract.engine import Sink
+from services.worker.contract.generation import (
     Disaggregation,
     FinishReason,
     GenerateRequest,

@@ -19,12 +19,12 @@ from dataclasses import asdict
 from typing import Any, NoReturn
 
 from services.common.stub_modules import stand_in_for_absent
+from services.postprocess.detokenize.vocabulary import ParserNames
 from services.postprocess.parsers.base import ParserContext
 from services.postprocess.parsers.engines import ENGINES, NOT_NEEDED, bare
 from services.postprocess.parsers.engines.adapter import Engine, EngineParser
 from services.postprocess.parsers.isolated.child import Streams, limit_memory, read
 from services.postprocess.parsers.isolated.wire import PROGRESS, frame
-from services.postprocess.parsers.registry import ParserNames
 
 REQUEST_AT_MOST = 1 << 20
 

@@ -14,11 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from services.postprocess.detokenize.vocabulary import ParserNames
 from services.postprocess.parsers.base import Parser, ParserContext
 from services.postprocess.parsers.engines.adapter import EngineParser
 from services.postprocess.parsers.events import Content, Degraded, Event, merge
 from services.postprocess.parsers.isolated.wire import HEADER, PROGRESS, checked, frame, pack_events, unframe
-from services.postprocess.parsers.registry import ParserNames, build, own_class
+from services.postprocess.parsers.registry import build, own_class
 
 FAILED = "parser_failed"
 

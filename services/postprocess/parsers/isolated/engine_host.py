@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from services.common.errors import ErrorKind, SluiceError, quoted, unavailable
+from services.postprocess.detokenize.stream import Stream
+from services.postprocess.detokenize.vocabulary import ParserNames
 from services.postprocess.parsers.base import ParserContext
 from services.postprocess.parsers.engines import ENGINES, bare, nearest
 from services.postprocess.parsers.engines.adapter import Facts
 from services.postprocess.parsers.isolated.host import DIED, START_TIMEOUT_S, TOO_SLOW, ParserHost
 from services.postprocess.parsers.isolated.remote import RemoteStream
-from services.postprocess.parsers.registry import ParserNames
-from services.postprocess.streams.stream import Stream
 
 log = logging.getLogger(__name__)
 

@@ -15,6 +15,8 @@ from typing import Any
 
 from services.common.errors import SluiceError, invalid, unavailable
 from services.common.tasks import TaskOwner
+from services.postprocess.detokenize.stream import Stream
+from services.postprocess.detokenize.vocabulary import ParserNames
 from services.postprocess.parsers.base import ParserContext
 from services.postprocess.parsers.isolated.remote import RemoteStream
 from services.postprocess.parsers.isolated.wire import (
@@ -26,8 +28,6 @@ from services.postprocess.parsers.isolated.wire import (
     unframe,
     unpack_events,
 )
-from services.postprocess.parsers.registry import ParserNames
-from services.postprocess.streams.stream import Stream
 
 log = logging.getLogger(__name__)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from services.postprocess.detokenize.stream import Finish, FinishReason, Stream
 from services.postprocess.detokenize.token_texts import TokenRecorder
+from services.postprocess.detokenize.vocabulary import ParserNames
 from services.postprocess.parsers.base import ParserContext
 from services.postprocess.parsers.events import CallStart, Content, Degraded, Event
-from services.postprocess.parsers.registry import ParserNames
-from services.postprocess.streams.stream import Finish, FinishReason, Stream
 
 REPLAYED_PIECES = 262_144
 """Pieces of one stream that are kept so that it survives the death of the process; a longer one becomes plain text."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from services.worker.engines.contract.capabilities import SAMPLING, Capability
-from services.worker.engines.contract.generation import Role
+from services.worker.contract.capabilities import SAMPLING, Capability
+from services.worker.contract.generation import Role
 
 _HONOURED_SAMPLING = frozenset({Capability.SEED, Capability.MIN_TOKENS, Capability.IGNORE_EOS})
 

@@ -13,7 +13,7 @@ from xxhash import xxh3_64_intdigest
 from services.common.errors import invalid
 from services.common.hashing import seed_for
 from services.common.packing import pack_u32
-from services.worker.engines.contract.engine import Embedded
+from services.worker.contract.engine import Embedded
 
 
 def embed(inputs: Sequence[array[int]], width: int, dimensions: int, lora: str) -> Embedded:

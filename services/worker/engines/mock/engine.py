@@ -10,8 +10,9 @@ from dataclasses import replace
 from typing import Self
 
 from services.common.errors import ErrorKind, SluiceError, invalid
-from services.worker.engines.contract.engine import Embedded, EngineConfig, GenerateContext, LLMEngine, Load, Sink
-from services.worker.engines.contract.generation import Delta, FinishReason, GenerateRequest, Role
+from services.worker.contract.delta_stream import DeltaStream
+from services.worker.contract.engine import Embedded, EngineConfig, GenerateContext, LLMEngine, Load, Sink
+from services.worker.contract.generation import Delta, FinishReason, GenerateRequest, Role
 from services.worker.engines.mock.blocks import BlockPool
 from services.worker.engines.mock.capabilities import ACCEPTED, CAPABILITIES, capabilities_of
 from services.worker.engines.mock.embeddings import embed
@@ -26,9 +27,8 @@ from services.worker.engines.mock.sequence import Sequence as Running
 from services.worker.engines.mock.statistics import Statistics
 from services.worker.engines.mock.text import Answer
 from services.worker.engines.mock.transfer import accepted, transfer_of
+from services.worker.engines.shared.download import download
 from services.worker.kv_events.cache_events import KvEventSource
-from services.worker.serving.delta_stream import DeltaStream
-from services.worker.serving.download import download
 from services.worker.settings import WorkerSettings
 
 DEFAULT_CONTEXT_LENGTH = 32_768

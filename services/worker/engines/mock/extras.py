@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.worker.engines.contract.engine import Sink
+from services.worker.contract.engine import Sink
 from services.worker.engines.mock.probabilities import logprobs_at, prompt_logprobs
 from services.worker.engines.mock.sequence import Sequence
 

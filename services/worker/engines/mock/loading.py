@@ -10,7 +10,7 @@ from services.common.errors import ErrorKind, SluiceError
 from services.worker.engines.mock.text import TextGenerator
 from services.worker.engines.mock.timing import FixedTiming, ModelledTiming, StepTiming, TableTiming
 from services.worker.engines.mock.vocabulary import MockVocabulary, declared_context_length, load_vocabulary
-from services.worker.serving.memory import available_bytes
+from services.worker.engines.shared.memory import available_bytes
 from services.worker.settings import WorkerSettings
 
 BLOCK_BYTES = 200  # of this process, for one block of the cache that is only imagined

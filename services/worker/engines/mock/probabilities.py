@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from xxhash import xxh3_64_intdigest
 
-from services.worker.engines.contract.generation import PositionLogprobs, TokenLogprob
+from services.worker.contract.generation import PositionLogprobs, TokenLogprob
 
 _STEP = 0.75
 

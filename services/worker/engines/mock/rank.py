@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable
 
 from services.common.errors import SluiceError
-from services.worker.engines.contract.engine import Load
-from services.worker.engines.contract.generation import FinishReason, Usage
+from services.worker.contract.engine import Load
+from services.worker.contract.generation import FinishReason, Usage
 from services.worker.engines.mock.extras import begin, push_with_logprobs
 from services.worker.engines.mock.faults import injected
 from services.worker.engines.mock.operations import Operations

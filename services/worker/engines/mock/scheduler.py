@@ -6,7 +6,7 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 
 from services.common.errors import overloaded
-from services.worker.engines.contract.engine import Load
+from services.worker.contract.engine import Load
 from services.worker.engines.mock.blocks import BlockPool
 from services.worker.engines.mock.sequence import Sequence, State
 from services.worker.engines.mock.text import AnswerFor

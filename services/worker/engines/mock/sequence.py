@@ -6,8 +6,8 @@ from array import array
 from enum import Enum, auto
 
 from services.common.hashing import block_hashes
-from services.worker.engines.contract.engine import Sink
-from services.worker.engines.contract.generation import GenerateRequest, Usage
+from services.worker.contract.engine import Sink
+from services.worker.contract.generation import GenerateRequest, Usage
 from services.worker.engines.mock.text import Answer
 
 

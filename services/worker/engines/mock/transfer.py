@@ -12,7 +12,7 @@ from struct import Struct
 from services.common.errors import SluiceError, invalid
 from services.common.hashing import block_hashes
 from services.common.packing import pack_u64
-from services.worker.engines.contract.generation import GenerateRequest
+from services.worker.contract.generation import GenerateRequest
 from services.worker.engines.mock.sequence import Sequence
 from services.worker.engines.mock.text import Answer
 

@@ -11,9 +11,10 @@ from contextlib import aclosing
 from typing import Any, ClassVar, Self
 
 from services.common.errors import ErrorKind, SluiceError, internal, invalid, overloaded
-from services.worker.engines.contract.capabilities import Capability
-from services.worker.engines.contract.engine import Embedded, EngineConfig, GenerateContext, LLMEngine, Load, Sink
-from services.worker.engines.contract.generation import Delta, FinishReason, GenerateRequest
+from services.worker.contract.capabilities import Capability
+from services.worker.contract.delta_stream import DeltaStream
+from services.worker.contract.engine import Embedded, EngineConfig, GenerateContext, LLMEngine, Load, Sink
+from services.worker.contract.generation import Delta, FinishReason, GenerateRequest
 from services.worker.engines.sglang import card
 from services.worker.engines.sglang.controls import Controls
 from services.worker.engines.sglang.handoff import BootstrapInfo, meeting_of
@@ -22,7 +23,6 @@ from services.worker.engines.sglang.request_state import Chunk, RequestState, fi
 from services.worker.engines.sglang.runtime import SglangRuntime
 from services.worker.engines.sglang.sampling import Facts, engine_request
 from services.worker.kv_events.cache_events import KvEventSource
-from services.worker.serving.delta_stream import DeltaStream
 from services.worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.worker.engines.sampling_fields import ENGINE_OPTIONS, INTERNAL, REFUSED, TEXT, WORKER
+from services.worker.engines.shared.sampling_fields import ENGINE_OPTIONS, INTERNAL, REFUSED, TEXT, WORKER
 
 FIELDS: dict[str, str] = {
     "temperature": "temperature",

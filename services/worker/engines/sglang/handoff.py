@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from services.common.errors import SluiceError, invalid
-from services.worker.engines.contract.generation import Disaggregation, GenerateRequest, Role
+from services.worker.contract.generation import Disaggregation, GenerateRequest, Role
 
 ROOM_BITS = 63
 FAKE_BOOTSTRAP_HOST = "2.2.2.2"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.common.errors import SluiceError, invalid
-from services.worker.engines.arguments import check_names, parse_engine_args
+from services.worker.engines.shared.arguments import check_names, parse_engine_args
 from services.worker.settings import WorkerSettings
 
 _WITHOUT_GPU: dict[str, Any] = {

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from services.worker.engines.crash_reason import CrashReason
 from services.worker.engines.sglang import import_stubs as stand_ins
+from services.worker.engines.shared.crash_reason import CrashReason
 
 RENDEZVOUS = "SLUICE_SGLANG_RENDEZVOUS"
 """Environment variable: the folder where this engine's processes find each other."""

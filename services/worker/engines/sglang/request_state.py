@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from services.common.errors import ErrorKind, SluiceError, internal, invalid, overloaded
-from services.worker.engines.contract.engine import Sink
-from services.worker.engines.contract.generation import (
+from services.worker.contract.engine import Sink
+from services.worker.contract.generation import (
     FinishReason,
     GenerateRequest,
     PositionLogprobs,
@@ -15,7 +15,7 @@ from services.worker.engines.contract.generation import (
     Usage,
 )
 from services.worker.engines.sglang.sampling import stop_ids
-from services.worker.serving.compiling import naming_constraint
+from services.worker.engines.shared.grammar_compiler import naming_constraint
 
 LOWEST_LOGPROB = -9999.0
 """In place of minus infinity, which JSON does not have."""

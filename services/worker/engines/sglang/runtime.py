@@ -21,14 +21,14 @@ from typing import Any, TypeVar
 from services.common import models
 from services.common.errors import ErrorKind, SluiceError, invalid
 from services.common.tasks import TaskOwner
-from services.worker.engines import crash_reason as crash_reason
-from services.worker.engines.contract.engine import EngineConfig, Load
+from services.worker.contract.engine import EngineConfig, Load
 from services.worker.engines.sglang import card
 from services.worker.engines.sglang.children import ChildWatch
 from services.worker.engines.sglang.events import EventFeeds
 from services.worker.engines.sglang.import_stubs import install
 from services.worker.engines.sglang.options import command_line
-from services.worker.serving.download import download
+from services.worker.engines.shared import crash_reason
+from services.worker.engines.shared.download import download
 from services.worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)

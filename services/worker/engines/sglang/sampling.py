@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.common.errors import invalid
-from services.worker.engines.contract.generation import GenerateRequest, SamplingParams, Stop, StructuredOutput
-from services.worker.engines.sampling_fields import ENGINE_OPTIONS, set_by
+from services.worker.contract.generation import GenerateRequest, SamplingParams, Stop, StructuredOutput
 from services.worker.engines.sglang.fields import FIELDS
+from services.worker.engines.shared.sampling_fields import ENGINE_OPTIONS, set_by
 
 SAMPLING_OPTIONS = set_by(FIELDS, ENGINE_OPTIONS)
 """What engine_options may hold of SGLang's SamplingParams; what has a field of its own is not among them."""

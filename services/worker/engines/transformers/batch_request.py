@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from services.worker.engines.contract.generation import PositionLogprobs
+from services.worker.contract.generation import PositionLogprobs
 from services.worker.engines.transformers.sampler import TokenSampler
 
 

@@ -11,18 +11,18 @@ from typing import Any, ClassVar, Self
 
 from services.common.errors import ErrorKind, SluiceError, invalid, not_found, overloaded
 from services.common.hashing import seed_for
-from services.worker.engines.contract.capabilities import SAMPLING, Capability
-from services.worker.engines.contract.engine import Embedded, EngineConfig, GenerateContext, LLMEngine, Load, Sink
-from services.worker.engines.contract.generation import Delta, FinishReason, GenerateRequest
+from services.worker.contract.capabilities import SAMPLING, Capability
+from services.worker.contract.delta_stream import DeltaStream
+from services.worker.contract.engine import Embedded, EngineConfig, GenerateContext, LLMEngine, Load, Sink
+from services.worker.contract.generation import Delta, FinishReason, GenerateRequest
+from services.worker.engines.shared.download import download
+from services.worker.engines.shared.grammar_compiler import GrammarCompiler
 from services.worker.engines.transformers import guidance, options
 from services.worker.engines.transformers.request_state import RequestState
 from services.worker.engines.transformers.sampling import plan_of
 from services.worker.engines.transformers.starting import Started, start_engine
 from services.worker.engines.transformers.step import Listener, Step
 from services.worker.kv_events.cache_events import KvEventSource
-from services.worker.serving.compiling import GrammarCompiler
-from services.worker.serving.delta_stream import DeltaStream
-from services.worker.serving.download import download
 from services.worker.settings import WorkerSettings
 
 STOP_S = 3.0

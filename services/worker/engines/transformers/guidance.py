@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from services.common.errors import SluiceError, invalid
-from services.worker.engines.contract.capabilities import Capability
-from services.worker.engines.contract.generation import StructuredOutput
+from services.worker.contract.capabilities import Capability
+from services.worker.contract.generation import StructuredOutput
 
 KINDS = frozenset(
     {Capability.GUIDED_JSON, Capability.GUIDED_REGEX, Capability.GUIDED_GRAMMAR, Capability.GUIDED_CHOICE}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from services.common.errors import SluiceError, invalid
-from services.worker.engines.arguments import read_options
+from services.worker.engines.shared.arguments import read_options
 from services.worker.engines.transformers.guidance import GrammarLimits
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")

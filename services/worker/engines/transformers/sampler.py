@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.worker.engines.contract.generation import PositionLogprobs, TokenLogprob
+from services.worker.contract.generation import PositionLogprobs, TokenLogprob
 from services.worker.engines.transformers.guidance import Constraint
 from services.worker.engines.transformers.sampling import History, SamplingPlan
 

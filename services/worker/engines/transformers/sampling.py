@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.worker.engines.contract.generation import GenerateRequest
+from services.worker.contract.generation import GenerateRequest
 
 EXACT = 1e-5
 """Below this a temperature is greedy: dividing by it would only lose precision."""

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from services.common import models
 from services.common.errors import ErrorKind, SluiceError, invalid
-from services.worker.engines.contract.capabilities import Capability
-from services.worker.engines.contract.engine import EngineConfig
-from services.worker.engines.contract.generation import GenerateRequest, PositionLogprobs, Role
+from services.worker.contract.capabilities import Capability
+from services.worker.contract.engine import EngineConfig
+from services.worker.contract.generation import GenerateRequest, PositionLogprobs, Role
 from services.worker.engines.transformers import guidance
 from services.worker.engines.transformers.folder import DTYPE_BYTES, ModelFolder, read_folder
 from services.worker.engines.transformers.options import Options

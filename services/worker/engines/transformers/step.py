@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from services.worker.engines.contract.generation import PositionLogprobs
+from services.worker.contract.generation import PositionLogprobs
 from services.worker.kv_events.cache_events import BlocksRemoved, BlocksStored, KvEvent
 
 

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any
 
 from services.common.errors import ErrorKind, SluiceError, invalid
-from services.worker.engines.contract.capabilities import Capability
+from services.worker.contract.capabilities import Capability
 from services.worker.engines.vllm import library
 from services.worker.engines.vllm.adapters import Adapters
 from services.worker.engines.vllm.events import CacheEvents

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from services.worker.engines import crash_reason as crash_reason
+from services.worker.engines.shared import crash_reason
 
 _LAST_WORDS = "SLUICE_VLLM_LAST_WORDS"
 """Environment variable: the file for what the engine process says at last."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from services.common.errors import SluiceError, internal
-from services.worker.engines.contract.engine import Embedded
+from services.worker.contract.engine import Embedded
 from services.worker.engines.vllm import library
 
 MOST_AT_ONCE = 64

@@ -12,9 +12,12 @@ from typing import Any, ClassVar, Self
 
 from services.common import models
 from services.common.errors import ErrorKind, SluiceError, invalid
-from services.worker.engines.contract.capabilities import Capability
-from services.worker.engines.contract.engine import Embedded, EngineConfig, GenerateContext, LLMEngine, Load, Sink
-from services.worker.engines.contract.generation import Delta, FinishReason, GenerateRequest, Role
+from services.worker.contract.capabilities import Capability
+from services.worker.contract.delta_stream import DeltaStream
+from services.worker.contract.engine import Embedded, EngineConfig, GenerateContext, LLMEngine, Load, Sink
+from services.worker.contract.generation import Delta, FinishReason, GenerateRequest, Role
+from services.worker.engines.shared.download import download
+from services.worker.engines.shared.grammar_compiler import GrammarCompiler
 from services.worker.engines.vllm import card, library, options
 from services.worker.engines.vllm.adapters import Adapters
 from services.worker.engines.vllm.controls import Controls
@@ -25,9 +28,6 @@ from services.worker.engines.vllm.inflight_requests import InflightRequests
 from services.worker.engines.vllm.outputs import RequestState
 from services.worker.engines.vllm.sampling import Facts, sampling_arguments
 from services.worker.kv_events.cache_events import KvEventSource
-from services.worker.serving.compiling import GrammarCompiler
-from services.worker.serving.delta_stream import DeltaStream
-from services.worker.serving.download import download
 from services.worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from typing import Any
 
 from services.common.errors import ErrorKind, SluiceError, internal
 from services.common.tasks import TaskOwner
-from services.worker.engines.contract.generation import FinishReason
+from services.worker.contract.generation import FinishReason
 from services.worker.engines.vllm.outputs import RequestState
 
 log = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from services.common.errors import ErrorKind, SluiceError, invalid
-from services.worker.engines import crash_reason as crash_reason
-from services.worker.engines.contract.generation import PromptEmbeds
+from services.worker.contract.generation import PromptEmbeds
+from services.worker.engines.shared import crash_reason
 from services.worker.engines.vllm import core
 from services.worker.engines.vllm.options import flags
 

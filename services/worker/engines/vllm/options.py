@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from services.common.errors import invalid
-from services.worker.engines.arguments import parse_engine_args
+from services.worker.engines.shared.arguments import parse_engine_args
 from services.worker.settings import WorkerSettings
 
 _OF_SETTINGS = {

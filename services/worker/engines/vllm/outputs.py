@@ -7,16 +7,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from services.common.errors import ErrorKind, SluiceError
-from services.worker.engines.contract.engine import Sink
-from services.worker.engines.contract.generation import (
+from services.worker.contract.engine import Sink
+from services.worker.contract.generation import (
     FinishReason,
     PositionLogprobs,
     StructuredOutput,
     TokenLogprob,
     Usage,
 )
+from services.worker.engines.shared.grammar_compiler import naming_constraint
 from services.worker.engines.vllm.handoff import Handoff
-from services.worker.serving.compiling import naming_constraint
 
 LOWEST_LOGPROB = -9999.0
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.common.errors import invalid
-from services.worker.engines.contract.generation import GenerateRequest, Role, SamplingParams, Stop, StructuredOutput
-from services.worker.engines.sampling_fields import ENGINE_OPTIONS, set_by
+from services.worker.contract.generation import GenerateRequest, Role, SamplingParams, Stop, StructuredOutput
+from services.worker.engines.shared.sampling_fields import ENGINE_OPTIONS, set_by
 from services.worker.engines.vllm.fields import FIELDS, GUIDED_FIELDS
 from services.worker.engines.vllm.handoff import Handoff
 

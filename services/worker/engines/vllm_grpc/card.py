@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from services.common import models
-from services.worker.engines.contract.capabilities import GUIDED, SAMPLING, Capability
-from services.worker.engines.contract.engine import EngineConfig
-from services.worker.engines.contract.generation import Role
+from services.worker.contract.capabilities import GUIDED, SAMPLING, Capability
+from services.worker.contract.engine import EngineConfig
+from services.worker.contract.generation import Role
 from services.worker.engines.vllm.sampling import Facts
 from services.worker.settings import WorkerSettings
 

@@ -16,10 +16,11 @@ import grpc
 from services.common import models
 from services.common.errors import ErrorKind, SluiceError, invalid
 from services.common.net.ports import free_port
-from services.worker.engines import crash_reason as crash_reason
-from services.worker.engines.contract.capabilities import Capability
-from services.worker.engines.contract.engine import Embedded, EngineConfig, GenerateContext, LLMEngine, Load
-from services.worker.engines.contract.generation import Delta, FinishReason, GenerateRequest, Role
+from services.worker.contract.capabilities import Capability
+from services.worker.contract.engine import Embedded, EngineConfig, GenerateContext, LLMEngine, Load
+from services.worker.contract.generation import Delta, FinishReason, GenerateRequest, Role
+from services.worker.engines.shared import crash_reason
+from services.worker.engines.shared.grammar_compiler import naming_constraint
 from services.worker.engines.vllm.handoff import read_handoff
 from services.worker.engines.vllm.options import kv_events_config
 from services.worker.engines.vllm.sampling import Facts
@@ -31,7 +32,6 @@ from services.worker.engines.vllm_grpc.reading import Reading
 from services.worker.engines.vllm_grpc.server import Server, find_program
 from services.worker.kv_events.cache_events import KvEventSource
 from services.worker.kv_events.source import EngineCacheSource
-from services.worker.serving.compiling import naming_constraint
 from services.worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)

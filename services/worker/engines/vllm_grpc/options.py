@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.common.errors import invalid
-from services.worker.engines.arguments import parse_engine_args
+from services.worker.engines.shared.arguments import parse_engine_args
 from services.worker.engines.vllm.options import command_line
 from services.worker.settings import WorkerSettings
 

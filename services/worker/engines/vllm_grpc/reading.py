@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from services.worker.engines.contract.generation import (
+from services.worker.contract.generation import (
     Delta,
     FinishReason,
     GenerateRequest,

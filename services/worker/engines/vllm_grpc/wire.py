@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from services.common.errors import ErrorKind, SluiceError, invalid
-from services.worker.engines.contract.engine import Load
-from services.worker.engines.contract.generation import FinishReason, GenerateRequest, PositionLogprobs, TokenLogprob
+from services.worker.contract.engine import Load
+from services.worker.contract.generation import FinishReason, GenerateRequest, PositionLogprobs, TokenLogprob
 from services.worker.engines.vllm.handoff import Handoff
 from services.worker.engines.vllm.outputs import LOWEST_LOGPROB
 from services.worker.engines.vllm.sampling import Facts, sampling_arguments

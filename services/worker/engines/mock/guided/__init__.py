@@ -12,7 +12,7 @@ import json
 from random import Random
 
 from services.common.errors import SluiceError, invalid
-from services.worker.engines.contract.generation import StructuredOutput
+from services.worker.contract.generation import StructuredOutput
 from services.worker.engines.mock.guided.effort import MOST_CHARACTERS, Effort, UnsupportedSchema
 from services.worker.engines.mock.guided.regex import matching
 from services.worker.engines.mock.guided.schema import Examples

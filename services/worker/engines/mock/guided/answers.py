@@ -8,11 +8,11 @@ from time import monotonic
 
 from services.common.errors import SluiceError, overloaded
 from services.common.tasks import TaskOwner
-from services.worker.engines.contract.generation import FinishReason, GenerateRequest
+from services.worker.contract.generation import FinishReason, GenerateRequest
 from services.worker.engines.mock.guided.effort import Effort
 from services.worker.engines.mock.sequence import Sequence
 from services.worker.engines.mock.text import Answer
-from services.worker.serving.compiling import GrammarCompiler
+from services.worker.engines.shared.grammar_compiler import GrammarCompiler
 
 MakeAnswer = Callable[[GenerateRequest, int, Effort], Answer]
 

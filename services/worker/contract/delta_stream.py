@@ -1,0 +1,92 @@
+"""A sink that is read as a stream: the bridge from pushed tokens to an async iterator."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import AsyncGenerator, Sequence
+from typing import TYPE_CHECKING
+
+from services.common.errors import SluiceError
+from services.worker.contract.engine import Sink
+from services.worker.contract.generation import Delta, FinishReason, PositionLogprobs, Usage
+
+if TYPE_CHECKING:
+    from services.worker.generation.text_delta import TextDelta
+
+
+class DeltaStream(Sink):
+    """Collects what one request says; tokens that arrive while the reader is busy come as one delta.
+
+    Bounded by the request: an engine never pushes more tokens than the context holds.
+
+    Attributes:
+        prompt_token_ids: told with the first tokens.
+    """
+
+    def __init__(self) -> None:
+        self._token_ids = array("I")
+        self._logprobs: list[PositionLogprobs] = []
+        self._prompt_logprobs: Sequence[PositionLogprobs] = ()
+        self._cached_tokens: int | None = None
+        self._text: TextDelta | None = None
+        self.prompt_token_ids: Sequence[int] = ()
+        self._terminal: Delta | None = None
+        self._ready = asyncio.Event()
+
+    def begin(self, cached_tokens: int, prompt_logprobs: Sequence[PositionLogprobs] = ()) -> None:
+        self._cached_tokens = cached_tokens
+        self._prompt_logprobs = prompt_logprobs
+
+    def push(self, token_ids: Sequence[int], logprobs: Sequence[PositionLogprobs] = ()) -> None:
+        self._token_ids.extend(token_ids)
+        self._logprobs.extend(logprobs)
+        self._ready.set()
+
+    def finish(
+        self,
+        reason: FinishReason,
+        usage: Usage,
+        *,
+        stop_token_id: int | None = None,
+        error: SluiceError | None = None,
+        handoff: bytes = b"",
+    ) -> None:
+        self.end(Delta(finish_reason=reason, usage=usage, stop_token_id=stop_token_id, error=error, handoff=handoff))
+
+    def say(self, text: TextDelta) -> None:
+        """What tokens became."""
+        if self._text is None:
+            self._text = text
+        else:
+            self._text.add(text)
+        self._ready.set()
+
+    def end(self, terminal: Delta) -> None:
+        """Ends the stream with this delta."""
+        self._terminal = terminal
+        self._ready.set()
+
+    async def deltas(self) -> AsyncGenerator[Delta, None]:
+        """Tokens as they come, then the terminal delta by itself."""
+        while True:
+            await self._ready.wait()
+            self._ready.clear()
+            if self._token_ids or self._text is not None:
+                yield self._take_tokens()
+            if self._terminal is not None and not self._token_ids and self._text is None:
+                yield self._terminal
+                return
+
+    def _take_tokens(self) -> Delta:
+        delta = Delta(
+            token_ids=self._token_ids,
+            cached_tokens=self._cached_tokens,
+            logprobs=self._logprobs,
+            prompt_logprobs=self._prompt_logprobs,
+            prompt_token_ids=self.prompt_token_ids,
+            text=self._text,
+        )
+        self._token_ids, self._logprobs = array("I"), []
+        self._cached_tokens, self._prompt_logprobs, self.prompt_token_ids, self._text = None, (), (), None
+        return delta

@@ -1,0 +1,171 @@
+"""What engines are asked and what they answer, in plain data."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, Literal
+
+from services.common.errors import SluiceError
+
+if TYPE_CHECKING:
+    from services.postprocess.detokenize.stream import StreamOptions
+    from services.worker.generation.text_delta import TextDelta
+
+
+class FinishReason(IntEnum):
+    """Why a generation ended; the numbers of `sluice.v1.FinishReason`."""
+
+    STOP = 1
+    LENGTH = 2
+    CANCELLED = 4
+    ERROR = 5
+    HANDOFF = 6
+
+
+class Role(IntEnum):
+    """The part a worker plays; the numbers of `sluice.v1.WorkerRole`."""
+
+    AGGREGATED = 1
+    PREFILL = 2
+    DECODE = 3
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen; None takes the model's generation defaults, then the engine's own."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    thinking_token_budget: int | None = None
+    engine_options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """When a generation ends.
+
+    `stop_token_ids` include the model's end-of-sequence ids; with `ignore_eos` those of `eos_token_ids` do not count.
+    """
+
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+    eos_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutput:
+    """A constraint on the output: a document of the named kind; choices are a tuple, the other kinds a text."""
+
+    kind: Literal["json_schema", "regex", "ebnf", "choice", "json_object", "structural_tag"]
+    grammar: str | tuple[str, ...] = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Disaggregation:
+    """One worker's part in a request that is split over a prefill and a decode worker."""
+
+    role: Role
+    handoff: bytes = b""
+    bootstrap_host: str = ""
+    bootstrap_port: int = 0
+    bootstrap_room: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PromptEmbeds:
+    """Input embeddings in place of token ids: little-endian float32, one row of `width` per position."""
+
+    values: bytes
+    width: int
+
+    @property
+    def length(self) -> int:
+        """Positions."""
+        return len(self.values) // (4 * self.width) if self.width else 0
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One generation. The prompt is `token_ids`, or with the capability `text`, `messages_json` or `embeds`.
+
+    `resumed_tokens` counts the ids at the end of the prompt that an earlier worker of the same request generated.
+    """
+
+    request_id: str
+    model: str
+    token_ids: array[int] = field(default_factory=lambda: array("I"))
+    text: str | None = None
+    messages_json: bytes | None = None
+    embeds: PromptEmbeds | None = None
+    sampling: SamplingParams = SamplingParams()
+    stop: Stop = Stop()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    guided: StructuredOutput | None = None
+    lora: str = ""
+    cache_salt: str = ""
+    priority: int = 0
+    data_parallel_rank: int | None = None
+    disaggregation: Disaggregation | None = None
+    resumed_tokens: int = 0
+    text_out: StreamOptions | None = None  # the caller wants text, reasoning and tool calls made by the worker
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of one generation; the end-of-sequence token is one of `completion_tokens`."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """One token with the natural logarithm of its probability; rank 1 is the most likely, 0 unknown."""
+
+    token_id: int
+    logprob: float
+    rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PositionLogprobs:
+    """Log-probabilities at one position; `top` has the most likely first."""
+
+    chosen: TokenLogprob
+    top: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What a generation has to say at one moment.
+
+    The first one carries `cached_tokens`; the last one, and only it, `finish_reason` and `usage`.
+    """
+
+    token_ids: Sequence[int] = ()
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+    cached_tokens: int | None = None
+    stop_token_id: int | None = None
+    error: SluiceError | None = None
+    logprobs: Sequence[PositionLogprobs] = ()
+    prompt_logprobs: Sequence[PositionLogprobs] = ()
+    handoff: bytes = b""
+    prompt_token_ids: Sequence[int] = ()  # on the first, where the worker made the prompt
+    text: TextDelta | None = None

@@ -1,0 +1,61 @@
+"""Every rule, a module for each part of the contract."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sluice.conformance.rule import Rule, registered
+
+# Importing a module registers its rules; this is the order in which a run tries them.
+from sluice.conformance.rules import (
+    adapters,
+    bad_input,
+    cache,
+    cancelling,
+    card,
+    control,
+    embeddings,
+    ending,
+    events,
+    generation,
+    guided,
+    logprobs,
+    operations,
+    placement,
+    prompts,
+    repeating,
+    roles,
+    sampling,
+    sharing,
+)
+
+__all__ = ["all_rules"]
+
+# Importing a module has registered its rules; this is the order in which a run tries them.
+MODULES = (
+    card,
+    generation,
+    ending,
+    repeating,
+    sharing,
+    cancelling,
+    bad_input,
+    sampling,
+    logprobs,
+    guided,
+    prompts,
+    embeddings,
+    placement,
+    adapters,
+    cache,
+    roles,
+    control,
+    events,
+    operations,
+)
+
+
+def all_rules() -> Sequence[Rule]:
+    """In the order of a run; those that end the worker come last."""
+    order = [module.__name__.rpartition(".")[2] for module in MODULES]
+    return sorted(registered(), key=lambda rule: (rule.disturbs, order.index(rule.part)))
