@@ -19,10 +19,11 @@ test: check ## check, then the tests that need no target of their own (below); A
 	@scripts/redis.sh
 	@PATH="$(CURDIR)/.venv/bin:$(CURDIR)/.venv/opt/redis/bin:$$PATH" pytest --numprocesses=3 --dist=loadfile --no-loadscope-reorder --durations=20 $(ARGS)
 
-check: setup ## lint, formatting and types
+check: setup ## lint, formatting, layers and types
 	@.venv/bin/ruff check --quiet .
 	@.venv/bin/ruff format --quiet --check .
 	@.venv/bin/mypy --no-error-summary
+	@.venv/bin/lint-imports --no-timings >.venv/lint-imports.log || { cat .venv/lint-imports.log; exit 1; }
 	@.venv/bin/mypy --no-error-summary --config-file clients/python/pyproject.toml clients/python/src
 
 format: setup ## format the code and fix what can be fixed

@@ -23,13 +23,13 @@ from services.router.router import Router, RouterConfig
 from services.router.scheduling.queries import Prompt, Query
 from services.router.store.memory import MemoryStore
 from services.router.workers.worker import KV_EVENTS, Role, Worker
+from services.worker.contract.cache_events import BlocksRemoved, BlocksStored, KvEvent
 from services.worker.contract.generation import FinishReason, GenerateRequest, Stop
 from services.worker.engines.mock.blocks import BlockPool
 from services.worker.engines.mock.scheduler import Scheduler, Step
 from services.worker.engines.mock.sequence import Sequence as Running
 from services.worker.engines.mock.text import Answer
 from services.worker.engines.mock.timing import ModelledTiming
-from services.worker.kv_events.cache_events import BlocksRemoved, BlocksStored, KvEvent
 
 TOKENS_PER_ID = 512
 MODEL = "trace"

@@ -17,7 +17,7 @@ MODULES = {
     "router": ("services.router.metrics",),
     "worker": ("services.worker.metrics",),
     "postprocess": ("services.postprocess.metrics",),
-    "process": ("services.common.process_metrics",),
+    "process": ("services.common.observability.process_metrics",),
 }
 ABOUT = {
     "gateway": "On the gateway's own `/metrics` (scope `operate`), and on `--metrics-listen` if that is set.",

@@ -18,7 +18,7 @@ from typing import Any
 from opentelemetry import trace
 from opentelemetry.trace import SpanContext
 
-from services.common.printable import escaped
+from services.common.errors import escaped
 
 MOST_TRACED = 4096
 BAR = "| "

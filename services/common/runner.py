@@ -15,26 +15,14 @@ import uvloop
 from services.common import logs
 from services.common.errors import SluiceError
 from services.common.observability import telemetry
-from services.common.process_metrics import ProcessMetrics
+from services.common.observability.process_metrics import ProcessMetrics
 from services.common.settings import ServiceSettings
+from services.common.tasks import Stop
 
 log = logging.getLogger(__name__)
 
 GARBAGE_EVERY = 20_000
 """Objects that are made, less those that are freed, between two runs of the garbage collector."""
-
-
-class Stop(asyncio.Event):
-    """Set when the process should drain and end; `fail` makes the exit code 1."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.failed = False
-
-    def fail(self, name: str, error: BaseException) -> None:
-        """A background task died: fits `TaskOwner(on_death=...)`."""
-        self.failed = True
-        self.set()
 
 
 def run(name: str, settings: ServiceSettings, serve: Callable[[Stop], Awaitable[None]]) -> None:

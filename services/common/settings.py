@@ -20,7 +20,7 @@ from pydantic_settings import (
 )
 
 from services.common.net.addresses import host_port
-from services.common.observability.otel_environment import OtelDefaults
+from services.common.otel_environment import OtelDefaults
 from services.common.security.settings import AccessSettings, PeerTokenSettings
 from services.common.security.settings import TlsSettings as TlsSettings
 

@@ -76,3 +76,16 @@ class TaskOwner:
                 task.cancel()
             _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
         log.error("tasks do not end: %s", ", ".join(sorted(task.get_name() for task in pending)))
+
+
+class Stop(asyncio.Event):
+    """Set when the process should drain and end; `fail` makes the exit code 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failed = False
+
+    def fail(self, name: str, error: BaseException) -> None:
+        """A background task died: fits `TaskOwner(on_death=...)`."""
+        self.failed = True
+        self.set()

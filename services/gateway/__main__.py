@@ -10,9 +10,9 @@ from functools import partial
 from services.common.budgets import Budget
 from services.common.observability import scrape_server as scraping
 from services.common.observability import telemetry
-from services.common.runner import Stop, run
+from services.common.runner import run
 from services.common.security.tls import channel_credentials, https_context
-from services.common.tasks import TaskOwner
+from services.common.tasks import Stop, TaskOwner
 from services.gateway.admission.builder import build_gate
 from services.gateway.apis.anthropic.dialect import AnthropicDialect
 from services.gateway.apis.anthropic.endpoints import MessagesEndpoints
@@ -41,7 +41,6 @@ from services.gateway.live_view.endpoints import add_live_view
 from services.gateway.live_view.observers import ObservedPreprocess, ObservedRouter, ObservedStreamManager
 from services.gateway.live_view.view import LiveView
 from services.gateway.metrics import SILENT, GatewayMetrics
-from services.gateway.pipeline.embeddings import EmbedClient
 from services.gateway.pipeline.models import Pipelines
 from services.gateway.pipeline.stages import Components
 from services.gateway.readiness import Readiness
@@ -49,6 +48,7 @@ from services.gateway.settings import GatewaySettings
 from services.gateway.streams.manager import StreamManager, shutting_down
 from services.gateway.streams.watchdog import WorkerWatchdog
 from services.gateway.workers.connections import ConnectionManager
+from services.gateway.workers.embeddings import EmbedClient
 from services.gateway.workers.registry import WorkerRegistry
 from services.gateway.workers.tokenizer_parity import TokenizerParity
 

@@ -19,7 +19,7 @@ from services.common.packing import pack_u32, unpack_u32
 from services.common.rpc.errors import abort, answer
 from services.common.rpc.server import GrpcServer
 from services.common.rpc.session import BatchWriter, serve_session
-from services.common.runner import Stop
+from services.common.tasks import Stop
 from services.postprocess.detokenize.stream import Limits
 from services.postprocess.metrics import Metrics
 from services.postprocess.parsers.registry import Registry

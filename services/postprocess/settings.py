@@ -8,9 +8,9 @@ from typing import Self
 
 from pydantic import Field, field_validator, model_validator
 
+from services.common.discovery.processing_settings import ProcessingSettings
 from services.common.errors import SluiceError
 from services.common.models import DEFAULT_NAME, DEFAULT_SOURCE, ModelSpec
-from services.common.processing import ProcessingSettings
 from services.common.settings import CommaList, GrpcServiceSettings, settings_config
 from services.postprocess.detokenize.vocabulary import ParserNames
 from services.postprocess.parsers.engines import ENGINES, engine_of

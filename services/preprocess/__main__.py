@@ -9,7 +9,8 @@ from threading import get_ident
 from services.common.discovery.model_discovery import ModelDiscovery
 from services.common.discovery.tokenizer_delivery import DiscoveredModel
 from services.common.rpc.server import GrpcServer
-from services.common.runner import Stop, run
+from services.common.runner import run
+from services.common.tasks import Stop
 from services.preprocess.encoders.samples import SAMPLES
 from services.preprocess.limits import Limits
 from services.preprocess.protocol import packed_text

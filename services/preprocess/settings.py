@@ -7,8 +7,8 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
+from services.common.discovery.processing_settings import ProcessingSettings
 from services.common.models import DEFAULT_NAME, DEFAULT_SOURCE
-from services.common.processing import ProcessingSettings
 from services.common.settings import CommaList, GrpcServiceSettings, settings_config
 from services.preprocess.encoders.options import EncoderOptions
 from services.preprocess.tokenizers.engine import EngineOptions

@@ -6,8 +6,9 @@ import asyncio
 import logging
 
 from services.common.rpc.server import GrpcServer
-from services.common.runner import Stop, run
+from services.common.runner import run
 from services.common.security.tls import channel_credentials
+from services.common.tasks import Stop
 from services.router.kv_index.predictions import Lifetimes
 from services.router.messages.workers import read_report, used_blocks
 from services.router.preprocess_client import PreprocessBodies

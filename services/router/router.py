@@ -13,7 +13,6 @@ from services.common.tasks import TaskOwner
 from services.router.kv_index.index import NO_OVERLAP, Overlap
 from services.router.kv_index.predictions import Lifetimes
 from services.router.metrics import Metrics
-from services.router.registration.load_reports import Reports, UsedBlocks
 from services.router.registration.manager import WorkerManager
 from services.router.reservations.cost import NO_LOAD, Load
 from services.router.reservations.ids import unscoped
@@ -33,6 +32,7 @@ from services.router.scheduling.thresholds import Thresholds
 from services.router.store.base import Store
 from services.router.store.store_health import Link
 from services.router.sync.load_reconciler import LoadReconciler, ReadReport
+from services.router.sync.load_reports import Reports, UsedBlocks
 from services.router.sync.model_state import ModelState
 from services.router.sync.reservation_manager import ReservationManager
 from services.router.sync.reservation_owners import Owners

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from services.common.runner import Stop, run
+from services.common.runner import run
+from services.common.tasks import Stop
 from services.worker.server import WorkerServer
 from services.worker.settings import WorkerSettings
 

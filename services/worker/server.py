@@ -10,9 +10,8 @@ from services.common.budgets import Budget
 from services.common.observability import scrape_server as scraping
 from services.common.rpc.replicas import ReplicaSet
 from services.common.rpc.server import GrpcServer
-from services.common.runner import Stop
 from services.common.security.tls import channel_credentials
-from services.common.tasks import TaskOwner
+from services.common.tasks import Stop, TaskOwner
 from services.worker.engines import find_engine
 from services.worker.registration.address import advertised_address, default_worker_id
 from services.worker.registration.registration import Registration

@@ -13,11 +13,11 @@ from collections.abc import Callable
 from typing import Any
 
 from services.common.hashing import block_hashes
+from services.worker.contract.cache_events import BlocksStored, KvEvent
 from services.worker.contract.delta_stream import DeltaStream
 from services.worker.contract.engine import GenerateContext
 from services.worker.contract.generation import Delta, FinishReason, GenerateRequest, SamplingParams, Stop
 from services.worker.engines.transformers.engine import TransformersEngine
-from services.worker.kv_events.cache_events import BlocksStored, KvEvent
 from services.worker.settings import WorkerSettings
 
 GREEDY = SamplingParams(temperature=0.0)

@@ -13,10 +13,10 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
+from services.worker.contract.cache_events import BlocksRemoved, BlocksStored, KvEvent
 from services.worker.contract.engine import GenerateContext
 from services.worker.contract.generation import GenerateRequest, SamplingParams, Stop
 from services.worker.engines.vllm import VllmEngine
-from services.worker.kv_events.cache_events import BlocksRemoved, BlocksStored, KvEvent
 from services.worker.settings import WorkerSettings
 
 QUIET_S = 0.4

@@ -16,7 +16,7 @@ from services.common.net.ports import free_port
 from services.common.packing import unpack_u32
 from services.common.rpc.channels import open_channel
 from services.common.rpc.errors import from_rpc_error
-from services.common.runner import Stop
+from services.common.tasks import Stop
 from services.preprocess import __main__ as preprocess
 from services.preprocess.protocol import ChatRequest
 from services.preprocess.settings import PreprocessSettings

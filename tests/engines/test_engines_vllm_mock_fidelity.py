@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
+from services.worker.contract.cache_events import BlocksRemoved, BlocksStored
 from services.worker.contract.generation import FinishReason, GenerateRequest
 from services.worker.engines.mock.blocks import BlockPool
 from services.worker.engines.mock.scheduler import Scheduler
 from services.worker.engines.mock.sequence import Sequence
 from services.worker.engines.mock.text import Answer
 from services.worker.engines.mock.timing import FixedTiming
-from services.worker.kv_events.cache_events import BlocksRemoved, BlocksStored
 from tests.engines import engine_suite as suite
 from tests.engines.test_engines_vllm import ENVIRONMENT, ROOT_FLAGS
 from tests.support.tiny_models import build_servable

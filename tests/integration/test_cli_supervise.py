@@ -48,7 +48,8 @@ http.server.ThreadingHTTPServer((host, int(port)), Handler).serve_forever()
 
 FAKE_GRPC = """
 import asyncio, sys
-from services.common.runner import Stop, run
+from services.common.runner import run
+from services.common.tasks import Stop
 from services.common.rpc.server import GrpcServer
 from services.common.settings import GrpcServiceSettings
 from sluice.v1 import router_pb2

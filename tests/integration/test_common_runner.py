@@ -15,7 +15,8 @@ DEADLINE_S = 120
 HEAD = """
 import asyncio, sys
 from services.common.errors import unavailable
-from services.common.runner import Stop, run
+from services.common.runner import run
+from services.common.tasks import Stop
 from services.common.settings import ServiceSettings
 from services.common.tasks import TaskOwner
 settings = ServiceSettings(log_format="text")

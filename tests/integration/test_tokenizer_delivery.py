@@ -25,7 +25,7 @@ from services.common.net.ports import free_port
 from services.common.packing import pack_u32, unpack_u32
 from services.common.rpc.channels import open_channel
 from services.common.rpc.errors import from_rpc_error
-from services.common.runner import Stop
+from services.common.tasks import Stop
 from services.postprocess import service as postprocess
 from services.postprocess.settings import PostprocessSettings
 from services.preprocess import __main__ as preprocess

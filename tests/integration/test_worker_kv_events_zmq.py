@@ -15,7 +15,7 @@ import zmq.asyncio
 from services.common.errors import SluiceError
 from services.common.hashing import block_hashes
 from services.common.net.ports import free_port
-from services.worker.kv_events.cache_events import CacheTier
+from services.worker.contract.cache_events import CacheTier
 from services.worker.kv_events.source import EngineCacheSource
 from services.worker.kv_events.zmq_feed import END_OF_REPLAY, ZmqFeed, endpoint_of_rank
 

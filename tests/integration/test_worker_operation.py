@@ -18,8 +18,8 @@ from services.common.packing import pack_u32
 from services.common.rpc.channels import open_channel
 from services.common.rpc.errors import from_rpc_error
 from services.common.rpc.server import GrpcServer
-from services.common.runner import Stop
 from services.common.settings import GrpcServiceSettings
+from services.common.tasks import Stop
 from services.worker.contract.engine import EngineConfig
 from services.worker.engines.mock import MockEngine
 from services.worker.server import WorkerServer

@@ -13,10 +13,10 @@ import pytest
 
 from services.common.errors import ErrorKind, SluiceError
 from services.common.hashing import block_hashes
+from services.worker.contract.cache_events import BlocksStored, CacheCleared, KvEvent
 from services.worker.contract.engine import EngineConfig, GenerateContext
 from services.worker.contract.generation import Delta, FinishReason, GenerateRequest, Stop
 from services.worker.engines.vllm_grpc import VllmGrpcEngine
-from services.worker.kv_events.cache_events import BlocksStored, CacheCleared, KvEvent
 from services.worker.settings import WorkerSettings
 from tests.support.engines import until
 from tests.support.fake_vllm import BLOCK, FakeVllm, fake_vllm

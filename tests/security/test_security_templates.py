@@ -29,7 +29,7 @@ from services.common.models import ModelSpec
 from services.common.net.ports import free_port
 from services.common.rpc.channels import open_channel
 from services.common.rpc.errors import from_rpc_error
-from services.common.runner import Stop
+from services.common.tasks import Stop
 from services.preprocess import __main__ as preprocess
 from services.preprocess.limits import Limits
 from services.preprocess.protocol import ChatRequest

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from typing import Any, Self
 
 from services.common.errors import SluiceError
+from services.worker.contract.cache_events import BlocksRemoved, BlocksStored, KvEvent
 from services.worker.contract.engine import EngineConfig, GenerateContext, LLMEngine, Load, Sink
 from services.worker.contract.generation import (
     Delta,
@@ -18,7 +19,6 @@ from services.worker.contract.generation import (
     Usage,
 )
 from services.worker.engines.mock.vocabulary import MockVocabulary
-from services.worker.kv_events.cache_events import BlocksRemoved, BlocksStored, KvEvent
 from services.worker.settings import WorkerSettings
 
 BOS, EOS, TURN = 0, 1, 2

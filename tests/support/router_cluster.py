@@ -14,7 +14,7 @@ from pydantic import SecretStr
 
 from services.common.packing import pack_u64
 from services.common.rpc.channels import open_channel
-from services.common.runner import Stop
+from services.common.tasks import Stop
 from services.router.__main__ import serve
 from services.router.settings import RouterSettings
 from sluice.v1 import common_pb2, router_pb2, router_pb2_grpc

@@ -21,9 +21,8 @@ from services.common.errors import SluiceError, unavailable
 from services.common.net.ports import free_port
 from services.common.packing import pack_u32, unpack_u32
 from services.common.rpc.server import GrpcServer
-from services.common.runner import Stop
 from services.common.settings import GrpcServiceSettings
-from services.common.tasks import TaskOwner
+from services.common.tasks import Stop, TaskOwner
 from services.gateway.clients.preprocess import PreprocessClient
 from services.gateway.clients.router import RouterClient
 from services.gateway.core.request import (

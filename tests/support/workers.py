@@ -13,7 +13,7 @@ import grpc
 
 from services.common.packing import pack_u32, unpack_u32
 from services.common.rpc.channels import open_channel
-from services.common.runner import Stop
+from services.common.tasks import Stop
 from services.worker.server import WorkerServer
 from services.worker.settings import WorkerSettings
 from sluice.v1 import worker_pb2, worker_pb2_grpc

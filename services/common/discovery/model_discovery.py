@@ -16,11 +16,10 @@ from services.common.discovery.tokenizer_delivery import (
 from services.common.discovery.tokenizer_store import TokenizerStore
 from services.common.discovery.worker_watch import WorkerWatch
 from services.common.rpc.replicas import ReplicaSet
-from services.common.runner import Stop
 from services.common.security.settings import RouterTokenSettings
 from services.common.security.tls import channel_credentials
 from services.common.settings import ServiceSettings
-from services.common.tasks import TaskOwner
+from services.common.tasks import Stop, TaskOwner
 from sluice.v1 import router_pb2_grpc
 
 

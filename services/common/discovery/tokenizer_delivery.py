@@ -21,7 +21,7 @@ from services.common.discovery.worker_watch import ServedModel, WorkerWatch
 from services.common.errors import ErrorKind, SluiceError, invalid, unavailable
 from services.common.models import ENGINE_PROCESSORS, PROCESSORS, ModelSpec
 from services.common.observability.instruments import Counter
-from services.common.process_metrics import FETCHES
+from services.common.observability.process_metrics import FETCHES
 from services.common.rpc.channels import open_channel
 from services.common.rpc.errors import from_rpc_error
 from services.common.security.identity import WORKER

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from itertools import chain
 
-from services.common.errors import invalid
+from services.common.errors import LONGEST_ADDRESS, LONGEST_NAME, check_name, invalid
 from services.common.net.addresses import is_reachable
-from services.common.printable import LONGEST_ADDRESS, LONGEST_NAME, check_name
 from sluice.v1 import common_pb2
 
 LONGEST_TEXT = 8_192

@@ -22,9 +22,9 @@ from opentelemetry.context import Context
 from opentelemetry.trace import NonRecordingSpan, Span, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from services.common import logs
+from services.common import logs, otel_environment
 from services.common.errors import SluiceError
-from services.common.observability import instruments, otel_environment
+from services.common.observability import instruments
 from services.common.observability.scrape_server import ScrapeEndpoint
 from services.common.security.tls import metrics_context
 from sluice.v1 import common_pb2

@@ -11,9 +11,8 @@ from typing import NoReturn, TypeVar
 import grpc
 from google.protobuf.message import DecodeError
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.errors import ErrorKind, SluiceError, sentence
 from services.common.observability import telemetry
-from services.common.printable import sentence
 from sluice.v1 import common_pb2
 
 DETAIL_KEY = "sluice-error-bin"

@@ -14,8 +14,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.common.budgets import BudgetPool
-from services.common.errors import ErrorKind, quoted
-from services.common.printable import LONGEST_NAME
+from services.common.errors import LONGEST_NAME, ErrorKind, quoted
 from services.common.rpc.errors import abort
 from sluice import __version__
 

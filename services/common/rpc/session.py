@@ -13,20 +13,12 @@ from typing import Any, Generic, TypeVar, cast
 import grpc
 
 from services.common.errors import ErrorKind, SluiceError
+from services.common.observability.process_metrics import sessions
 from services.common.rpc.errors import from_rpc_error
 
 LAST_WRITE_S = 5.0
 CUT_WRITE_S = 1.0
 
-
-class Sessions:
-    """How many this process serves and holds now."""
-
-    def __init__(self) -> None:
-        self.alive = 0
-
-
-sessions = Sessions()
 
 In = TypeVar("In")
 Out = TypeVar("Out")

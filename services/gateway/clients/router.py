@@ -10,8 +10,8 @@ from typing import Any, TypeVar, cast
 
 import grpc
 
-from services.common.concurrency_limiter import ConcurrencyLimiter
 from services.common.errors import SluiceError
+from services.common.rpc.concurrency_limiter import ConcurrencyLimiter
 from services.common.rpc.multiplexed_call import MultiplexedCall
 from services.common.rpc.replicas import ReplicaSet
 from services.gateway.core import deadlines

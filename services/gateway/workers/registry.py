@@ -11,8 +11,7 @@ from functools import lru_cache
 import grpc
 
 from services.common.discovery.worker_checks import check_worker
-from services.common.errors import SluiceError, not_found, quoted, unavailable
-from services.common.printable import LONGEST_NAME
+from services.common.errors import LONGEST_NAME, SluiceError, not_found, quoted, unavailable
 from services.common.rpc.replicas import ReplicaSet
 from services.common.tasks import asked_to_end
 from services.gateway.admission import permit as permits

@@ -11,10 +11,9 @@ from hashlib import sha256
 from google.protobuf.message import DecodeError
 
 from services.common.discovery.worker_checks import check_worker
-from services.common.errors import invalid, quoted
+from services.common.errors import check_name, invalid, quoted
 from services.common.hashing import HASH_SCHEME
 from services.common.packing import pack_u64
-from services.common.printable import check_name
 from services.common.security.identity import ANONYMOUS, Caller
 from services.router.kv_index.events import HASH_BYTES, BlockOp, EventBatch, Kind, Tier
 from services.router.registration.stream_messages import Leaving, Replies, Report, Said, SnapshotChunk

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from services.common.errors import invalid
-from services.common.printable import check_name
+from services.common.errors import check_name, invalid
 from services.router.scheduling.queries import Query
 
 MOST_TOKENS = 1 << 24

@@ -10,7 +10,6 @@ from random import Random
 
 from services.common.errors import unavailable
 from services.router.kv_index.index import NO_OVERLAP, Overlap
-from services.router.registration.load_reports import Reports
 from services.router.reservations.cost import MILLI, NO_LOAD, Limits, Load, Offer
 from services.router.reservations.ids import prefill_id
 from services.router.reservations.table import AllBusy, Choice, Owner, ReservationParams
@@ -20,6 +19,7 @@ from services.router.scheduling.prompts import Blocks
 from services.router.scheduling.queries import Query, Score
 from services.router.scheduling.thresholds import CLOSED, Thresholds
 from services.router.store.base import Store
+from services.router.sync.load_reports import Reports
 from services.router.sync.model_state import ModelState
 from services.router.sync.reservation_manager import ReservationManager
 from services.router.workers.registry import Registry

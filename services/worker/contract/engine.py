@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from services.common.errors import ErrorKind, SluiceError, internal
 from services.common.tasks import TaskOwner
+from services.worker.contract.cache_events import KvEventSource
 from services.worker.contract.capabilities import Capability
 from services.worker.contract.generation import (
     Delta,
@@ -22,7 +23,6 @@ from services.worker.contract.generation import (
     Role,
     Usage,
 )
-from services.worker.kv_events.cache_events import KvEventSource
 
 if TYPE_CHECKING:
     from services.worker.settings import WorkerSettings

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from services.common.hashing import block_hashes
 from services.common.packing import pack_u32
-from services.worker.kv_events.cache_events import CacheTier
+from services.worker.contract.cache_events import CacheTier
 from services.worker.kv_events.events import EngineHash
 
 BlockKey = tuple[int, EngineHash]

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from services.worker.kv_events.cache_events import BlocksRemoved, BlocksStored, CacheCleared, CacheTier, KvEvent
+from services.worker.contract.cache_events import BlocksRemoved, BlocksStored, CacheCleared, CacheTier, KvEvent
 
 BACKLOG_BATCHES = 1_024
 BATCH_HASHES = 16_384

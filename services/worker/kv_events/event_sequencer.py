@@ -9,7 +9,7 @@ from functools import cache
 
 from services.common.errors import SluiceError
 from services.common.observability.instruments import Counter
-from services.worker.kv_events.cache_events import KvEvent
+from services.worker.contract.cache_events import KvEvent
 from services.worker.kv_events.events import EngineBatch, MalformedEvents
 from services.worker.kv_events.translation import Translator
 from services.worker.metrics import EVENT_GAPS, EVENT_LOSSES, EVENT_ORPHANS

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.worker.kv_events.cache_events import CacheTier
+from services.worker.contract.cache_events import CacheTier
 
 EngineHash = int | bytes
 """Opaque; unsigned 64-bit, or bytes where the engine was told to publish whole digests."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.worker.kv_events.cache_events import KvEventSource, KvListener
+from services.worker.contract.cache_events import KvEventSource, KvListener
 from services.worker.kv_events.event_sequencer import EventSequencer
 from services.worker.kv_events.translation import Translator
 

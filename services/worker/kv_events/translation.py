@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from services.common.errors import invalid
+from services.worker.contract.cache_events import BlocksRemoved, BlocksStored, CacheCleared, CacheTier, KvEvent
 from services.worker.kv_events.blocks import Block, BlockKey, BlockRun, BlockTable
-from services.worker.kv_events.cache_events import BlocksRemoved, BlocksStored, CacheCleared, CacheTier, KvEvent
 from services.worker.kv_events.events import (
     PREFIX_KINDS,
     EngineCleared,

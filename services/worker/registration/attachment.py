@@ -10,8 +10,8 @@ import grpc
 
 from services.common.errors import ErrorKind, SluiceError
 from services.common.packing import pack_u64
+from services.worker.contract.cache_events import BlocksRemoved, BlocksStored, CacheTier, KvEvent
 from services.worker.contract.engine import Load
-from services.worker.kv_events.cache_events import BlocksRemoved, BlocksStored, CacheTier, KvEvent
 from services.worker.kv_events.event_log import KvEventLog, NumberedBatch, chunks
 from services.worker.serving.wire import write_loads
 from sluice.v1 import common_pb2, router_pb2

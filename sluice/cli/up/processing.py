@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
+from services.common.discovery.processing_settings import NATIVE_CODE, NO_TRTLLM
 from services.common.models import ModelSpec, detect_processor, is_hub_id, resolve
-from services.common.processing import NATIVE_CODE, NO_TRTLLM
 
 FLAGS = ("vllm_processing", "sglang_processing", "trtllm_processing", "native_framework_processing")
 

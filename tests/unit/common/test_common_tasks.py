@@ -6,8 +6,7 @@ import asyncio
 
 import pytest
 
-from services.common.runner import Stop
-from services.common.tasks import TaskOwner
+from services.common.tasks import Stop, TaskOwner
 
 
 async def forever() -> None:

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from services.common.concurrency_limiter import ConcurrencyLimiter
 from services.common.errors import ErrorKind, SluiceError
+from services.common.rpc.concurrency_limiter import ConcurrencyLimiter
 
 
 async def test_few_at_a_time_and_in_order() -> None:

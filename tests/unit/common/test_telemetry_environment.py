@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.common.observability.otel_environment import read
+from services.common.otel_environment import read
 from services.common.settings import GrpcServiceSettings, ServiceSettings, settings_config
 
 ENDPOINT = "http://collector:4317"

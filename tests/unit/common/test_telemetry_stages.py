@@ -17,7 +17,7 @@ from services.common import logs
 from services.common.errors import SluiceError, invalid, unavailable
 from services.common.observability import telemetry
 from services.common.observability.instruments import expose, read
-from services.common.process_metrics import LAG_EVERY_S, ProcessMetrics
+from services.common.observability.process_metrics import LAG_EVERY_S, ProcessMetrics
 
 
 @pytest.fixture

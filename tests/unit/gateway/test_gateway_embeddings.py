@@ -25,11 +25,11 @@ from services.gateway.core.request import (
     TokenizedPrompt,
 )
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.pipeline.embeddings import INPUTS_PER_CALL, EmbedClient, all_or_none
 from services.gateway.streams.manager import StreamManager
 from services.gateway.streams.watchdog import WorkerWatchdog
 from services.gateway.workers.capabilities import able
 from services.gateway.workers.connections import ConnectionManager
+from services.gateway.workers.embeddings import INPUTS_PER_CALL, EmbedClient, all_or_none
 from services.gateway.workers.registry import WorkerEntry, WorkerRegistry
 from sluice.v1 import common_pb2, worker_pb2
 from tests.support.bodies import BUDGETS

@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
+from services.worker.contract.cache_events import CacheCleared
 from services.worker.engines.mock.blocks import BlockPool
-from services.worker.kv_events.cache_events import CacheCleared
 from tests.support.engines import replay
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from array import array
 
+from services.worker.contract.cache_events import BlocksRemoved, BlocksStored
 from services.worker.engines.mock.blocks import BlockPool
-from services.worker.kv_events.cache_events import BlocksRemoved, BlocksStored
 
 HASH = 7
 

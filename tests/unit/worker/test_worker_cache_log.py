@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.kv_events.cache_events import BlocksRemoved, BlocksStored, CacheCleared, CacheTier, KvEvent
+from services.worker.contract.cache_events import BlocksRemoved, BlocksStored, CacheCleared, CacheTier, KvEvent
 from services.worker.kv_events.event_log import BACKLOG_BATCHES, KvEventLog, chunks
 
 

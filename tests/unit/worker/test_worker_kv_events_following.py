@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.hashing import block_hashes
-from services.worker.kv_events.cache_events import BlocksStored, CacheCleared, KvEvent
+from services.worker.contract.cache_events import BlocksStored, CacheCleared, KvEvent
 from services.worker.kv_events.event_sequencer import EventSequencer
 from services.worker.kv_events.events import EngineBatch, EngineRemoved, EngineStored
 from services.worker.kv_events.source import EngineCacheSource

@@ -10,7 +10,7 @@ import pytest
 
 from services.common.hashing import block_hashes
 from services.gateway.admission.tenants import salted
-from services.worker.kv_events.cache_events import BlocksStored
+from services.worker.contract.cache_events import BlocksStored
 from services.worker.kv_events.translation import Translator
 from services.worker.kv_events.wire import decode
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from services.common.errors import SluiceError
 from services.common.hashing import block_hashes
-from services.worker.kv_events.cache_events import BlocksRemoved, BlocksStored, CacheCleared, CacheTier, KvEvent
+from services.worker.contract.cache_events import BlocksRemoved, BlocksStored, CacheCleared, CacheTier, KvEvent
 from services.worker.kv_events.events import EngineCleared, EngineEvent, EngineRemoved, EngineStored
 from services.worker.kv_events.translation import Translator
 

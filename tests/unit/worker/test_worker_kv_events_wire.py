@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.kv_events.cache_events import CacheTier
+from services.worker.contract.cache_events import CacheTier
 from services.worker.kv_events.events import EngineCleared, EngineRemoved, EngineStored, MalformedEvents
 from services.worker.kv_events.wire import decode
 

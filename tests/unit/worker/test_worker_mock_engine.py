@@ -14,12 +14,12 @@ import pytest
 
 from services.common.errors import ErrorKind, SluiceError
 from services.common.hashing import block_hashes
+from services.worker.contract.cache_events import CacheCleared, KvEvent
 from services.worker.contract.engine import GenerateContext
 from services.worker.contract.generation import Delta, FinishReason, GenerateRequest
 from services.worker.engines import BUILT_IN, engine_names, find_engine
 from services.worker.engines.mock import MockEngine
 from services.worker.engines.mock.pacing import LONGEST_LAG_S, StepPacer
-from services.worker.kv_events.cache_events import CacheCleared, KvEvent
 from services.worker.settings import WorkerSettings
 from tests.support.engines import RecordingSink, replay, request, until
 from tests.support.tiny_models import CONTEXT_LENGTH, build_tiny_model

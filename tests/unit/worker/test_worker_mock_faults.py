@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from services.common.errors import ErrorKind, SluiceError
+from services.worker.contract.cache_events import KvEvent
 from services.worker.contract.engine import GenerateContext
 from services.worker.contract.generation import FinishReason
 from services.worker.engines.mock import MockEngine
 from services.worker.engines.mock.faults import CRASH_CODE, Faults
-from services.worker.kv_events.cache_events import KvEvent
 from services.worker.settings import WorkerSettings
 from tests.support.engines import RecordingSink, request, until
 from tests.support.tiny_models import build_tiny_model

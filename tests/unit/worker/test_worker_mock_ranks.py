@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from services.worker.contract.cache_events import KvEvent
 from services.worker.contract.generation import FinishReason
 from services.worker.engines.mock import MockEngine
 from services.worker.generation.response_sink import StreamResponseSink
-from services.worker.kv_events.cache_events import KvEvent
 from services.worker.serving.worker import Worker
 from services.worker.settings import WorkerSettings
 from tests.support.engines import replay, request

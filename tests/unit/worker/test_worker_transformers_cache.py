@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.hashing import block_hashes, seed_for
+from services.worker.contract.cache_events import BlocksRemoved, BlocksStored, KvEvent
 from services.worker.engines.transformers.block_names import BlockNames, forget_names, watched
 from services.worker.engines.transformers.step import CacheChanges
-from services.worker.kv_events.cache_events import BlocksRemoved, BlocksStored, KvEvent
 
 
 class RequestHistory:

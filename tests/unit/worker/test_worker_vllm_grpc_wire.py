@@ -10,6 +10,7 @@ from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import common_pb2
 
 from services.common.errors import SluiceError
+from services.worker.contract.cache_events import CacheTier
 from services.worker.contract.engine import Load
 from services.worker.contract.generation import (
     Delta,
@@ -29,7 +30,6 @@ from services.worker.engines.vllm.sampling import Facts
 from services.worker.engines.vllm_grpc import wire
 from services.worker.engines.vllm_grpc.options import read_server_options, serve_command
 from services.worker.engines.vllm_grpc.reading import Reading
-from services.worker.kv_events.cache_events import CacheTier
 from services.worker.kv_events.events import EngineCleared, EngineRemoved, EngineStored
 from services.worker.settings import WorkerSettings
 

@@ -25,10 +25,10 @@ from services.gateway.core.request import TextPrompt, TokenPrompt
 from services.gateway.http.body import read_json
 from services.gateway.http.body_memory import BodyMemory
 from services.gateway.http.sse import result_unless_gone
-from services.gateway.pipeline.embeddings import NEEDS, EmbedClient, all_or_none
 from services.gateway.pipeline.models import Pipelines
 from services.gateway.settings import GatewaySettings
 from services.gateway.workers.capabilities import able
+from services.gateway.workers.embeddings import NEEDS, EmbedClient, all_or_none
 from services.gateway.workers.registry import WorkerEntry
 
 CLIENT_CLOSED_REQUEST = 499

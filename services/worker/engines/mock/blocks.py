@@ -6,7 +6,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from services.worker.kv_events.cache_events import BlocksRemoved, BlocksStored, CacheCleared, KvEvent
+from services.worker.contract.cache_events import BlocksRemoved, BlocksStored, CacheCleared, KvEvent
 
 
 class BlockPool:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Self
 
 from services.common.errors import ErrorKind, SluiceError, invalid
+from services.worker.contract.cache_events import KvEventSource
 from services.worker.contract.delta_stream import DeltaStream
 from services.worker.contract.engine import Embedded, EngineConfig, GenerateContext, LLMEngine, Load, Sink
 from services.worker.contract.generation import Delta, FinishReason, GenerateRequest, Role
@@ -28,7 +29,6 @@ from services.worker.engines.mock.statistics import Statistics
 from services.worker.engines.mock.text import Answer
 from services.worker.engines.mock.transfer import accepted, transfer_of
 from services.worker.engines.shared.download import download
-from services.worker.kv_events.cache_events import KvEventSource
 from services.worker.settings import WorkerSettings
 
 DEFAULT_CONTEXT_LENGTH = 32_768

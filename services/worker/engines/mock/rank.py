@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from services.common.errors import SluiceError
+from services.worker.contract.cache_events import KvEvent, KvEventSource
 from services.worker.contract.engine import Load
 from services.worker.contract.generation import FinishReason, Usage
 from services.worker.engines.mock.extras import begin, push_with_logprobs
@@ -15,7 +16,6 @@ from services.worker.engines.mock.pacing import StepPacer
 from services.worker.engines.mock.scheduler import Scheduler, Step
 from services.worker.engines.mock.sequence import Sequence
 from services.worker.engines.mock.statistics import Statistics
-from services.worker.kv_events.cache_events import KvEvent, KvEventSource
 
 
 class Rank:

@@ -6,12 +6,12 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 
 from services.common.errors import overloaded
+from services.worker.contract.cache_events import KvEvent
 from services.worker.contract.engine import Load
 from services.worker.engines.mock.blocks import BlockPool
 from services.worker.engines.mock.sequence import Sequence, State
 from services.worker.engines.mock.text import AnswerFor
 from services.worker.engines.mock.timing import StepTiming
-from services.worker.kv_events.cache_events import KvEvent
 
 STEP_SMOOTHING = 0.1
 

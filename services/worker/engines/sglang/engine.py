@@ -11,6 +11,7 @@ from contextlib import aclosing
 from typing import Any, ClassVar, Self
 
 from services.common.errors import ErrorKind, SluiceError, internal, invalid, overloaded
+from services.worker.contract.cache_events import KvEventSource
 from services.worker.contract.capabilities import Capability
 from services.worker.contract.delta_stream import DeltaStream
 from services.worker.contract.engine import Embedded, EngineConfig, GenerateContext, LLMEngine, Load, Sink
@@ -22,7 +23,6 @@ from services.worker.engines.sglang.metrics import SchedulerMetrics
 from services.worker.engines.sglang.request_state import Chunk, RequestState, first_line
 from services.worker.engines.sglang.runtime import SglangRuntime
 from services.worker.engines.sglang.sampling import Facts, engine_request
-from services.worker.kv_events.cache_events import KvEventSource
 from services.worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Self
 
 from services.common.errors import ErrorKind, SluiceError, invalid, not_found, overloaded
 from services.common.hashing import seed_for
+from services.worker.contract.cache_events import KvEventSource
 from services.worker.contract.capabilities import SAMPLING, Capability
 from services.worker.contract.delta_stream import DeltaStream
 from services.worker.contract.engine import Embedded, EngineConfig, GenerateContext, LLMEngine, Load, Sink
@@ -22,7 +23,6 @@ from services.worker.engines.transformers.request_state import RequestState
 from services.worker.engines.transformers.sampling import plan_of
 from services.worker.engines.transformers.starting import Started, start_engine
 from services.worker.engines.transformers.step import Listener, Step
-from services.worker.kv_events.cache_events import KvEventSource
 from services.worker.settings import WorkerSettings
 
 STOP_S = 3.0

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from services.worker.contract.cache_events import BlocksRemoved, BlocksStored, KvEvent
 from services.worker.contract.generation import PositionLogprobs
-from services.worker.kv_events.cache_events import BlocksRemoved, BlocksStored, KvEvent
 
 
 class Row(NamedTuple):

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Self
 
 from services.common import models
 from services.common.errors import ErrorKind, SluiceError, invalid
+from services.worker.contract.cache_events import KvEventSource
 from services.worker.contract.capabilities import Capability
 from services.worker.contract.delta_stream import DeltaStream
 from services.worker.contract.engine import Embedded, EngineConfig, GenerateContext, LLMEngine, Load, Sink
@@ -27,7 +28,6 @@ from services.worker.engines.vllm.handoff import Handoff, read_handoff
 from services.worker.engines.vllm.inflight_requests import InflightRequests
 from services.worker.engines.vllm.outputs import RequestState
 from services.worker.engines.vllm.sampling import Facts, sampling_arguments
-from services.worker.kv_events.cache_events import KvEventSource
 from services.worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)

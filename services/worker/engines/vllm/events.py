@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from services.common.tasks import TaskOwner
+from services.worker.contract.cache_events import KvEvent
 from services.worker.engines.vllm.options import kv_events_config
-from services.worker.kv_events.cache_events import KvEvent
 from services.worker.kv_events.source import EngineCacheSource
 from services.worker.kv_events.zmq_feed import ZmqFeed
 

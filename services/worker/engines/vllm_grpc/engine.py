@@ -16,6 +16,7 @@ import grpc
 from services.common import models
 from services.common.errors import ErrorKind, SluiceError, invalid
 from services.common.net.ports import free_port
+from services.worker.contract.cache_events import KvEventSource
 from services.worker.contract.capabilities import Capability
 from services.worker.contract.engine import Embedded, EngineConfig, GenerateContext, LLMEngine, Load
 from services.worker.contract.generation import Delta, FinishReason, GenerateRequest, Role
@@ -30,7 +31,6 @@ from services.worker.engines.vllm_grpc.feed import GrpcFeed
 from services.worker.engines.vllm_grpc.options import LOOPBACK, read_server_options, serve_command
 from services.worker.engines.vllm_grpc.reading import Reading
 from services.worker.engines.vllm_grpc.server import Server, find_program
-from services.worker.kv_events.cache_events import KvEventSource
 from services.worker.kv_events.source import EngineCacheSource
 from services.worker.settings import WorkerSettings
 

@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from services.common.errors import ErrorKind, SluiceError, invalid
+from services.worker.contract.cache_events import CacheTier
 from services.worker.contract.engine import Load
 from services.worker.contract.generation import FinishReason, GenerateRequest, PositionLogprobs, TokenLogprob
 from services.worker.engines.vllm.handoff import Handoff
 from services.worker.engines.vllm.outputs import LOWEST_LOGPROB
 from services.worker.engines.vllm.sampling import Facts, sampling_arguments
-from services.worker.kv_events.cache_events import CacheTier
 from services.worker.kv_events.events import (
     EngineBatch,
     EngineCleared,

@@ -13,7 +13,6 @@ from services.common.observability import telemetry
 from services.common.observability.declarations import ERROR_KINDS, SECONDS, MetricDeclarations
 from services.common.observability.instruments import Counter, Histogram, watch
 from services.common.observability.label_bounds import Label
-from services.common.rpc.session import sessions
 from sluice import __version__
 
 LAG_EVERY_S = 0.5
@@ -69,6 +68,16 @@ FETCHES = METRICS.counter(
     Label("outcome", "ok, or the kind of the error", ("ok", *ERROR_KINDS)),
     when="models are learned from workers (preprocess and postprocess with `--routers`)",
 )
+
+
+class Sessions:
+    """How many this process serves and holds now."""
+
+    def __init__(self) -> None:
+        self.alive = 0
+
+
+sessions = Sessions()
 
 
 class LoopLag:
