@@ -24,7 +24,7 @@ from services.gateway.admission.local_limiter import LocalLimiter
 from services.gateway.admission.permit import Permit
 from services.gateway.admission.tenants import SHARED, TenantSalt
 from services.gateway.http.middleware.routing_hints import ENDPOINT, HEADERS
-from services.gateway.pipeline.pipeline import tenant_cache
+from services.gateway.pipeline import tenant_cache
 from services.gateway.workers.capabilities import able
 from services.gateway.workers.registry import WorkerEntry
 from sluice.cli.commands import app

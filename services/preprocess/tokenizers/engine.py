@@ -23,7 +23,7 @@ from services.preprocess.templates.processes import MODEL_FAULT
 
 log = logging.getLogger(__name__)
 
-_SERVICES = Path(__file__).resolve().parents[1]
+_SERVICES = Path(__file__).resolve().parents[2]
 # Of this project the process sees only `services`; every package it needs is its own interpreter's.
 _BOOTSTRAP = (
     "import sys, types; services = types.ModuleType('services'); services.__path__ = [sys.argv[1]]; "

@@ -49,7 +49,7 @@ def test_two_processes_never_get_the_same(monkeypatch: pytest.MonkeyPatch) -> No
     first = ports.free_row(30)
     around = range(first, first + 60)
     monkeypatch.setattr(ports, "FREE_RANGE", around)
-    ranged = f"from services.common import ports; ports.FREE_RANGE = range({around.start}, {around.stop}); " + TAKE
+    ranged = f"from services.common.net import ports; ports.FREE_RANGE = range({around.start}, {around.stop}); " + TAKE
     command = [sys.executable, "-c", ranged.format(15)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None

@@ -16,6 +16,7 @@ from services.common import logs
 from services.common.errors import SluiceError, not_found
 from services.common.observability.audit import AuditSettings
 from services.common.tasks import TaskOwner
+from services.gateway.core import request_audit
 from services.gateway.http.errors import error_response
 from services.gateway.http.middleware import audit as auditing
 
@@ -39,8 +40,8 @@ def application() -> FastAPI:
     @app.post("/v1/generate")
     async def generate(request: Request) -> Response:
         await request.body()
-        auditing.known("k7")
-        first, second = (auditing.of_request() for _ in range(2))
+        request_audit.known("k7")
+        first, second = (request_audit.of_request() for _ in range(2))
         if first is None or second is None:
             return PlainTextResponse("not audited")
         sink = ObservedStream()

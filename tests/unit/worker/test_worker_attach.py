@@ -12,8 +12,8 @@ from grpc._cython import cygrpc
 from services.common.errors import ErrorKind, SluiceError
 from services.worker.contract.engine import Load
 from services.worker.kv_events.event_log import KvEventLog
+from services.worker.registration import attachment as attach
 from services.worker.registration.attachment import Attachment
-from services.worker.registration.registration import attachment as attach
 from sluice.v1 import router_pb2
 
 

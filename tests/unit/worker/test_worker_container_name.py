@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from services.worker.registration import address
 from services.worker.registration.address import default_worker_id
 from services.worker.registration.container import container_name
-from services.worker.registration.registration import address
 
 Reply = Callable[[bytes], bytes]
 LOCAL = b"\x011\x010\x010\x03127\x07in-addr\x04arpa\0"

@@ -27,7 +27,7 @@ from services.postprocess.parsers.isolated.remote import RemoteStream
 log = logging.getLogger(__name__)
 
 LOAD_TIMEOUT_S = 120.0
-_SERVICES = Path(__file__).resolve().parents[2]
+_SERVICES = Path(__file__).resolve().parents[3]
 # Of this project the process sees only `services`; every package it needs is its own interpreter's.
 _BOOTSTRAP = (
     "import sys, types; services = types.ModuleType('services'); services.__path__ = [sys.argv[1]]; "
