@@ -23,7 +23,7 @@ check: setup ## lint, formatting, layers and types
 	@.venv/bin/ruff check --quiet .
 	@.venv/bin/ruff format --quiet --check .
 	@.venv/bin/mypy --no-error-summary
-	@.venv/bin/lint-imports --no-timings >.venv/lint-imports.log || { cat .venv/lint-imports.log; exit 1; }
+	@.venv/bin/lint-imports >.venv/lint-imports.log || { cat .venv/lint-imports.log; exit 1; }
 	@.venv/bin/mypy --no-error-summary --config-file clients/python/pyproject.toml clients/python/src
 
 format: setup ## format the code and fix what can be fixed
