@@ -217,7 +217,7 @@ class VllmGrpcEngine(LLMEngine):
         if len(self._loads) > 1:
             return self._loads
         told = self._loads[0]
-        ours = len(self._driven) - told.waiting_requests
+        ours = len(self._generate_tasks) - told.waiting_requests
         return [replace(told, running_requests=ours)] if ours > told.running_requests else self._loads
 
     def kv_event_sources(self) -> Sequence[KvEventSource]:
