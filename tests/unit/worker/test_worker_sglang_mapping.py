@@ -256,7 +256,9 @@ def test_a_malformed_handoff_is_refused(handoff: bytes) -> None:
 def test_who_meets_where() -> None:
     assert bootstrap_for(prefilling(), Role.AGGREGATED, "h", 1) is None
     given = Disaggregation(Role.PREFILL, bootstrap_host="p", bootstrap_port=5, bootstrap_room=9)
-    assert bootstrap_for(prefilling(disaggregation=given), Role.PREFILL, "h", 1) == BootstrapInfo("p", 5, 9, sent_tokens=1)
+    assert bootstrap_for(prefilling(disaggregation=given), Role.PREFILL, "h", 1) == BootstrapInfo(
+        "p", 5, 9, sent_tokens=1
+    )
     made = bootstrap_for(prefilling(), Role.PREFILL, "h", 1)
     assert made is not None
     assert (made.host, made.port, made.sent_tokens) == ("h", 1, 0)

@@ -280,7 +280,7 @@ def test_adapters_are_folders_with_names(tmp_path: Path) -> None:
         "formal": str(tmp_path / "tone"),
         "style": str(tmp_path / "style"),
     }
-    with pytest.raises(SluiceError, match="is no folder"):
+    with pytest.raises(SluiceError, match="is not a folder"):
         named_adapters(["tone=/nowhere"])
     with pytest.raises(SluiceError, match="twice"):
         named_adapters([f"a={tmp_path / 'tone'}", f"a={tmp_path / 'style'}"])
