@@ -319,7 +319,7 @@ def follow(constraint: Constraint, most: int = 200) -> int:
         if not constraint.fill_mask(ctypes.addressof(mask)):
             return taken
         allowed = [8 * place + bit for place, byte in enumerate(mask) for bit in range(8) if byte >> bit & 1]
-        constraint.took(allowed[-1])
+        constraint.accept(allowed[-1])
         if constraint.error:
             return taken
     return most
