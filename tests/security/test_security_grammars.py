@@ -131,7 +131,7 @@ def held(engine: MockEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[thread
     """Answers under a constraint are made when this is set."""
     release = threading.Event()
     assert engine._loaded is not None
-    storyteller = engine._loaded.storyteller
+    storyteller = engine._loaded.text_generator
     make = storyteller.answer
 
     def answer(asked: GenerateRequest, limit: int, effort: Effort | None = None) -> Any:
@@ -380,7 +380,7 @@ async def vllm(monkeypatch: pytest.MonkeyPatch, folder: Path) -> AsyncIterator[t
     engine, llm = VllmEngine(WorkerSettings(model=f"tiny={folder}", engine="vllm")), FakeLlm()
     monkeypatch.setattr(engine, "_llm", llm)
     monkeypatch.setattr(engine, "_config", SimpleNamespace(model_config=SimpleNamespace(runner_type="generate")))
-    monkeypatch.setattr(engine._flights, "error_of", lambda error: error)
+    monkeypatch.setattr(engine._states, "error_of", lambda error: error)
     yield engine, llm
     llm.release.set()
     await engine.cleanup()
