@@ -376,7 +376,7 @@ class FakeLlm:
 async def vllm(monkeypatch: pytest.MonkeyPatch, folder: Path) -> AsyncIterator[tuple[VllmEngine, FakeLlm]]:
     monkeypatch.setattr(library, "sampling_params", lambda arguments: arguments)
     monkeypatch.setattr(library, "prompt_of", lambda token_ids, salt: "rendered")
-    monkeypatch.setattr(library, "error_of", lambda error: invalid(f"vLLM refuses the request: {error}"))
+    monkeypatch.setattr(library, "error_of", lambda error: invalid(f"vLLM rejected the request: {error}"))
     engine, llm = VllmEngine(WorkerSettings(model=f"tiny={folder}", engine="vllm")), FakeLlm()
     monkeypatch.setattr(engine, "_llm", llm)
     monkeypatch.setattr(engine, "_config", SimpleNamespace(model_config=SimpleNamespace(runner_type="generate")))
@@ -476,7 +476,7 @@ def test_pattern_that_no_engine_compiles_is_a_400_with_its_field(
     answer = http.post(path, json={"model": "tekken", "stream": stream, **body})
     assert answer.status_code == 400, answer.text
     error = json.loads(answer.text)["error"]
-    assert "no regular expression" in error["message"]
+    assert "not a valid regular expression" in error["message"]
     if path == "/v1/messages":
         assert error["type"] == "invalid_request_error"
         assert param in error["message"]

@@ -75,7 +75,7 @@ def test_constraints(guided: StructuredOutput, field: str) -> None:
 
 
 def test_a_seed_of_64_bits_is_refused() -> None:
-    with pytest.raises(SluiceError, match="32 bits"):
+    with pytest.raises(SluiceError, match="32-bit"):
         wire.write_request(request(sampling=SamplingParams(seed=1 << 40)), FACTS, None)
 
 

@@ -215,8 +215,8 @@ def test_reasons(finish: str, stop: int | None, reason: FinishReason, stop_token
 
 def test_a_prefill_ends_with_a_handoff_unless_the_answer_ends_by_itself() -> None:
     heard, ended = ObservedStream(), ObservedStream()
-    RequestState(10, heard, None, None, hands_over=True).take(output([9], "length", kv_transfer_params={"host": "h"}))
-    RequestState(10, ended, None, None, hands_over=True).take(output([2], "stop", 2))
+    RequestState(10, heard, None, None, is_prefill=True).take(output([9], "length", kv_transfer_params={"host": "h"}))
+    RequestState(10, ended, None, None, is_prefill=True).take(output([2], "stop", 2))
     assert heard.ends[0][0] is FinishReason.HANDOFF
     assert read_handoff(heard.ends[0][3]) == Handoff(9, {"host": "h"})
     assert ended.ends[0][0] is FinishReason.STOP

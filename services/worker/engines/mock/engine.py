@@ -71,7 +71,7 @@ class MockEngine(LLMEngine):
     def from_args(cls, settings: WorkerSettings) -> Self:
         if settings.engine_args or settings.engine_flags:
             raise invalid(
-                "The mock engine does not support --engine-args; use the worker's flags.", param="engine-args"
+                "The mock engine accepts no engine options; use the worker's flags.", param="engine-args"
             )
         return cls(settings)
 

@@ -75,7 +75,7 @@ class TransformersEngine(LLMEngine):
             )
         if settings.engine_flags:
             raise invalid(
-                "The transformers engine does not accept options after --; use --engine-args.", param="engine_args"
+                "The transformers engine accepts no options after --; use --engine-args.", param="engine_args"
             )
         return cls(settings)
 
