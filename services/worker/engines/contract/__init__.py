@@ -1,1 +1,1 @@
-"""Defines the contract between a worker and its engine; engine authors import it from `sluice`."""
+"""Defines the contract between a worker and its engine; engine authors subclass `engine.LLMEngine`."""

@@ -70,9 +70,7 @@ class MockEngine(LLMEngine):
     @classmethod
     def from_args(cls, settings: WorkerSettings) -> Self:
         if settings.engine_args or settings.engine_flags:
-            raise invalid(
-                "The mock engine accepts no engine options; use the worker's flags.", param="engine-args"
-            )
+            raise invalid("The mock engine accepts no engine options; use the worker's flags.", param="engine-args")
         return cls(settings)
 
     async def start(self, worker_id: str) -> EngineConfig:
