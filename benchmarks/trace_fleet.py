@@ -270,7 +270,7 @@ class Simulation:
         if step.events:
             _, attachment = self._workers[worker.card.worker_id]
             await attachment.handle([worker.batch(step.events)])
-        begun = [sequence for sequence, _ in step.rows if sequence.known == sequence.prompt_tokens + 1]
+        begun = [sequence for sequence, _ in step.rows if sequence.token_count == sequence.prompt_tokens + 1]
         if begun:
             await self._router.mark_prefill_complete(list(map(self._begin, begun)))
         if step.ended:
@@ -287,7 +287,7 @@ class Simulation:
 
     def _end(self, sequence: Running) -> str:
         flight = self._flights.pop(sequence.request.request_id)
-        generated = sequence.known - sequence.prompt_tokens
+        generated = sequence.token_count - sequence.prompt_tokens
         if generated > 1:
             self.outcome.inter_token_s.append((self._now - flight.first_s) / (generated - 1))
         return flight.reservation

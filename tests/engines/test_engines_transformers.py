@@ -93,7 +93,7 @@ async def test_adapters_come_and_go_while_serving(worker: suite.RunningWorker, f
     two = await suite.generate(worker, suite.request("late-3", prompt, 12, lora="late"))
     assert two.cached_tokens == 0
     assert two.token_ids != one.token_ids
-    with pytest.raises(grpc.aio.AioRpcError, match="holds no adapter"):
+    with pytest.raises(grpc.aio.AioRpcError, match="contains no valid adapter"):
         await control(load, name="broken", path=str(folders.model))
 
 

@@ -111,8 +111,8 @@ async def test_help_lists_the_settings() -> None:
         (("--role", "router"), 2, "role"),
         (("--fault", "earthquake"), 1, "slow"),
         (("--timing", "table", "--timing-file", "./no/such/file"), 1, "cannot be read"),
-        (("--total-blocks", "900000000000"), 1, "not enough memory"),
-        (("--engine-args", "x=1"), 1, "its settings are flags"),
+        (("--total-blocks", "900000000000"), 1, "Not enough memory"),
+        (("--engine-args", "x=1"), 1, "accepts no engine options"),
         (("--model", "tiny=./no/such/folder"), 1, "does not exist"),
     ],
 )
@@ -171,7 +171,7 @@ async def test_sluice_worker_is_the_same_process(folder: Path) -> None:
     )
     code, _, errors = await output(child)
     assert code == 1
-    assert "no options of its own" in errors
+    assert "accepts no engine options" in errors
 
 
 async def test_its_endpoint_says_how_it_is_and_has_the_engines_metrics(folder: Path) -> None:

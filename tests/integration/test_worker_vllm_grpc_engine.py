@@ -166,7 +166,7 @@ async def test_nobody_answers_at_the_address(tmp_path: Path) -> None:
     argv = ["--engine", "vllm-grpc", "--model", f"tiny={build_tiny_model(tmp_path)}"]
     settings = WorkerSettings.load([*argv, "--engine-args", "address=127.0.0.1:1,start_s=0.2"])
     engine = VllmGrpcEngine.from_args(settings)
-    with pytest.raises(SluiceError, match="does not answer"):
+    with pytest.raises(SluiceError, match="did not become ready"):
         await engine.start("w")
     await engine.cleanup()
     await engine.cleanup()

@@ -131,7 +131,7 @@ def held(engine: MockEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[thread
     """Answers under a constraint are made when this is set."""
     release = threading.Event()
     assert engine._loaded is not None
-    storyteller = engine._loaded.storyteller
+    storyteller = engine._loaded.text_generator
     make = storyteller.answer
 
     def answer(asked: GenerateRequest, limit: int, effort: Effort | None = None) -> Any:
@@ -319,7 +319,7 @@ def follow(constraint: Constraint, most: int = 200) -> int:
         if not constraint.fill_mask(ctypes.addressof(mask)):
             return taken
         allowed = [8 * place + bit for place, byte in enumerate(mask) for bit in range(8) if byte >> bit & 1]
-        constraint.took(allowed[-1])
+        constraint.accept(allowed[-1])
         if constraint.error:
             return taken
     return most
@@ -376,11 +376,11 @@ class FakeLlm:
 async def vllm(monkeypatch: pytest.MonkeyPatch, folder: Path) -> AsyncIterator[tuple[VllmEngine, FakeLlm]]:
     monkeypatch.setattr(library, "sampling_params", lambda arguments: arguments)
     monkeypatch.setattr(library, "prompt_of", lambda token_ids, salt: "rendered")
-    monkeypatch.setattr(library, "error_of", lambda error: invalid(f"vLLM refuses the request: {error}"))
+    monkeypatch.setattr(library, "error_of", lambda error: invalid(f"vLLM rejected the request: {error}"))
     engine, llm = VllmEngine(WorkerSettings(model=f"tiny={folder}", engine="vllm")), FakeLlm()
     monkeypatch.setattr(engine, "_llm", llm)
     monkeypatch.setattr(engine, "_config", SimpleNamespace(model_config=SimpleNamespace(runner_type="generate")))
-    monkeypatch.setattr(engine._flights, "error_of", lambda error: error)
+    monkeypatch.setattr(engine._states, "error_of", lambda error: error)
     yield engine, llm
     llm.release.set()
     await engine.cleanup()
@@ -476,7 +476,7 @@ def test_pattern_that_no_engine_compiles_is_a_400_with_its_field(
     answer = http.post(path, json={"model": "tekken", "stream": stream, **body})
     assert answer.status_code == 400, answer.text
     error = json.loads(answer.text)["error"]
-    assert "no regular expression" in error["message"]
+    assert "not a valid regular expression" in error["message"]
     if path == "/v1/messages":
         assert error["type"] == "invalid_request_error"
         assert param in error["message"]

@@ -137,7 +137,7 @@ class ScriptedEngine(LLMEngine):
             self.closed.append(request.request_id)
 
     def load(self) -> Sequence[Load]:
-        return [Load(running_requests=len(self._driven))]
+        return [Load(running_requests=len(self._generate_tasks))]
 
     async def cleanup(self) -> None:
         self.cleanups += 1

@@ -1,1 +1,1 @@
-"""The contract between a worker and its engine; engine authors import it from `sluice.engine`."""
+"""Defines the contract between a worker and its engine; engine authors subclass `engine.LLMEngine`."""

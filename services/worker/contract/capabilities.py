@@ -1,4 +1,4 @@
-"""What an engine can honour, by the names that stand on the model card."""
+"""Capabilities of engines, under the names that the model card uses."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from enum import StrEnum
 
 
 class Capability(StrEnum):
-    """A request that needs a capability the card does not list is refused; nothing is dropped silently."""
+    """One feature of an engine. A request that needs a capability the card does not list is rejected."""
 
     TOKEN_IDS = "token_ids"
-    """Takes and gives token ids; every engine."""
+    """Accepts and returns token ids; required of every engine."""
     TEXT = "text"
-    """Takes text and makes the ids itself."""
+    """Accepts text and tokenizes it."""
     MESSAGES = "messages"
-    """Takes an OpenAI chat body and makes the ids itself."""
+    """Accepts an OpenAI chat body, renders and tokenizes it."""
     TEXT_OUT = "text_out"
-    """Makes text, reasoning and tool calls of its tokens."""
+    """Returns text, reasoning and tool calls."""
     PROMPT_EMBEDS = "prompt_embeds"
-    """Takes input embeddings in place of ids."""
+    """Accepts input embeddings in place of token ids."""
 
     LOGPROBS = "logprobs"
     PROMPT_LOGPROBS = "prompt_logprobs"
 
     GUIDED_JSON = "guided_json"
-    """JSON Schema, and any JSON object."""
+    """JSON Schema, and unconstrained JSON objects."""
     GUIDED_REGEX = "guided_regex"
     GUIDED_GRAMMAR = "guided_grammar"
     GUIDED_CHOICE = "guided_choice"
@@ -42,30 +42,30 @@ class Capability(StrEnum):
     BAD_WORDS = "bad_words"
     THINKING_TOKEN_BUDGET = "thinking_token_budget"
     ENGINE_OPTIONS = "engine_options"
-    """Options of the engine's own, passed on as they are."""
+    """Engine-specific sampling options, passed through unchanged."""
     MIN_TOKENS = "min_tokens"
     IGNORE_EOS = "ignore_eos"
     RESUME = "resume"
-    """Counts resumed tokens as output: what a seed or a penalty does goes on where it was."""
+    """Counts resumed tokens as output, so that seeds and penalties continue where they stopped."""
     RESUME_GUIDED = "resume_guided"
-    """Takes a constraint up in its middle, after the resumed tokens."""
+    """Advances a grammar past the resumed tokens."""
 
     PRIORITY = "priority"
     CACHE_SALT = "cache_salt"
-    """Requests of different salts share no cached prefix; also true of an engine without a prefix cache."""
+    """Never shares cached prefixes between salts; trivially true of an engine without a prefix cache."""
     DATA_PARALLEL_RANK = "data_parallel_rank"
     LORA = "lora"
-    """Adapters can be chosen per request."""
+    """Selects an adapter per request."""
     LORA_LOADING = "lora_loading"
-    """Adapters can be loaded and unloaded while serving."""
+    """Loads and unloads adapters while serving."""
     EMBEDDINGS = "embeddings"
     KV_EVENTS = "kv_events"
     PREFILL = "prefill"
-    """Can play the prefill part."""
+    """Serves as a prefill worker."""
     DECODE = "decode"
-    """Can play the decode part."""
+    """Serves as a decode worker."""
     LOCAL_PREFILL = "local_prefill"
-    """Plays the decode part and can run a prompt itself when no prefill worker is there."""
+    """Computes a prompt itself, as a decode worker, when no prefill worker is available."""
     SLEEP = "sleep"
     CLEAR_CACHE = "clear_cache"
     PROFILE = "profile"
@@ -91,7 +91,7 @@ SAMPLING = frozenset(
         Capability.IGNORE_EOS,
     }
 )
-"""How tokens are chosen and when they end, one capability an option."""
+"""Sampling and stop options, one capability per option."""
 
 GUIDED = frozenset(
     {
@@ -102,4 +102,4 @@ GUIDED = frozenset(
         Capability.STRUCTURAL_TAG,
     }
 )
-"""Constraints on the output, one capability a kind of grammar."""
+"""Output constraints, one capability per kind of grammar."""

@@ -1,4 +1,4 @@
-"""The contract between a worker and the engine it hosts."""
+"""Defines `LLMEngine`, the contract between a worker and the engine it hosts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """What an engine serves; constant from `start` on. Zero means unknown, except where a default says otherwise."""
+    """Describes a started engine; constant after `start`. Zero means unknown unless a field's default is not zero."""
 
     model: str
     source: str
@@ -46,21 +46,21 @@ class EngineConfig:
     max_batched_tokens: int
     eos_token_ids: tuple[int, ...]
     capabilities: frozenset[str] = frozenset({"token_ids"})
-    accepted: frozenset[str] = frozenset()  # options that are taken and have no effect; not on the card
+    accepted: frozenset[str] = frozenset()  # options accepted without effect; not listed on the model card
     adapters: tuple[str, ...] = ()
     data_parallel_size: int = 1
     role: Role = Role.AGGREGATED
     engine: str = ""
     engine_version: str = ""
-    prompt_fingerprint: str = ""  # as in `sluice.v1.TokenizerSpec`, where the engine makes prompts itself
-    chat_template: str = ""  # Jinja, instead of the one in the files
-    tool_parser: str = ""  # what "auto" means for this model; empty: the template tells
+    prompt_fingerprint: str = ""  # as in `sluice.v1.TokenizerSpec`, for engines that build prompts themselves
+    chat_template: str = ""  # Jinja template that replaces the model's own
+    tool_parser: str = ""  # resolves "auto" for this model; empty: detected from the template
     reasoning_parser: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How one data-parallel rank is doing; units as in `sluice.v1.WorkerLoad`."""
+    """Load of one data-parallel rank; units as in `sluice.v1.WorkerLoad`."""
 
     running_requests: int = 0
     waiting_requests: int = 0
@@ -72,12 +72,12 @@ class Load:
 
 @dataclass(slots=True)
 class GenerateContext:
-    """One request's life outside the engine.
+    """State of one request outside the engine.
 
     Attributes:
-        trace: W3C headers of its `engine.generate` span, for processes that the engine calls; within the worker that
-            span is the current one. While the trace is not recorded: the caller's headers, if any.
-        cancelled: the caller has stopped waiting.
+        trace: W3C trace headers of the `engine.generate` span, for processes that the engine calls; in the worker
+            process that span is already current. If the trace is not sampled, the caller's headers, if any.
+        cancelled: Whether the caller has disconnected or cancelled.
     """
 
     request_id: str
@@ -86,17 +86,17 @@ class GenerateContext:
 
 
 class Sink(ABC):
-    """Where an engine puts one request's tokens, synchronously from its step; a sink neither raises nor blocks."""
+    """Receives one request's tokens, called synchronously from the engine's step; must neither raise nor block."""
 
     __slots__ = ()
 
     @abstractmethod
     def begin(self, cached_tokens: int, prompt_logprobs: Sequence[PositionLogprobs] = ()) -> None:
-        """Once, right before the first push: prompt tokens that came from the prefix cache."""
+        """Starts the output, before the first push. `cached_tokens` are the prompt tokens found in the prefix cache."""
 
     @abstractmethod
     def push(self, token_ids: Sequence[int], logprobs: Sequence[PositionLogprobs] = ()) -> None:
-        """The next tokens; `logprobs` is empty or has one entry per token."""
+        """Appends tokens; `logprobs` is empty or has one entry per token."""
 
     @abstractmethod
     def finish(
@@ -108,29 +108,29 @@ class Sink(ABC):
         error: SluiceError | None = None,
         handoff: bytes = b"",
     ) -> None:
-        """Once, last, also after an abort (with CANCELLED)."""
+        """Ends the output; called exactly once and last, with CANCELLED after an abort."""
 
 
 @dataclass(frozen=True, slots=True)
 class Embedded:
-    """Vectors in the order of their inputs, each little-endian float32 back to back."""
+    """Embedding vectors in input order, each packed as little-endian float32."""
 
     vectors: Sequence[bytes]
     prompt_tokens: int
 
 
 class LLMEngine(ABC):
-    """Computes tokens. A new engine writes `from_args`, `start`, `generate`, `load` and `cleanup`.
+    """Base class of engines. A subclass implements `from_args`, `start`, `generate`, `load` and `cleanup`.
 
     Attributes:
-        CAPABILITIES: the most this engine can honour, whatever the settings; `EngineConfig.capabilities` is what it
-            honours as started.
-        ACCEPTED: what it takes without honouring it, because clients send it whatever the engine; everything that is
-            in neither set is refused.
-        tasks: owner of the engine's background tasks; one that dies fails the worker.
-        on_failure: set by the worker; call it when the engine cannot go on.
-        on_phase: set by the worker; call it from the event loop while starting, with what is being done ("loading
-            weights") and how far it is (0 to 1, None: unknown).
+        CAPABILITIES: Every capability the engine supports under some settings; `EngineConfig.capabilities` lists those
+            of the started engine.
+        ACCEPTED: Options accepted without effect because clients send them to any engine; an option in neither set
+            is rejected.
+        tasks: Owns the engine's background tasks; a task that fails, fails the worker.
+        on_failure: Set by the worker; call it when the engine cannot continue.
+        on_phase: Set by the worker; call it from the event loop during `start` with the current step ("loading
+            weights") and its progress from 0 to 1 (None: unknown).
     """
 
     CAPABILITIES: ClassVar[frozenset[Capability]] = frozenset({Capability.TOKEN_IDS})
@@ -140,118 +140,119 @@ class LLMEngine(ABC):
         self.on_failure: Callable[[str, BaseException], None] = lambda name, error: None
         self.on_phase: Callable[[str, float | None], None] = lambda phase, share: None
         self.tasks = TaskOwner(lambda name, error: self.on_failure(name, error))
-        self._driven: dict[str, asyncio.Task[None]] = {}
+        self._generate_tasks: dict[str, asyncio.Task[None]] = {}
 
     @classmethod
     @abstractmethod
     def from_args(cls, settings: WorkerSettings) -> Self:
-        """Makes an engine without starting anything; SluiceError when settings do not fit."""
+        """Creates an engine without starting it; raises SluiceError for invalid settings."""
 
     @abstractmethod
     async def start(self, worker_id: str) -> EngineConfig:
-        """Loads what it takes, off the event loop, and says what is served; SluiceError when that fails."""
+        """Loads the model off the event loop and returns the engine's description; raises SluiceError on failure."""
 
     @abstractmethod
     def generate(self, request: GenerateRequest, context: GenerateContext) -> AsyncGenerator[Delta, None]:
-        """The deltas of one request, exactly one terminal and last. Closing the iterator cancels the request.
+        """Yields the deltas of one request; only the last one is terminal. Closing the iterator cancels the request.
 
         Raises:
-            SluiceError: OVERLOADED when the waiting queue is full, INVALID_ARGUMENT when the request cannot work.
+            SluiceError: OVERLOADED when the waiting queue is full, INVALID_ARGUMENT when the request is invalid.
         """
 
     def submit(self, request: GenerateRequest, context: GenerateContext, sink: Sink) -> None:
-        """The push form of `generate`, without a task switch per token where an engine overrides it.
+        """Starts a request that pushes its output to a sink; override it to avoid a task switch per token.
 
         Raises:
-            SluiceError: as `generate`; the sink is then never called.
+            SluiceError: As `generate`; the sink is then never called.
         """
-        progress = _Progress(len(request.token_ids), sink)
-        task = self.tasks.spawn(self._drive(request, context, progress), f"generate-{request.request_id}")
-        self._driven[request.request_id] = task
+        output = _SinkForwarder(len(request.token_ids), sink)
+        task = self.tasks.spawn(self._run_generate(request, context, output), f"generate-{request.request_id}")
+        self._generate_tasks[request.request_id] = task
 
-        def ended(done: asyncio.Task[None]) -> None:
-            if self._driven.get(request.request_id) is done:
-                del self._driven[request.request_id]
-            progress.end(FinishReason.CANCELLED)  # of a task that was cancelled, possibly before its first step
+        def on_done(done: asyncio.Task[None]) -> None:
+            if self._generate_tasks.get(request.request_id) is done:
+                del self._generate_tasks[request.request_id]
+            output.end(FinishReason.CANCELLED)  # applies to a cancelled task, possibly before its first step
 
-        task.add_done_callback(ended)
+        task.add_done_callback(on_done)
 
     def abort(self, context: GenerateContext) -> None:
-        """Ends a submitted request within one engine step; its sink hears CANCELLED. Unknown ones are ignored."""
+        """Cancels a submitted request within one engine step; its sink receives CANCELLED. Ignores unknown requests."""
         context.cancelled = True
-        task = self._driven.get(context.request_id)
-        if task is not None and not task.cancelling():  # twice would cut off what `generate` does at its end
+        task = self._generate_tasks.get(context.request_id)
+        if task is not None and not task.cancelling():  # a second cancel would interrupt the cleanup of `generate`
             task.cancel()
 
     async def drain(self) -> None:
-        """Returns when every request has ended; the caller sets the deadline and sends nothing new."""
-        while self._driven:
-            await asyncio.wait(list(self._driven.values()))
+        """Waits until every request has ended; the caller sets the deadline and submits no new requests."""
+        while self._generate_tasks:
+            await asyncio.wait(list(self._generate_tasks.values()))
 
     @abstractmethod
     async def cleanup(self) -> None:
-        """Gives everything back; may be called twice, and on an engine that never started."""
+        """Releases all resources; may be called twice, and on an engine that never started."""
 
     @abstractmethod
     def load(self) -> Sequence[Load]:
-        """Load by data-parallel rank, in well under a millisecond."""
+        """Returns the load of each data-parallel rank; must return within a fraction of a millisecond."""
 
     def kv_event_sources(self) -> Sequence[KvEventSource]:
-        """One source per data-parallel rank, the same ones at every call; empty: the engine reports no cache."""
+        """Returns one source per data-parallel rank, the same at every call; empty if the engine has no KV events."""
         return ()
 
     async def clear_cache(self) -> None:
-        """Forgets every reusable prefix; SluiceError(FAILED_PRECONDITION) when the engine cannot."""
-        raise SluiceError(ErrorKind.FAILED_PRECONDITION, "This engine cannot clear its prefix cache.")
+        """Clears the prefix cache; raises SluiceError(FAILED_PRECONDITION) when the engine cannot."""
+        raise SluiceError(ErrorKind.FAILED_PRECONDITION, "This engine does not support clearing its prefix cache.")
 
     async def embed(self, inputs: Sequence[array[int]], dimensions: int, lora: str = "") -> Embedded:
-        """Vectors of token sequences, cut to `dimensions` (0: the model's own).
+        """Returns embeddings of token sequences, truncated to `dimensions` (0: the model's own size).
 
         Raises:
-            SluiceError: FAILED_PRECONDITION when the engine computes none, INVALID_ARGUMENT for wrong inputs.
+            SluiceError: FAILED_PRECONDITION when the engine does not compute embeddings, INVALID_ARGUMENT for invalid
+                inputs.
         """
         raise _unsupported("does not compute embeddings", "model")
 
     async def control(self, action: str, arguments: Mapping[str, str]) -> dict[str, str]:
-        """Operates the engine: sleep, wake, load_lora, unload_lora, start_profile, stop_profile, inject_fault.
+        """Runs an action: sleep, wake, load_lora, unload_lora, start_profile, stop_profile or inject_fault.
 
-        The worker stops taking requests and lets those under way end before `sleep`; it takes "name" of an adapter out
-        of the card or adds it after the engine has answered.
+        Before `sleep`, the worker stops accepting requests and waits for those in flight. After `load_lora` and
+        `unload_lora` succeed, it updates the adapters on the model card by the argument "name".
 
         Raises:
-            SluiceError: FAILED_PRECONDITION for an action the engine does not have, INVALID_ARGUMENT for its arguments.
+            SluiceError: FAILED_PRECONDITION for an unsupported action, INVALID_ARGUMENT for invalid arguments.
         """
-        raise _unsupported(f"does not have the action {action}", "action")
+        raise _unsupported(f"does not support the action {action}", "action")
 
     def metrics_text(self) -> str:
-        """The engine's own metrics in Prometheus' text format, in well under a millisecond; empty: it has none.
+        """Returns the engine's metrics in the Prometheus text format, or an empty string; must be fast.
 
-        Called from the thread that answers the scrape; names that start with `sluice_` are the worker's and dropped.
+        Called from the thread that serves the scrape. Metrics whose names start with `sluice_` are dropped.
         """
         return ""
 
-    async def _drive(self, request: GenerateRequest, context: GenerateContext, progress: _Progress) -> None:
-        """Pushes what `generate` yields, and a terminal of its own when that yields none."""
+    async def _run_generate(self, request: GenerateRequest, context: GenerateContext, output: _SinkForwarder) -> None:
+        """Forwards the deltas of `generate`, and an error if it ends without a terminal delta."""
         try:
             async with aclosing(self.generate(request, context)) as deltas:
                 async for delta in deltas:
-                    progress.forward(delta)
+                    output.forward(delta)
                     if delta.finish_reason is not None:
                         return
             raise SluiceError(ErrorKind.STREAM_INCOMPLETE, "The engine ended the generation without a finish reason.")
         except SluiceError as error:
-            progress.end(FinishReason.ERROR, error)
+            output.end(FinishReason.ERROR, error)
         except Exception:
             log.exception("engine failed", extra={"request": request.request_id})
-            progress.end(FinishReason.ERROR, internal("The engine failed on this request."))
+            output.end(FinishReason.ERROR, internal("The engine failed on this request."))
 
 
 def _unsupported(what: str, param: str) -> SluiceError:
     return SluiceError(ErrorKind.FAILED_PRECONDITION, f"This engine {what}.", param=param, code="unsupported_by_engine")
 
 
-class _Progress:
-    """Carries a driven request's deltas to its sink, and knows the usage of an end the engine did not write itself."""
+class _SinkForwarder:
+    """Forwards a request's deltas to its sink, and counts usage for terminals that carry none."""
 
     def __init__(self, prompt_tokens: int, sink: Sink) -> None:
         self._sink = sink
@@ -261,13 +262,13 @@ class _Progress:
         self._ended = False
 
     def end(self, reason: FinishReason, error: SluiceError | None = None) -> None:
-        """Ends the request unless it has ended."""
+        """Finishes the sink unless it has finished."""
         if not self._ended:
             self._ended = True
             self._sink.finish(reason, self._usage(), error=error)
 
     def forward(self, delta: Delta) -> None:
-        """Pushes one delta."""
+        """Forwards one delta."""
         if self._cached is None:
             self._cached = delta.cached_tokens or 0
             self._sink.begin(self._cached, delta.prompt_logprobs)

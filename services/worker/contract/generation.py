@@ -1,4 +1,4 @@
-"""What engines are asked and what they answer, in plain data."""
+"""Engine requests and results as plain data classes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class FinishReason(IntEnum):
-    """Why a generation ended; the numbers of `sluice.v1.FinishReason`."""
+    """Why a generation ended; values as in `sluice.v1.FinishReason`."""
 
     STOP = 1
     LENGTH = 2
@@ -26,7 +26,7 @@ class FinishReason(IntEnum):
 
 
 class Role(IntEnum):
-    """The part a worker plays; the numbers of `sluice.v1.WorkerRole`."""
+    """Role of a worker; values as in `sluice.v1.WorkerRole`."""
 
     AGGREGATED = 1
     PREFILL = 2
@@ -35,7 +35,7 @@ class Role(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is chosen; None takes the model's generation defaults, then the engine's own."""
+    """Sampling options; None uses the model's generation defaults, then the engine's."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -54,9 +54,9 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """When a generation ends.
+    """Stop conditions of a generation.
 
-    `stop_token_ids` include the model's end-of-sequence ids; with `ignore_eos` those of `eos_token_ids` do not count.
+    `stop_token_ids` include the model's end-of-sequence ids; `ignore_eos` disables those listed in `eos_token_ids`.
     """
 
     max_tokens: int | None = None
@@ -68,7 +68,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutput:
-    """A constraint on the output: a document of the named kind; choices are a tuple, the other kinds a text."""
+    """A constraint on the output; `grammar` is a tuple for the kind "choice", a string for every other kind."""
 
     kind: Literal["json_schema", "regex", "ebnf", "choice", "json_object", "structural_tag"]
     grammar: str | tuple[str, ...] = ""
@@ -76,7 +76,7 @@ class StructuredOutput:
 
 @dataclass(frozen=True, slots=True)
 class Disaggregation:
-    """One worker's part in a request that is split over a prefill and a decode worker."""
+    """One worker's part of a request that is split into a prefill and a decode worker."""
 
     role: Role
     handoff: bytes = b""
@@ -87,22 +87,22 @@ class Disaggregation:
 
 @dataclass(frozen=True, slots=True)
 class PromptEmbeds:
-    """Input embeddings in place of token ids: little-endian float32, one row of `width` per position."""
+    """Input embeddings in place of token ids: little-endian float32, `width` values per position."""
 
     values: bytes
     width: int
 
     @property
     def length(self) -> int:
-        """Positions."""
+        """The number of positions."""
         return len(self.values) // (4 * self.width) if self.width else 0
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One generation. The prompt is `token_ids`, or with the capability `text`, `messages_json` or `embeds`.
+    """One generation. The prompt is `token_ids`, or with the matching capability `text`, `messages_json` or `embeds`.
 
-    `resumed_tokens` counts the ids at the end of the prompt that an earlier worker of the same request generated.
+    `resumed_tokens` is the number of trailing prompt tokens that another worker generated for the same request.
     """
 
     request_id: str
@@ -122,12 +122,12 @@ class GenerateRequest:
     data_parallel_rank: int | None = None
     disaggregation: Disaggregation | None = None
     resumed_tokens: int = 0
-    text_out: StreamOptions | None = None  # the caller wants text, reasoning and tool calls made by the worker
+    text_out: StreamOptions | None = None  # set when the worker also returns text, reasoning and tool calls
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one generation; the end-of-sequence token is one of `completion_tokens`."""
+    """Token counts of one generation; `completion_tokens` include the end-of-sequence token."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -136,7 +136,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """One token with the natural logarithm of its probability; rank 1 is the most likely, 0 unknown."""
+    """Natural log-probability of one token; rank 1 is the most likely token, 0 unknown."""
 
     token_id: int
     logprob: float
@@ -145,7 +145,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class PositionLogprobs:
-    """Log-probabilities at one position; `top` has the most likely first."""
+    """Log-probabilities at one position; `top` is sorted by descending probability."""
 
     chosen: TokenLogprob
     top: tuple[TokenLogprob, ...] = ()
@@ -153,9 +153,9 @@ class PositionLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What a generation has to say at one moment.
+    """An increment of a generation's output.
 
-    The first one carries `cached_tokens`; the last one, and only it, `finish_reason` and `usage`.
+    The first delta carries `cached_tokens`; only the last one carries `finish_reason` and `usage`.
     """
 
     token_ids: Sequence[int] = ()
@@ -167,5 +167,5 @@ class Delta:
     logprobs: Sequence[PositionLogprobs] = ()
     prompt_logprobs: Sequence[PositionLogprobs] = ()
     handoff: bytes = b""
-    prompt_token_ids: Sequence[int] = ()  # on the first, where the worker made the prompt
+    prompt_token_ids: Sequence[int] = ()  # on the first delta, if the worker built the prompt
     text: TextDelta | None = None

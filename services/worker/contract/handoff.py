@@ -1,8 +1,8 @@
-"""The envelope around what a prefill engine hands over, the same for every engine.
+"""The engine-independent envelope around a prefill engine's handoff.
 
-It says who made it and for which request, so that a decode worker refuses what is broken, foreign or too old before
-its engine sees it, and it carries the prefill's trace context. Layout: magic, header length u32, header as JSON, the
-engine's bytes, and xxh3-64 over all of that, little-endian.
+It identifies the prefill worker and the prompt, so that a decode worker rejects damaged, mismatched or expired handoffs
+before they reach its engine, and carries the trace context of the prefill. Layout, little-endian: magic, header length
+(u32), JSON header, engine payload, xxh3-64 of all preceding bytes.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from services.worker.contract.generation import GenerateRequest, Role
 MAGIC = b"SLH1"
 TTL_S = 300.0
 _LENGTH = Struct("<I")
-_SUM = Struct("<Q")
+_CHECKSUM = Struct("<Q")
 
 
 @dataclass(frozen=True, slots=True)
 class HandoffHeader:
-    """Who handed over what.
+    """Identifies a handoff.
 
     Attributes:
-        worker_id: the prefill worker; `epoch` says which of its starts.
-        prompt: digest of the prompt's ids, the adapter and the salt.
-        issued_unix_ms: when; one that is older than `TTL_S` is stale, whatever it says.
-        traceparent: of the prefill's span; empty: not traced.
+        worker_id: The prefill worker; `epoch` is that worker's epoch.
+        prompt: Digest of the prompt's token ids, the adapter and the cache salt.
+        issued_unix_ms: Creation time; a handoff older than `TTL_S` is rejected as stale.
+        traceparent: W3C trace context of the prefill span; empty if not traced.
     """
 
     request_id: str
@@ -46,11 +46,11 @@ class HandoffHeader:
     traceparent: str = ""
 
 
-_KINDS = get_type_hints(HandoffHeader)
+_FIELD_TYPES = get_type_hints(HandoffHeader)
 
 
 def seal(request: GenerateRequest, worker_id: str, epoch: int, traceparent: str, payload: bytes) -> bytes:
-    """The envelope of an engine's handoff."""
+    """Returns an engine's handoff in an envelope."""
     header = HandoffHeader(
         request.request_id,
         worker_id,
@@ -62,51 +62,51 @@ def seal(request: GenerateRequest, worker_id: str, epoch: int, traceparent: str,
     )
     document = json.dumps(asdict(header)).encode()
     body = b"".join((MAGIC, _LENGTH.pack(len(document)), document, payload))
-    return body + _SUM.pack(xxh3_64_intdigest(body))
+    return body + _CHECKSUM.pack(xxh3_64_intdigest(body))
 
 
 def unseal(data: bytes, request: GenerateRequest) -> tuple[HandoffHeader, bytes]:
-    """The header and the engine's bytes.
+    """Returns the header and the engine payload of an envelope.
 
     Raises:
         SluiceError: INVALID_ARGUMENT with code malformed_handoff, foreign_handoff or stale_handoff.
     """
     header, payload = _read(data)
     if (header.prompt, header.prompt_tokens) != (_digest(request), len(request.token_ids)):
-        raise _refused(f"was made for another prompt, of request {header.request_id!r}", "foreign_handoff")
+        raise _rejected(f"is for the prompt of another request ({header.request_id!r})", "foreign_handoff")
     age_s = time.time() - header.issued_unix_ms / 1000
     if age_s > TTL_S:
-        raise _refused(f"is {age_s:.0f} seconds old, and the prefill worker keeps its cache for less", "stale_handoff")
+        raise _rejected(f"is {age_s:.0f} seconds old and has expired after {TTL_S:.0f} seconds", "stale_handoff")
     return header, payload
 
 
 def opened(request: GenerateRequest) -> tuple[GenerateRequest, str]:
-    """The request with its handoff out of the envelope, and the traceparent of the prefill; SluiceError as `unseal`."""
-    split = request.disaggregation
-    if split is None or split.role is not Role.DECODE or not split.handoff:
+    """Returns the request with its handoff unsealed, and the prefill's traceparent; raises as `unseal`."""
+    disaggregation = request.disaggregation
+    if disaggregation is None or disaggregation.role is not Role.DECODE or not disaggregation.handoff:
         return request, ""
-    header, payload = unseal(split.handoff, request)
-    return replace(request, disaggregation=replace(split, handoff=payload)), header.traceparent
+    header, payload = unseal(disaggregation.handoff, request)
+    return replace(request, disaggregation=replace(disaggregation, handoff=payload)), header.traceparent
 
 
 def _read(data: bytes) -> tuple[HandoffHeader, bytes]:
-    body, check = data[: -_SUM.size], data[-_SUM.size :]
+    body, checksum = data[: -_CHECKSUM.size], data[-_CHECKSUM.size :]
     start = len(MAGIC) + _LENGTH.size
-    if not body.startswith(MAGIC) or len(body) < start or _SUM.pack(xxh3_64_intdigest(body)) != check:
-        raise _refused("is not one of a prefill worker, or was damaged on the way", "malformed_handoff")
+    if not body.startswith(MAGIC) or len(body) < start or _CHECKSUM.pack(xxh3_64_intdigest(body)) != checksum:
+        raise _rejected("was not created by a prefill worker or is damaged", "malformed_handoff")
     end = start + _LENGTH.unpack_from(body, len(MAGIC))[0]
     try:
         header = HandoffHeader(**json.loads(body[start:end]))
-        if any(not isinstance(getattr(header, name), kind) for name, kind in _KINDS.items()):
+        if any(not isinstance(getattr(header, name), kind) for name, kind in _FIELD_TYPES.items()):
             raise TypeError
         return header, body[end:]
     except (ValueError, TypeError, RecursionError) as error:
-        raise _refused("is of a version that this worker does not know", "malformed_handoff") from error
+        raise _rejected("has a version that this worker does not support", "malformed_handoff") from error
 
 
 def _digest(request: GenerateRequest) -> int:
     return xxh3_64_intdigest(pack_u32(request.token_ids), seed_for(request.lora, request.cache_salt))
 
 
-def _refused(why: str, code: str) -> SluiceError:
+def _rejected(why: str, code: str) -> SluiceError:
     return invalid(f"The handoff {why}; run the prefill again.", param="disaggregation", code=code)

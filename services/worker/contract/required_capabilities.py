@@ -1,4 +1,4 @@
-"""What a request asks of an engine: every option of a generation and the capability that honours it."""
+"""Maps the options of a request to the engine capabilities they require."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _sampling(uses: Callable[[SamplingParams], bool]) -> Uses:
     return lambda request: uses(request.sampling)
 
 
-# Capability, field of the caller's API, and whether a request uses it. A value that changes nothing is no use of it.
+# Capability, API field, and whether a request uses it. A value without effect does not count as use.
 _OPTIONS: tuple[tuple[Capability, str, Uses], ...] = (
     (Capability.TEXT, "prompt", lambda request: request.text is not None),
     (Capability.MESSAGES, "prompt", lambda request: request.messages_json is not None),
@@ -56,14 +56,14 @@ _OPTIONS: tuple[tuple[Capability, str, Uses], ...] = (
     (Capability.IGNORE_EOS, "ignore_eos", lambda request: request.stop.ignore_eos),
     (Capability.PRIORITY, "priority", lambda request: request.priority != 0),
     (Capability.CACHE_SALT, "cache_salt", lambda request: bool(request.cache_salt)),
-    # Rank 0 is where an engine without ranks runs everything.
+    # An engine without data-parallel ranks runs everything on rank 0.
     (Capability.DATA_PARALLEL_RANK, "data_parallel_rank", lambda request: bool(request.data_parallel_rank)),
     (Capability.LORA, "lora", lambda request: bool(request.lora)),
 )
 
 
 def demands(request: GenerateRequest) -> Iterator[tuple[Capability, str]]:
-    """The capabilities a request needs, each with the field that asks for it."""
+    """Yields the capabilities a request requires, each with the API field that requires it."""
     for capability, param, uses in _OPTIONS:
         if uses(request):
             yield capability, param

@@ -1,4 +1,4 @@
-"""Engines by name: built in, from the entry point group `sluice.engines`, or as `package.module:Class`."""
+"""Finds engines by name: built-in ones, entry points of the group `sluice.engines`, or `package.module:Class`."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ BUILT_IN = {
 
 
 def engine_names() -> list[str]:
-    """Every name `find_engine` knows, sorted."""
+    """Returns every name `find_engine` accepts, sorted; excludes `package.module:Class`."""
     return sorted({*BUILT_IN, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))})
 
 
 def find_engine(name: str) -> type[LLMEngine]:
-    """The engine behind a name; imports it, so call it once at start.
+    """Imports and returns the engine class of a name.
 
     Raises:
-        SluiceError: INVALID_ARGUMENT when there is none, or what the name stands for is no LLMEngine.
+        SluiceError: INVALID_ARGUMENT when the name is unknown, cannot be imported, or is not an LLMEngine.
     """
     target = _target(name)
     module_name, _, class_name = target.partition(":")
     try:
-        found = getattr(importlib.import_module(module_name), class_name)
+        engine = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError) as error:
         raise _unusable(f"Engine {name!r} cannot be loaded from {target}: {error}.") from error
-    if not (isinstance(found, type) and issubclass(found, LLMEngine)):
-        raise _unusable(f"Engine {name!r} is {target}, which is no LLMEngine.")
-    return found
+    if not (isinstance(engine, type) and issubclass(engine, LLMEngine)):
+        raise _unusable(f"Engine {name!r} is {target}, which is not a subclass of LLMEngine.")
+    return engine
 
 
 def _target(name: str) -> str:

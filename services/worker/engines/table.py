@@ -1,4 +1,4 @@
-"""What each engine honours, as a table made from the engines' own declarations."""
+"""Generates the Markdown tables of engine capabilities and sampling fields from the engines' declarations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from services.worker.engines.shared.sampling_fields import fields_table
 from services.worker.engines.vllm import fields as vllm_fields
 
 BEGIN = "<!-- made by `sluice engines --write`; do not edit -->"
-END = "<!-- end of what is made -->"
+END = "<!-- end of the generated table -->"
 FIELDS_BEGIN = "<!-- sampling parameters, made by `sluice engines --write`; do not edit -->"
 FIELDS_END = "<!-- end of sampling parameters -->"
 
@@ -22,8 +22,8 @@ _IN_AND_OUT = frozenset(
     {Capability.TOKEN_IDS, Capability.TEXT, Capability.MESSAGES, Capability.PROMPT_EMBEDS, Capability.TEXT_OUT}
     | {Capability.LOGPROBS, Capability.PROMPT_LOGPROBS, Capability.EMBEDDINGS}
 )
-_BESIDE = frozenset({Capability.TEXT, Capability.MESSAGES, Capability.TEXT_OUT})
-"""What the worker does itself, whatever the engine."""
+_WORKER_PROVIDED = frozenset({Capability.TEXT, Capability.MESSAGES, Capability.TEXT_OUT})
+"""Capabilities that the worker provides for engines without them."""
 _OPERATION = frozenset(Capability) - _IN_AND_OUT - GUIDED - SAMPLING
 _GROUPS = {
     "In and out": _IN_AND_OUT,
@@ -34,23 +34,23 @@ _GROUPS = {
 
 
 def built_in_engines() -> dict[str, type[LLMEngine]]:
-    """Those whose module is there, by name; none of them imports its engine's package for this."""
-    found = {}
+    """Returns the built-in engines that can be imported, by name; importing them does not import vLLM, SGLang, …"""
+    engines = {}
     for name in BUILT_IN:
         try:
-            found[name] = find_engine(name)
+            engines[name] = find_engine(name)
         except SluiceError:
             continue
-    return found
+    return engines
 
 
 def table(engines: Mapping[str, type[LLMEngine]]) -> str:
-    """Markdown: a line a capability, a column an engine."""
-    lines = [_line("capability", engines), _line("---", ["---"] * len(engines))]
+    """Returns a Markdown table with a row per capability and a column per engine."""
+    lines = [_row("capability", engines), _row("---", ["---"] * len(engines))]
     for title, group in _GROUPS.items():
-        lines.append(_line(f"**{title}**", [""] * len(engines)))
+        lines.append(_row(f"**{title}**", [""] * len(engines)))
         lines += [
-            _line(f"`{capability}`", [_cell(capability, engine) for engine in engines.values()])
+            _row(f"`{capability}`", [_cell(capability, engine) for engine in engines.values()])
             for capability in Capability
             if capability in group
         ]
@@ -58,7 +58,7 @@ def table(engines: Mapping[str, type[LLMEngine]]) -> str:
 
 
 def fields_tables() -> str:
-    """Markdown: what sets each field of vLLM's and SGLang's sampling parameters."""
+    """Returns Markdown tables of what sets each field of vLLM's and SGLang's sampling parameters."""
     tables = {
         "SamplingParams of vLLM": vllm_fields.FIELDS,
         "StructuredOutputsParams of vLLM": vllm_fields.GUIDED_FIELDS,
@@ -68,32 +68,32 @@ def fields_tables() -> str:
 
 
 def with_table(text: str) -> str:
-    """A document with the tables of today between their marks; a document without the marks of one is given none."""
-    text = _between(text, BEGIN, END, table(built_in_engines()))
-    return _between(text, FIELDS_BEGIN, FIELDS_END, fields_tables()) if FIELDS_BEGIN in text else text
+    """Returns a document with current tables between their markers; the field tables only where their marker is."""
+    text = _replace_between(text, BEGIN, END, table(built_in_engines()))
+    return _replace_between(text, FIELDS_BEGIN, FIELDS_END, fields_tables()) if FIELDS_BEGIN in text else text
 
 
-def _between(text: str, begin: str, end: str, made: str) -> str:
+def _replace_between(text: str, begin: str, end: str, content: str) -> str:
     head, _, rest = text.partition(begin)
     _, _, tail = rest.partition(end)
-    return f"{head}{begin}\n\n{made}\n{end}{tail}"
+    return f"{head}{begin}\n\n{content}\n{end}{tail}"
 
 
 def write(file: Path) -> bool:
-    """Puts the table of today into a file; True when that changed it."""
+    """Updates the tables in a file; returns whether the file changed."""
     before = file.read_text("utf-8")
     after = with_table(before)
     file.write_text(after, "utf-8")
     return after != before
 
 
-def _line(first: str, cells: Iterable[str]) -> str:
+def _row(first: str, cells: Iterable[str]) -> str:
     return "| " + " | ".join((first, *cells)) + " |"
 
 
 def _cell(capability: Capability, engine: type[LLMEngine]) -> str:
     if capability in engine.CAPABILITIES:
         return "yes"
-    if capability in _BESIDE:
+    if capability in _WORKER_PROVIDED:
         return "worker"
     return "no effect" if capability in engine.ACCEPTED else "–"

@@ -239,7 +239,7 @@ def test_blocks_that_do_not_fit_into_memory_are_refused() -> None:
     assert free is None or free > 0
     check_memory(16_384)
     if free is not None:
-        with pytest.raises(SluiceError, match="not enough memory"):
+        with pytest.raises(SluiceError, match="Not enough memory"):
             check_memory(10**12)
 
 

@@ -118,4 +118,4 @@ def test_what_is_no_table_is_refused(tmp_path: Path, content: str) -> None:
     file.write_text(content)
     with pytest.raises(SluiceError) as refusal:
         TableTiming.read(file)
-    assert "no timing table" in refusal.value.message
+    assert "not a valid timing table" in refusal.value.message

@@ -21,7 +21,7 @@ from services.worker.contract.generation import (
 )
 from services.worker.engines import find_engine
 from services.worker.engines.sglang.card import CAPABILITIES
-from services.worker.engines.sglang.handoff import FAKE_BOOTSTRAP_HOST, BootstrapInfo, meeting_of, unpack
+from services.worker.engines.sglang.handoff import FAKE_BOOTSTRAP_HOST, BootstrapInfo, bootstrap_for, unpack
 from services.worker.engines.sglang.options import Flags, command_line
 from services.worker.engines.sglang.sampling import Facts, choice_grammar, engine_request, stop_ids
 from services.worker.settings import WorkerSettings
@@ -227,10 +227,10 @@ def prefilling(**fields: Any) -> GenerateRequest:
 
 
 def test_a_handoff_survives_the_journey() -> None:
-    meeting = BootstrapInfo("10.0.0.1", 8998, 42, told=0)
+    meeting = BootstrapInfo("10.0.0.1", 8998, 42, sent_tokens=0)
     assert unpack(meeting.pack()) == meeting
     asked = prefilling(disaggregation=Disaggregation(Role.DECODE, handoff=meeting.pack()))
-    assert meeting_of(asked, Role.DECODE, "h", 1) == meeting
+    assert bootstrap_for(asked, Role.DECODE, "h", 1) == meeting
 
 
 @pytest.mark.parametrize(
@@ -254,21 +254,23 @@ def test_a_malformed_handoff_is_refused(handoff: bytes) -> None:
 
 
 def test_who_meets_where() -> None:
-    assert meeting_of(prefilling(), Role.AGGREGATED, "h", 1) is None
+    assert bootstrap_for(prefilling(), Role.AGGREGATED, "h", 1) is None
     given = Disaggregation(Role.PREFILL, bootstrap_host="p", bootstrap_port=5, bootstrap_room=9)
-    assert meeting_of(prefilling(disaggregation=given), Role.PREFILL, "h", 1) == BootstrapInfo("p", 5, 9, told=1)
-    made = meeting_of(prefilling(), Role.PREFILL, "h", 1)
+    assert bootstrap_for(prefilling(disaggregation=given), Role.PREFILL, "h", 1) == BootstrapInfo(
+        "p", 5, 9, sent_tokens=1
+    )
+    made = bootstrap_for(prefilling(), Role.PREFILL, "h", 1)
     assert made is not None
-    assert (made.host, made.port, made.told) == ("h", 1, 0)
+    assert (made.host, made.port, made.sent_tokens) == ("h", 1, 0)
     assert made.room > 0
-    alone = meeting_of(prefilling(stop=Stop(max_tokens=1)), Role.PREFILL, "h", 1)
+    alone = bootstrap_for(prefilling(stop=Stop(max_tokens=1)), Role.PREFILL, "h", 1)
     assert alone is not None
-    assert (alone.host, alone.told) == (FAKE_BOOTSTRAP_HOST, 1)
+    assert (alone.host, alone.sent_tokens) == (FAKE_BOOTSTRAP_HOST, 1)
     with pytest.raises(SluiceError, match="handoff"):
-        meeting_of(prefilling(), Role.DECODE, "h", 1)
+        bootstrap_for(prefilling(), Role.DECODE, "h", 1)
     far = Disaggregation(Role.PREFILL, bootstrap_room=1 << 63)
     with pytest.raises(SluiceError):
-        meeting_of(prefilling(disaggregation=far), Role.PREFILL, "h", 1)
+        bootstrap_for(prefilling(disaggregation=far), Role.PREFILL, "h", 1)
 
 
 def test_the_engine_is_there_without_sglang() -> None:

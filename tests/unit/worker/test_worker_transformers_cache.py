@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from services.common.hashing import block_hashes, seed_for
 from services.worker.contract.cache_events import BlocksRemoved, BlocksStored, KvEvent
-from services.worker.engines.transformers.block_names import BlockNames, forget_names, watched
+from services.worker.engines.transformers.block_hasher import BlockHasher, forget_hashes, record_changes
 from services.worker.engines.transformers.step import CacheChanges
 
 
@@ -57,7 +57,7 @@ def replay(events: list[KvEvent], present: set[int]) -> None:
 
 
 def test_blocks_have_the_names_that_all_services_agree_on() -> None:
-    names = BlockNames()
+    names = BlockHasher()
     names.seed = seed_for("adapter", "salt")
     tokens = list(range(12))
     chained = []
@@ -74,7 +74,7 @@ Actions = st.lists(st.tuples(st.sampled_from(["register", "release", "drop", "ev
 @given(Actions)
 def test_events_replayed_are_what_the_ledger_holds(actions: list[tuple[str, int]]) -> None:
     ledger, news = RequestHistory(), CacheChanges()
-    watched(ledger, news)
+    record_changes(ledger, news)
     present: set[int] = set()
     for action, number in actions:
         if action == "register" and number not in ledger.block_to_hash:
@@ -86,7 +86,7 @@ def test_events_replayed_are_what_the_ledger_holds(actions: list[tuple[str, int]
         elif action == "evict":
             ledger.evict_cached_blocks()
         elif action == "forget":
-            forget_names(ledger, news)
+            forget_hashes(ledger, news)
         replay(news.take(), present)
         assert present == set(ledger.hash_to_block)
     assert not news.take()

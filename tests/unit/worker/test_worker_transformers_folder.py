@@ -51,7 +51,7 @@ def test_folders_that_cannot_be_served(tmp_path: Path, folders: ServableFolders)
     assert "no config.json" in refusal(tmp_path).message
     config: dict[str, Any] = json.loads((folders.model / "config.json").read_text("utf-8"))
     (tmp_path / "config.json").write_text(json.dumps(config), "utf-8")
-    assert "holds no weights" in refusal(tmp_path).message
+    assert "contains no weights" in refusal(tmp_path).message
     (tmp_path / "config.json").write_text(json.dumps({**config, "hidden_size": None}), "utf-8")
     assert "hidden_size" in refusal(tmp_path).message
     assert "without weights" in refusal("mistral-common:tekken_240911").message
@@ -80,7 +80,7 @@ def settings(folders: ServableFolders, **fields: Any) -> WorkerSettings:
 
 
 def test_other_roles_are_refused(folders: ServableFolders) -> None:
-    with pytest.raises(SluiceError, match="cannot play the role prefill"):
+    with pytest.raises(SluiceError, match="does not support the role prefill"):
         TransformersEngine.from_args(settings(folders, role="prefill"))
 
 
@@ -94,7 +94,7 @@ def test_without_torch_the_extra_is_named(folders: ServableFolders, monkeypatch:
     monkeypatch.setitem(sys.modules, "torch", None)
     phases: list[str] = []
     listener = Listener(lambda step: None, lambda: None, phases.append)
-    with pytest.raises(SluiceError, match=r"needs torch; .*sluice-llm\[transformers\]"):
+    with pytest.raises(SluiceError, match=r"requires torch: .*sluice-llm\[transformers\]"):
         start_engine(settings(folders), Options(), listener)
     assert phases == ["reading the model's files", "importing torch and transformers"]
 

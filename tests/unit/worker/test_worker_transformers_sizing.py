@@ -56,7 +56,7 @@ def test_what_somebody_asked_for_stays_and_the_result_fits(room: int, fixed: set
 def test_too_little_memory_is_one_sentence_with_figures() -> None:
     with pytest.raises(SluiceError, match="Not enough memory: 2048 blocks of 16 tokens") as caught:
         fit(WANTED, ALL, Shape.of(CONFIG, 4, masks=True), 1 << 20)
-    assert "1; lower --total-blocks" in caught.value.message
+    assert "1 MiB; lower --total-blocks" in caught.value.message
 
 
 def test_this_machine_has_memory() -> None:

@@ -29,7 +29,7 @@ from services.worker.engines.vllm.handoff import Handoff
 from services.worker.engines.vllm.sampling import Facts
 from services.worker.engines.vllm_grpc import wire
 from services.worker.engines.vllm_grpc.options import read_server_options, serve_command
-from services.worker.engines.vllm_grpc.reading import Reading
+from services.worker.engines.vllm_grpc.response_reader import ResponseReader
 from services.worker.kv_events.events import EngineCleared, EngineRemoved, EngineStored
 from services.worker.settings import WorkerSettings
 
@@ -75,7 +75,7 @@ def test_constraints(guided: StructuredOutput, field: str) -> None:
 
 
 def test_a_seed_of_64_bits_is_refused() -> None:
-    with pytest.raises(SluiceError, match="32 bits"):
+    with pytest.raises(SluiceError, match="32-bit"):
         wire.write_request(request(sampling=SamplingParams(seed=1 << 40)), FACTS, None)
 
 
@@ -95,7 +95,7 @@ def complete(reason: str, **fields: Any) -> Any:
 
 
 def test_answers_become_deltas() -> None:
-    reading = Reading(request())
+    reading = ResponseReader(request())
     assert reading.take(chunk([])) is None
     assert reading.take(chunk([5, 6], cached_tokens=8)) == Delta([5, 6], cached_tokens=8)
     assert reading.take(chunk([7])) == Delta([7])
@@ -106,7 +106,7 @@ def test_answers_become_deltas() -> None:
 
 
 def test_a_prefill_ends_with_a_handoff() -> None:
-    reading = Reading(request(disaggregation=Disaggregation(Role.PREFILL)))
+    reading = ResponseReader(request(disaggregation=Disaggregation(Role.PREFILL)))
     reading.take(chunk([5]))
     end = reading.take(complete("length", kv_transfer_params_json='{"remote_host": "h"}'))
     assert end is not None

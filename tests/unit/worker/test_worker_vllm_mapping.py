@@ -215,8 +215,8 @@ def test_reasons(finish: str, stop: int | None, reason: FinishReason, stop_token
 
 def test_a_prefill_ends_with_a_handoff_unless_the_answer_ends_by_itself() -> None:
     heard, ended = ObservedStream(), ObservedStream()
-    RequestState(10, heard, None, None, hands_over=True).take(output([9], "length", kv_transfer_params={"host": "h"}))
-    RequestState(10, ended, None, None, hands_over=True).take(output([2], "stop", 2))
+    RequestState(10, heard, None, None, is_prefill=True).take(output([9], "length", kv_transfer_params={"host": "h"}))
+    RequestState(10, ended, None, None, is_prefill=True).take(output([2], "stop", 2))
     assert heard.ends[0][0] is FinishReason.HANDOFF
     assert read_handoff(heard.ends[0][3]) == Handoff(9, {"host": "h"})
     assert ended.ends[0][0] is FinishReason.STOP
@@ -280,7 +280,7 @@ def test_adapters_are_folders_with_names(tmp_path: Path) -> None:
         "formal": str(tmp_path / "tone"),
         "style": str(tmp_path / "style"),
     }
-    with pytest.raises(SluiceError, match="is no folder"):
+    with pytest.raises(SluiceError, match="is not a folder"):
         named_adapters(["tone=/nowhere"])
     with pytest.raises(SluiceError, match="twice"):
         named_adapters([f"a={tmp_path / 'tone'}", f"a={tmp_path / 'style'}"])

@@ -1,4 +1,4 @@
-"""The mock engine: no weights, but the cache, the scheduler, the clock and the words of a real one."""
+"""The mock engine: simulates the cache, the scheduler and the timing of a real engine, without weights."""
 
 from services.worker.engines.mock.engine import MockEngine
 

@@ -1,4 +1,4 @@
-"""What the mock engine honours, and what it takes without effect: it has no probabilities to shape."""
+"""Capabilities of the mock engine; it accepts other sampling options without effect, having no probabilities."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ CAPABILITIES = _HONOURED_SAMPLING | {
 
 ACCEPTED = SAMPLING - _HONOURED_SAMPLING - {Capability.ENGINE_OPTIONS}
 
-_BY_ROLE = {
+_UNSUPPORTED_BY_ROLE = {
     Role.AGGREGATED: frozenset({Capability.PREFILL, Capability.DECODE, Capability.LOCAL_PREFILL}),
     Role.PREFILL: frozenset({Capability.DECODE, Capability.LOCAL_PREFILL}),
-    # What comes from a prefill worker is not found again: the decode worker keeps no index of it.
+    # A decode worker does not index transferred blocks, so it has no KV events.
     Role.DECODE: frozenset({Capability.PREFILL, Capability.KV_EVENTS}),
 }
 
 
 def capabilities_of(role: Role, ranks: int = 1) -> frozenset[Capability]:
-    """What the engine honours when it plays a role with so many data-parallel ranks."""
-    of_one = {Capability.DATA_PARALLEL_RANK} if ranks == 1 else set()
-    return CAPABILITIES - _BY_ROLE[role] - of_one
+    """Returns the engine's capabilities in a role, with a number of data-parallel ranks."""
+    single_rank = {Capability.DATA_PARALLEL_RANK} if ranks == 1 else set()
+    return CAPABILITIES - _UNSUPPORTED_BY_ROLE[role] - single_rank

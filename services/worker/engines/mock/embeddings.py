@@ -1,4 +1,4 @@
-"""Embeddings without a model: a unit vector that depends on the tokens and the adapter, and on nothing else."""
+"""Mock embeddings: unit vectors determined by the tokens and the adapter."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from services.worker.contract.engine import Embedded
 
 
 def embed(inputs: Sequence[array[int]], width: int, dimensions: int, lora: str) -> Embedded:
-    """Unit vectors, cut to `dimensions` and made unit vectors again; 0 keeps all `width`.
+    """Returns unit vectors, truncated to `dimensions` and normalised; 0 keeps the full `width`.
 
     Raises:
-        SluiceError: INVALID_ARGUMENT when the model has fewer dimensions.
+        SluiceError: INVALID_ARGUMENT when `dimensions` exceeds `width`.
     """
     if dimensions > width:
-        raise invalid(f"This model's embeddings have {width} dimensions, not {dimensions}.", param="dimensions")
+        raise invalid(
+            f"dimensions is {dimensions}; use at most {width}, the size of this model's embeddings.", param="dimensions"
+        )
     seed = seed_for(lora)
     vectors = [_vector(token_ids, width, dimensions or width, seed) for token_ids in inputs]
     return Embedded(vectors, sum(map(len, inputs)))

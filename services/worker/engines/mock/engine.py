@@ -1,4 +1,4 @@
-"""The mock engine: one scheduler a data-parallel rank, and what they have in common."""
+"""The mock engine: a scheduler per data-parallel rank, and the state they share."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from services.worker.engines.mock.scheduler import Scheduler
 from services.worker.engines.mock.sequence import Sequence as Running
 from services.worker.engines.mock.statistics import Statistics
 from services.worker.engines.mock.text import Answer
-from services.worker.engines.mock.transfer import accepted, transfer_of
+from services.worker.engines.mock.transfer import accept, transfer_of
 from services.worker.engines.shared.download import download
 from services.worker.settings import WorkerSettings
 
@@ -36,9 +36,9 @@ VERSION = "3"
 
 
 class MockEngine(LLMEngine):
-    """Behaves like an engine with a GPU, in real or faster time, and answers in words of the model's tokenizer.
+    """Simulates an engine on a GPU, in real time or faster, with output in the vocabulary of the model's tokenizer.
 
-    The same prompt and seed give the same answer. Of the sampling options it honours those that `claims` lists.
+    Output is determined by the prompt and the seed. The supported sampling options are listed in `capabilities`.
     """
 
     CAPABILITIES = CAPABILITIES
@@ -50,7 +50,7 @@ class MockEngine(LLMEngine):
         self._role = Role[settings.role.upper()]
         self._timing = timing(settings)
         self._operations = Operations(
-            tuple(settings.adapters), Faults().with_all(settings.fault), lambda: self._changed()
+            tuple(settings.adapters), Faults().with_all(settings.fault), lambda: self._wake_ranks()
         )
         self._sources = [KvEventSource(rank) for rank in range(settings.data_parallel_size)]
         self._ranks: list[Rank] = []
@@ -70,7 +70,7 @@ class MockEngine(LLMEngine):
     @classmethod
     def from_args(cls, settings: WorkerSettings) -> Self:
         if settings.engine_args or settings.engine_flags:
-            raise invalid("The mock engine has no options of its own; its settings are flags.", param="engine-args")
+            raise invalid("The mock engine accepts no engine options; use the worker's flags.", param="engine-args")
         return cls(settings)
 
     async def start(self, worker_id: str) -> EngineConfig:
@@ -79,7 +79,7 @@ class MockEngine(LLMEngine):
         self.on_phase("loading the tokenizer", None)
         self._loaded = loaded = await asyncio.to_thread(load, settings)
         self._vocab_size = loaded.vocabulary.size
-        # A sequence that fills the whole cache is the longest one that can ever finish.
+        # A sequence cannot be longer than the whole cache.
         self._context_length = min(
             settings.context_length or loaded.context_length or DEFAULT_CONTEXT_LENGTH,
             settings.total_blocks * settings.block_size,
@@ -110,11 +110,14 @@ class MockEngine(LLMEngine):
         )
 
     def submit(self, request: GenerateRequest, context: GenerateContext, sink: Sink) -> None:
-        self._awake()
+        self._require_awake()
         room = self._context_length - len(request.token_ids)
         limit = room if request.stop.max_tokens is None else min(request.stop.max_tokens, room)
         if limit < 1:
-            raise invalid(f"The prompt leaves no room in the context of {self._context_length} tokens.", param="prompt")
+            raise invalid(
+                f"The prompt leaves no room in the context of {self._context_length} tokens; shorten it.",
+                param="prompt",
+            )
         sequence = Running(request, limit, self._arrivals, sink)
         if request.guided is None:
             self._enqueue(sequence)
@@ -150,7 +153,7 @@ class MockEngine(LLMEngine):
             rank.abort_all()
 
     def load(self) -> Sequence[Load]:
-        # The first rank counts the requests that are in none yet.
+        # The first rank also counts the requests that are not assigned to a rank yet.
         loads = [rank.load() for rank in self._ranks]
         if loads:
             loads[0] = replace(loads[0], waiting_requests=loads[0].waiting_requests + len(self._guided))
@@ -160,11 +163,11 @@ class MockEngine(LLMEngine):
         return () if self._role is Role.DECODE else tuple(self._sources)
 
     async def clear_cache(self) -> None:
-        for rank in self._started():
+        for rank in self._require_ranks():
             rank.clear_cache()
 
     async def embed(self, inputs: Sequence[array[int]], dimensions: int, lora: str = "") -> Embedded:
-        self._awake()
+        self._require_awake()
         return await asyncio.to_thread(embed, inputs, self._settings.embedding_width, dimensions, lora)
 
     async def control(self, action: str, arguments: Mapping[str, str]) -> dict[str, str]:
@@ -190,28 +193,32 @@ class MockEngine(LLMEngine):
         return Rank(scheduler, source, self._operations, self._statistics, self._vocab_size, self._hand_over)
 
     def _enqueue(self, sequence: Running) -> None:
-        """Gives a sequence to its rank; SluiceError(OVERLOADED) when too many wait."""
+        """Submits a sequence to its rank; raises SluiceError(OVERLOADED) when the queue is full."""
         assert self._loaded is not None
-        self._rank_for(sequence.request).submit(sequence, self._take_over(sequence, self._loaded))
+        self._rank_for(sequence.request).submit(sequence, self._start_transfer(sequence, self._loaded))
 
     def _rank_for(self, request: GenerateRequest) -> Rank:
-        """The rank asked for, else the one with the fewest requests."""
+        """Returns the requested rank, else the one with the fewest requests."""
         if request.data_parallel_rank is not None:
             return self._ranks[request.data_parallel_rank]
-        return min(self._ranks, key=Rank.live)
+        return min(self._ranks, key=Rank.request_count)
 
-    def _started(self) -> list[Rank]:
+    def _require_ranks(self) -> list[Rank]:
         if not self._ranks:
-            raise SluiceError(ErrorKind.UNAVAILABLE, "The engine has not started yet.", code="engine_starting")
+            raise SluiceError(
+                ErrorKind.UNAVAILABLE, "The engine is still starting; try again shortly.", code="engine_starting"
+            )
         return self._ranks
 
-    def _awake(self) -> Loaded:
-        self._started()
+    def _require_awake(self) -> Loaded:
+        self._require_ranks()
         assert self._loaded is not None
         if self._operations.asleep:
-            raise SluiceError(ErrorKind.UNAVAILABLE, "The engine sleeps; wake it first.", code="asleep")
+            raise SluiceError(
+                ErrorKind.UNAVAILABLE, "The engine is asleep; wake it with the action wake.", code="asleep"
+            )
         if self._operations.faults.refuse:
-            raise injected("requests are refused", ErrorKind.ENGINE_SHUTDOWN)
+            raise injected("requests are rejected", ErrorKind.ENGINE_SHUTDOWN)
         return self._loaded
 
     def _answer(self, request: GenerateRequest, limit: int, effort: Effort | None = None) -> Answer:
@@ -224,16 +231,16 @@ class MockEngine(LLMEngine):
     def _hand_over(self, sequence: Running) -> bytes:
         return transfer_of(sequence, self._settings.block_size, self._settings.kv_token_bytes).pack()
 
-    def _take_over(self, sequence: Running, loaded: Loaded) -> float:
-        """Prepares a sequence whose prompt was computed elsewhere; returns how long its cache travels, seconds."""
+    def _start_transfer(self, sequence: Running, loaded: Loaded) -> float:
+        """Prepares a sequence prefilled by another worker; returns the duration of its cache transfer in seconds."""
         request = sequence.request
         if request.disaggregation is None or request.disaggregation.role is not Role.DECODE:
             return 0.0
         answer = sequence.answer or loaded.text_generator.answer(request, sequence.limit)
-        transfer = accepted(request.disaggregation.handoff, request, answer, self._settings.block_size)
-        sequence.hand_over(answer)
+        transfer = accept(request.disaggregation.handoff, request, answer, self._settings.block_size)
+        sequence.continue_prefilled(answer)
         return transfer.cache_bytes * 8e-9 / self._settings.transfer_gbps / self._settings.speedup
 
-    def _changed(self) -> None:
+    def _wake_ranks(self) -> None:
         for rank in self._ranks:
             rank.wake()

@@ -1,13 +1,13 @@
-"""Faults on demand: what can go wrong with a real engine, as often as a test needs it.
+"""Injects faults of real engines for tests.
 
-crash=STEPS        the process ends, as by kill -9, after so many more engine steps; 0 or nothing: at the next one
-hang               the engine stops stepping; requests wait
-slow=FACTOR        every step takes so many times as long
-drop_events        changes of the cache are not told
-double_events      changes of the cache are told twice
-error_after=TOKENS every request fails after so many tokens
-refuse             requests are refused as the engine being gone
-none               all of this ends
+crash=STEPS        exits like kill -9 after a number of engine steps; 0 or no value: at the next step
+hang               stops stepping; requests wait
+slow=FACTOR        multiplies the duration of every step
+drop_events        publishes no KV events
+double_events      publishes every KV event twice
+error_after=TOKENS fails every request after a number of tokens
+refuse             rejects requests as if the engine had exited
+none               removes all faults
 """
 
 from __future__ import annotations
@@ -24,47 +24,47 @@ _NAMES = ("crash", "hang", "slow", "drop_events", "double_events", "error_after"
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """What is wrong now. `crash_in` counts steps, None: no crash; `error_after` counts tokens, 0: no error."""
+    """The active faults. `crash_in` counts steps (None: no crash); `error_after` counts tokens (0: no error)."""
 
     crash_in: int | None = None
     hang: bool = False
     slow: float = 1.0
-    events: int = 1  # how often each is told
+    events: int = 1  # how often each event is published
     error_after: int = 0
     refuse: bool = False
     die: Callable[[int], object] = field(default=os._exit, compare=False)
 
     def with_fault(self, text: str) -> Faults:
-        """Adds one fault, as NAME or NAME=VALUE; SluiceError(INVALID_ARGUMENT) when there is no such fault."""
+        """Returns these faults with NAME or NAME=VALUE added; raises SluiceError(INVALID_ARGUMENT) if unknown."""
         name, _, value = text.strip().partition("=")
         match name:
             case "none":
                 return Faults(die=self.die)
             case "crash":
-                return replace(self, crash_in=int(_number(name, value or "0", least=0)))
+                return replace(self, crash_in=int(_number(name, value or "0", minimum=0)))
             case "hang":
                 return replace(self, hang=True)
             case "refuse":
                 return replace(self, refuse=True)
             case "slow":
-                return replace(self, slow=_number(name, value, least=0))
+                return replace(self, slow=_number(name, value, minimum=0))
             case "drop_events":
                 return replace(self, events=0)
             case "double_events":
                 return replace(self, events=2)
             case "error_after":
-                return replace(self, error_after=int(_number(name, value, least=1)))
+                return replace(self, error_after=int(_number(name, value, minimum=1)))
         raise invalid(f"Fault {name!r} is unknown; choose from {', '.join((*_NAMES, 'none'))}.", param="fault")
 
     def with_all(self, texts: Iterable[str]) -> Faults:
-        """Adds several, in order."""
+        """Returns these faults with several added, in order."""
         faults = self
         for text in texts:
             faults = faults.with_fault(text)
         return faults
 
     def after_step(self) -> Faults:
-        """Counts a step towards a crash, which does not return."""
+        """Counts a step towards a crash; does not return when it crashes."""
         if self.crash_in is None:
             return self
         if self.crash_in <= 0:
@@ -72,7 +72,7 @@ class Faults:
         return replace(self, crash_in=self.crash_in - 1)
 
     def __str__(self) -> str:
-        said = {
+        values = {
             "crash": self.crash_in,
             "slow": self.slow if self.slow != 1 else None,
             "error_after": self.error_after or None,
@@ -83,20 +83,20 @@ class Faults:
             "drop_events": self.events == 0,
             "double_events": self.events == 2,
         }
-        names = [f"{name}={value:g}" for name, value in said.items() if value is not None]
-        return ",".join([*names, *(name for name, on in flags.items() if on)]) or "none"
+        names = [f"{name}={value:g}" for name, value in values.items() if value is not None]
+        return ",".join([*names, *(name for name, is_set in flags.items() if is_set)]) or "none"
 
 
 def injected(what: str, kind: ErrorKind = ErrorKind.INTERNAL) -> SluiceError:
-    """The error of a fault; another worker may do better."""
+    """Returns the error of an injected fault; retryable on another worker."""
     return SluiceError(kind, f"A fault was injected: {what}.", code="injected_fault", retryable=True)
 
 
-def _number(name: str, text: str, least: float) -> float:
+def _number(name: str, text: str, minimum: float) -> float:
     try:
         value = float(text)
     except ValueError:
         value = -1.0
-    if not least <= value < 1e9:
-        raise invalid(f"Fault {name} needs a number of at least {least:g}, as in {name}=5.", param="fault")
+    if not minimum <= value < 1e9:
+        raise invalid(f"Fault {name} requires a number of at least {minimum:g}, as in {name}=5.", param="fault")
     return value

@@ -1,4 +1,4 @@
-"""What the mock engine reads at its start, off the event loop."""
+"""Loads the mock engine's files at its start, off the event loop."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from services.worker.engines.mock.vocabulary import MockVocabulary, declared_con
 from services.worker.engines.shared.memory import available_bytes
 from services.worker.settings import WorkerSettings
 
-BLOCK_BYTES = 200  # of this process, for one block of the cache that is only imagined
+BLOCK_BYTES = 200  # memory of this process per simulated block
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What the model's files give."""
+    """Contents of the model's files."""
 
     vocabulary: MockVocabulary
     text_generator: TextGenerator
@@ -28,11 +28,11 @@ class Loaded:
 
 
 def load(settings: WorkerSettings) -> Loaded:
-    """Reads the tokenizer; SluiceError when there is none, or no memory for the block table."""
+    """Loads the tokenizer; raises SluiceError when it is missing, or memory for the block table is insufficient."""
     check_memory(settings.total_blocks * settings.data_parallel_size)
     path = models.resolve(settings.spec.source)
     processor = settings.spec.processor or models.detect_processor(path)
-    # Whoever makes the ids, what an id means is in the files.
+    # A custom processor may create the ids, but their text is defined by the model's files.
     vocabulary = load_vocabulary(path, processor if processor in models.PROCESSORS else models.detect_processor(path))
     return Loaded(
         vocabulary, TextGenerator(vocabulary), processor, models.fingerprint(path), declared_context_length(path)
@@ -40,19 +40,19 @@ def load(settings: WorkerSettings) -> Loaded:
 
 
 def check_memory(total_blocks: int) -> None:
-    """Raises SluiceError(FAILED_PRECONDITION) when the table of so many blocks does not fit into free memory."""
+    """Raises SluiceError(FAILED_PRECONDITION) when the table of `total_blocks` blocks does not fit into free memory."""
     free = available_bytes()
     if free is not None and total_blocks * BLOCK_BYTES > free:
         raise SluiceError(
             ErrorKind.FAILED_PRECONDITION,
-            f"There is not enough memory for {total_blocks} blocks: {free >> 20} MiB are free; lower --total-blocks.",
+            f"Not enough memory for {total_blocks} blocks: {free >> 20} MiB are free; lower --total-blocks.",
             param="total-blocks",
             code="out_of_memory",
         )
 
 
 def timing(settings: WorkerSettings) -> StepTiming:
-    """The clock that the settings ask for; SluiceError when its file is wrong."""
+    """Returns the configured step timing; raises SluiceError for an invalid timing file."""
     if settings.timing == "fixed":
         return FixedTiming(settings.fixed_step_ms, settings.fixed_prefill_us, settings.speedup)
     if settings.timing == "table":

@@ -1,4 +1,4 @@
-"""One data-parallel rank of the mock engine: a scheduler, the cache events it tells, and the task that steps it."""
+"""One data-parallel rank of the mock engine: a scheduler, its KV events, and the task that runs its steps."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from collections.abc import Callable
 
 from services.common.errors import SluiceError
 from services.worker.contract.cache_events import KvEvent, KvEventSource
-from services.worker.contract.engine import Load
+from services.worker.contract.engine import Load, Sink
 from services.worker.contract.generation import FinishReason, Usage
-from services.worker.engines.mock.extras import begin, push_with_logprobs
 from services.worker.engines.mock.faults import injected
 from services.worker.engines.mock.operations import Operations
-from services.worker.engines.mock.pacing import StepPacer
+from services.worker.engines.mock.probabilities import logprobs_at, prompt_logprobs
 from services.worker.engines.mock.scheduler import Scheduler, Step
 from services.worker.engines.mock.sequence import Sequence
 from services.worker.engines.mock.statistics import Statistics
+from services.worker.engines.mock.timing import StepPacer
 
 
 class Rank:
-    """Runs sequences and tells their sinks.
+    """Runs sequences and pushes their tokens to their sinks.
 
     Args:
-        source: hears of changes of the cache.
-        operations: whose faults are suffered.
-        statistics: of the whole engine.
-        vocab_size: for made-up log-probabilities.
-        handoff: what a sequence that ends with HANDOFF hands over.
+        source: Receives the rank's KV events.
+        operations: Provides the active faults.
+        statistics: Metrics of the whole engine.
+        vocab_size: Vocabulary size for mock log-probabilities.
+        handoff: Returns the handoff of a sequence that ends with HANDOFF.
 
     Attributes:
-        idle: set while nothing runs.
+        idle: Set while no request is in flight.
     """
 
     def __init__(
@@ -56,23 +56,23 @@ class Rank:
         self.idle.set()
 
     def load(self) -> Load:
-        """How it is doing."""
+        """Returns the rank's load."""
         return self._scheduler.load()
 
-    def live(self) -> int:
-        """Requests that have not ended."""
+    def request_count(self) -> int:
+        """Returns the number of requests in flight."""
         return len(self._running)
 
     def wake(self) -> None:
-        """Something has changed: there may be work."""
+        """Resumes stepping after a change of faults or sleep."""
         self._work.set()
 
     def submit(self, sequence: Sequence, transfer_s: float) -> None:
-        """Runs a sequence, once its cache is here; SluiceError(OVERLOADED) when the queue is full."""
+        """Queues a sequence after its cache transfer; raises SluiceError(OVERLOADED) when the queue is full."""
         request_id = sequence.request.request_id
         if transfer_s:
-            later = asyncio.get_running_loop().call_later(transfer_s, self._arrive, sequence)
-            self._transfers[request_id] = later
+            timer = asyncio.get_running_loop().call_later(transfer_s, self._complete_transfer, sequence)
+            self._transfers[request_id] = timer
         else:
             self._scheduler.submit(sequence)
         self._running[request_id] = sequence
@@ -80,24 +80,24 @@ class Rank:
         self._work.set()
 
     def abort(self, request_id: str) -> None:
-        """Ends a request as cancelled; unknown ones are ignored."""
+        """Ends a request with CANCELLED; ignores unknown requests."""
         if sequence := self._running.get(request_id):
             self._end_early(sequence, FinishReason.CANCELLED)
 
     def abort_all(self) -> None:
-        """Ends every request as cancelled."""
+        """Ends every request with CANCELLED."""
         for request_id in tuple(self._running):
             self.abort(request_id)
 
     def clear_cache(self) -> None:
-        """Forgets every prefix that no sequence uses, and tells so."""
+        """Clears the prefix cache and publishes the event."""
         pool = self._scheduler.pool
         pool.clear()
         self._unpublished += pool.take_events()
         self._publish()
 
     async def run(self) -> None:
-        """Steps until cancelled."""
+        """Runs steps until cancelled."""
         scheduler, operations, pacer = self._scheduler, self._operations, StepPacer()
         while True:
             if not scheduler.busy or operations.faults.hang:
@@ -113,8 +113,7 @@ class Rank:
             self._statistics.count(step, scheduler.pool.used / scheduler.pool.total)
             self._emit(step)
 
-    def _arrive(self, sequence: Sequence) -> None:
-        """The cache of a sequence is here."""
+    def _complete_transfer(self, sequence: Sequence) -> None:
         self._transfers.pop(sequence.request.request_id, None)
         try:
             self._scheduler.submit(sequence)
@@ -128,27 +127,37 @@ class Rank:
         for sequence, token_id in step.rows:
             sink = sequence.sink
             if sink is None:
-                continue  # aborted while the step ran
-            if sequence.known == sequence.first_known:
-                begin(sequence, sink, self._vocab_size)
+                continue  # aborted during the step
+            if sequence.generated_tokens == 1:
+                self._begin(sequence, sink)
             if sequence.request.logprobs is None:
                 sink.push((token_id,))
             else:
-                push_with_logprobs(sequence, sink, token_id, self._vocab_size)
+                self._push_with_logprobs(sequence, sink, token_id, sequence.request.logprobs)
         if self._operations.faults.error_after:
-            self._fail_some(step)
+            self._inject_errors(step)
         for sequence in step.ended:
             if sequence.sink is not None and sequence.answer is not None:
                 del self._running[sequence.request.request_id]
                 answer = sequence.answer
-                self._deliver_end(sequence, answer.reason, sequence.usage(), answer.stop_token_id)
-        self._note_idle()
+                self._finish(sequence, answer.reason, sequence.usage(), answer.stop_token_id)
+        self._update_idle()
 
-    def _fail_some(self, step: Step) -> None:
-        most = self._operations.faults.error_after
+    def _begin(self, sequence: Sequence, sink: Sink) -> None:
+        count = sequence.request.prompt_logprobs
+        if count is None:
+            sink.begin(sequence.cached_tokens)
+        else:
+            sink.begin(sequence.cached_tokens, prompt_logprobs(sequence.request.token_ids, count, self._vocab_size))
+
+    def _push_with_logprobs(self, sequence: Sequence, sink: Sink, token_id: int, count: int) -> None:
+        sink.push((token_id,), (logprobs_at(token_id, sequence.token_count - 1, count, self._vocab_size),))
+
+    def _inject_errors(self, step: Step) -> None:
+        limit = self._operations.faults.error_after
         for sequence, _ in step.rows:
-            if sequence.sink is not None and sequence.usage().completion_tokens >= most:
-                self._end_early(sequence, FinishReason.ERROR, injected(f"the request fails after {most} tokens"))
+            if sequence.sink is not None and sequence.generated_tokens >= limit:
+                self._end_early(sequence, FinishReason.ERROR, injected(f"the request fails after {limit} tokens"))
 
     def _publish(self) -> None:
         events, self._unpublished = self._unpublished, []
@@ -159,17 +168,17 @@ class Rank:
     def _end_early(self, sequence: Sequence, reason: FinishReason, error: SluiceError | None = None) -> None:
         request_id = sequence.request.request_id
         self._running.pop(request_id, None)
-        if later := self._transfers.pop(request_id, None):
-            later.cancel()
-            usage = sequence.usage(sequence.known - sequence.prompt_tokens - sequence.handed)
+        if timer := self._transfers.pop(request_id, None):
+            timer.cancel()
+            usage = sequence.usage(undelivered=sequence.generated_tokens)
         else:
-            # A step that is under way may have computed a token that nobody gets any more.
+            # The current step may have computed a token that is no longer delivered.
             usage = sequence.usage(sum(1 for row, _ in self._step.rows if row is sequence))
             self._scheduler.cancel(sequence)
-        self._deliver_end(sequence, reason, usage, error=error)
-        self._note_idle()
+        self._finish(sequence, reason, usage, error=error)
+        self._update_idle()
 
-    def _deliver_end(
+    def _finish(
         self,
         sequence: Sequence,
         reason: FinishReason,
@@ -182,6 +191,6 @@ class Rank:
             handoff = self._handoff(sequence) if reason is FinishReason.HANDOFF else b""
             sink.finish(reason, usage, stop_token_id=stop_token_id, error=error, handoff=handoff)
 
-    def _note_idle(self) -> None:
+    def _update_idle(self) -> None:
         if not self._running:
             self.idle.set()

@@ -1,4 +1,4 @@
-"""Continuous batching over a paged cache, in virtual time: no clock, no tasks, one call per engine step."""
+"""Continuous batching with a paged cache in virtual time: no clock and no tasks, one call per engine step."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ STEP_SMOOTHING = 0.1
 
 @dataclass(slots=True)
 class Step:
-    """What one engine step did.
+    """Result of one engine step.
 
     Attributes:
-        duration_s: seconds a real engine would have taken.
-        rows: each sequence that got a token, with that token.
-        ended: the sequences whose last token is among them.
-        events: cache changes, in order.
-        prefill_tokens: prompt tokens computed.
-        preempted: sequences that lost their blocks and wait again.
+        duration_s: Simulated duration in seconds.
+        rows: Sequences that generated a token, with that token.
+        ended: Sequences that generated their last token.
+        events: Cache events, in order.
+        prefill_tokens: Number of prompt tokens computed.
+        preempted: Number of sequences that were preempted.
     """
 
     duration_s: float = 0.0
@@ -38,7 +38,7 @@ class Step:
 
 
 class Scheduler:
-    """First come, first served within a priority; decoding before prefilling; preemption by recomputing."""
+    """Schedules by priority, then by arrival; decodes before prefilling, and preempts by recomputation."""
 
     def __init__(
         self,
@@ -65,29 +65,29 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        """Whether a step would do anything."""
+        """Whether there is work for a step."""
         return bool(self._decoding or self._prefilling or self._waiting)
 
     def load(self) -> Load:
-        """Requests and blocks now."""
+        """Returns the current load."""
         waiting, prefilling = tuple(self._waiting), tuple(self._prefilling)
         return Load(
             running_requests=len(self._decoding) + len(prefilling),
             waiting_requests=len(waiting),
             used_blocks=self.pool.used,
             cached_blocks=self.pool.cached,
-            prefill_tokens=sum(sequence.known - sequence.computed for sequence in (*waiting, *prefilling)),
+            prefill_tokens=sum(sequence.token_count - sequence.computed_tokens for sequence in (*waiting, *prefilling)),
             step_ms=self._step_s * 1e3,
         )
 
     def submit(self, sequence: Sequence) -> None:
-        """Queues a new sequence; SluiceError(OVERLOADED) when as many wait as may."""
-        if len(self._waiting) >= self._max_waiting + self._free_places():
-            raise overloaded(f"The engine's queue is full: {len(self._waiting)} requests wait already.")
+        """Queues a new sequence; raises SluiceError(OVERLOADED) when the queue is full."""
+        if len(self._waiting) >= self._max_waiting + self._free_slots():
+            raise overloaded(f"The engine's queue is full ({len(self._waiting)} requests waiting); try again later.")
         insort(self._waiting, sequence)
 
     def cancel(self, sequence: Sequence) -> None:
-        """Ends a sequence at once and gives its blocks back; an ended one is ignored."""
+        """Ends a sequence and releases its blocks; ignores an ended sequence."""
         if sequence.state is State.WAITING:
             del self._waiting[bisect_left(self._waiting, sequence)]
         elif sequence.state is State.PREFILLING:
@@ -97,7 +97,7 @@ class Scheduler:
         self._end(sequence)
 
     def step(self, now: float) -> Step:
-        """Runs one step that begins at `now`, in seconds of any clock; what it returns is true at its end."""
+        """Runs one step that starts at `now` (seconds of any clock); the result applies to its end."""
         step = Step()
         decoding = len(self._decoding)
         cache_use = self.pool.used / self.pool.total
@@ -111,51 +111,51 @@ class Scheduler:
         self._step_s += STEP_SMOOTHING * (step.duration_s - self._step_s)
         return step
 
-    def _free_places(self) -> int:
+    def _free_slots(self) -> int:
         return self._max_sequences - len(self._decoding) - len(self._prefilling)
 
     def _decode(self, step: Step) -> None:
-        """One token for every decoding sequence; this loop is the engine's hot path."""
+        """Generates a token for every decoding sequence; the engine's hot path."""
         rows = step.rows
         for sequence in tuple(self._decoding):
-            if sequence.quiet:
-                sequence.quiet -= 1
+            if sequence.quiet_steps:
+                sequence.quiet_steps -= 1
             elif not self._advance(sequence, step):
                 continue
-            known = sequence.known
-            rows.append((sequence, sequence.tokens[known]))
-            sequence.known = known + 1
+            token_count = sequence.token_count
+            rows.append((sequence, sequence.tokens[token_count]))
+            sequence.token_count = token_count + 1
         if step.ended:
             self._decoding = [sequence for sequence in self._decoding if sequence.state is State.DECODING]
 
     def _advance(self, sequence: Sequence, step: Step) -> bool:
-        """The steps that are not quiet: takes a block, stores a full one, ends. False: it was preempted instead."""
+        """Allocates or stores a block, or ends the sequence, if due; returns False when it was preempted instead."""
         if sequence.state is not State.DECODING:
             return False
         size = self._block_size
-        position = sequence.known - 1
+        position = sequence.token_count - 1
         if position // size == len(sequence.blocks):
             while not self.pool.available:
-                victim = self._youngest()
+                victim = self._last_in_order()
                 self._preempt(victim, step)
                 if victim is sequence:
                     return False
             sequence.blocks.append(self.pool.allocate())
-        full, rest = divmod(sequence.known, size)
-        if rest == 0:
-            self.pool.store(sequence.blocks[full - 1], sequence.hash_upto(full, size)[full - 1])
-        remaining = sequence.end - sequence.known - 1
+        full_blocks, remainder = divmod(sequence.token_count, size)
+        if remainder == 0:
+            self.pool.store(sequence.blocks[full_blocks - 1], sequence.hashes_upto(full_blocks, size)[full_blocks - 1])
+        remaining = sequence.total_tokens - sequence.token_count - 1
         if remaining == 0:
             self._end(sequence)
             step.ended.append(sequence)
             return True
-        sequence.quiet = min(size - 1 - rest if rest else 0, remaining - 1)
+        sequence.quiet_steps = min(size - 1 - remainder if remainder else 0, remaining - 1)
         return True
 
-    def _youngest(self) -> Sequence:
-        """Who gives way first; one that ended in this step is still in the batch and has nothing left to give."""
-        running = (one for one in (*self._decoding, *self._prefilling) if one.state is not State.ENDED)
-        return max(running, key=lambda one: one.order)
+    def _last_in_order(self) -> Sequence:
+        """Returns the sequence to preempt first; those that ended in this step are still listed but have no blocks."""
+        candidates = (*self._decoding, *self._prefilling)
+        return max((item for item in candidates if item.state is not State.ENDED), key=lambda item: item.order)
 
     def _prefill_running(self, step: Step, budget: int) -> int:
         for sequence in tuple(self._prefilling):
@@ -166,64 +166,64 @@ class Scheduler:
         return budget
 
     def _admit(self, step: Step, budget: int, now: float) -> None:
-        """Moves waiting sequences into the batch while places, tokens and blocks last, strictly in order."""
-        places = self._free_places()
-        while self._waiting and budget and places and self._place(self._waiting[0], now):
+        """Admits waiting sequences, strictly in order, while slots, tokens and blocks are available."""
+        slots = self._free_slots()
+        while self._waiting and budget and slots and self._reserve_blocks(self._waiting[0], now):
             sequence = self._waiting.pop(0)
-            places -= 1
-            if sequence.arrived:
-                self._resume(sequence)
+            slots -= 1
+            if sequence.is_prefilled:
+                self._start_prefilled(sequence)
                 continue
             sequence.state = State.PREFILLING
             self._prefilling.append(sequence)
             budget -= self._compute_chunk(sequence, budget, step)
 
-    def _resume(self, sequence: Sequence) -> None:
-        """Its cache is in the blocks that were just placed: it decodes from the next step on."""
-        sequence.arrived = False
-        sequence.computed = sequence.known - 1
+    def _start_prefilled(self, sequence: Sequence) -> None:
+        """Starts decoding a sequence whose cache was transferred into its blocks."""
+        sequence.is_prefilled = False
+        sequence.computed_tokens = sequence.token_count - 1
         sequence.state = State.DECODING
         self._decoding.append(sequence)
 
-    def _place(self, sequence: Sequence, now: float) -> bool:
-        """Reserves blocks for everything known of a sequence; at least its last token is always computed anew."""
+    def _reserve_blocks(self, sequence: Sequence, now: float) -> bool:
+        """Reserves blocks for all tokens of a sequence, if possible; the last token is never reused from the cache."""
         if sequence.answer is None:
             sequence.prepare(self._answer_for(sequence.request, sequence.limit))
         size = self._block_size
-        reusable = (sequence.known - 1) // size
-        prefix = self.pool.find_prefix(sequence.hash_upto(reusable, size), reusable)
-        fresh = -(-sequence.known // size) - len(prefix)
+        reusable = (sequence.token_count - 1) // size
+        prefix = self.pool.find_prefix(sequence.hashes_upto(reusable, size), reusable)
+        fresh = -(-sequence.token_count // size) - len(prefix)
         if not self.pool.can_hold(prefix, fresh):
             return False
         self.pool.hold(prefix)
         sequence.blocks = [*prefix, *(self.pool.allocate() for _ in range(fresh))]
-        sequence.computed = len(prefix) * size
+        sequence.computed_tokens = len(prefix) * size
         if sequence.scheduled_at is None:
             sequence.scheduled_at = now
-            sequence.cached_tokens = sequence.computed
+            sequence.cached_tokens = sequence.computed_tokens
         return True
 
     def _compute_chunk(self, sequence: Sequence, budget: int, step: Step) -> int:
-        """Computes up to `budget` tokens of a prompt; returns how many. The last chunk yields a token."""
+        """Computes up to `budget` tokens of a prompt and returns their number; the last chunk generates a token."""
         size = self._block_size
-        chunk = min(budget, sequence.known - sequence.computed)
-        full_before = sequence.computed // size
-        sequence.computed += chunk
-        full = sequence.computed // size
-        hashes = sequence.hash_upto(full, size)
-        for index in range(full_before, full):
+        chunk = min(budget, sequence.token_count - sequence.computed_tokens)
+        full_blocks_before = sequence.computed_tokens // size
+        sequence.computed_tokens += chunk
+        full_blocks = sequence.computed_tokens // size
+        hashes = sequence.hashes_upto(full_blocks, size)
+        for index in range(full_blocks_before, full_blocks):
             self.pool.store(sequence.blocks[index], hashes[index])
         step.prefill_tokens += chunk
-        if sequence.computed == sequence.known:
+        if sequence.computed_tokens == sequence.token_count:
             self._prefilling.remove(sequence)
             self._start_decoding(sequence, step)
         return chunk
 
     def _start_decoding(self, sequence: Sequence, step: Step) -> None:
-        step.rows.append((sequence, sequence.tokens[sequence.known]))
-        sequence.known += 1
-        sequence.quiet = 0
-        if sequence.known == sequence.end:
+        step.rows.append((sequence, sequence.tokens[sequence.token_count]))
+        sequence.token_count += 1
+        sequence.quiet_steps = 0
+        if sequence.token_count == sequence.total_tokens:
             self._end(sequence)
             step.ended.append(sequence)
         else:
@@ -231,7 +231,7 @@ class Scheduler:
             self._decoding.append(sequence)
 
     def _preempt(self, sequence: Sequence, step: Step) -> None:
-        """Takes everything from a sequence but what it has said; it is computed again when there is room."""
+        """Releases a sequence's blocks and queues it again; its tokens are recomputed later."""
         (self._decoding if sequence.state is State.DECODING else self._prefilling).remove(sequence)
         self._release(sequence)
         sequence.state = State.WAITING
@@ -246,5 +246,5 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         self.pool.release(sequence.blocks)
         sequence.blocks = []
-        sequence.computed = 0
-        sequence.quiet = 0
+        sequence.computed_tokens = 0
+        sequence.quiet_steps = 0

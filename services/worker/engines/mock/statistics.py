@@ -1,4 +1,4 @@
-"""The mock engine's own metrics, in Prometheus' text format as those of a real engine."""
+"""Metrics of the mock engine in the Prometheus text format."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from services.worker.engines.mock.scheduler import Step
 
 
 class Statistics:
-    """Counts steps; read from another thread."""
+    """Counts steps; may be read from another thread."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -16,7 +16,7 @@ class Statistics:
         self.cache_use = 0.0
 
     def count(self, step: Step, cache_use: float) -> None:
-        """One step is over."""
+        """Counts one completed step."""
         self.steps += 1
         self.prefill_tokens += step.prefill_tokens
         self.decode_tokens += len(step.rows)
@@ -24,12 +24,12 @@ class Statistics:
         self.cache_use = cache_use
 
     def text(self) -> str:
-        """Every metric with its help."""
+        """Returns all metrics in the Prometheus text format."""
         counters = {
             "mock_engine_steps": (self.steps, "engine steps"),
             "mock_engine_prefill_tokens": (self.prefill_tokens, "prompt tokens computed"),
             "mock_engine_output_tokens": (self.decode_tokens, "tokens generated"),
-            "mock_engine_preemptions": (self.preemptions, "sequences that lost their blocks to others"),
+            "mock_engine_preemptions": (self.preemptions, "sequences preempted"),
         }
         lines = [
             f"# HELP {name} {what}\n# TYPE {name} counter\n{name}_total {value}\n"

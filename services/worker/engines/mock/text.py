@@ -1,8 +1,8 @@
-"""What the mock engine says: it repeats the user's words, then rambles in readable sentences until it has enough.
+"""Generates the mock engine's output: repeats the user's words, then adds readable sentences up to a length.
 
-A prompt that holds `<<<script: TEXT>>>` near its end is answered with TEXT and nothing else, so that tests and
-demonstrations can have tool calls and reasoning of any model. Special tokens in TEXT are special tokens of the answer.
-Guided decoding decides the whole answer and ends it.
+A prompt with `<<<script: TEXT>>>` near its end produces exactly TEXT, so that tests and demonstrations can produce tool
+calls and reasoning of any model. Special tokens in TEXT become special tokens of the output. A structured output
+constraint determines the whole output.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _ENDINGS = "at dawn,before winter,without a word,in the rain,once more,by the wa
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A whole generation: array("I") of ids, and why it ends after the last of them."""
+    """A complete output: array("I") of token ids, and why it ends after the last one."""
 
     token_ids: array[int]
     reason: FinishReason
@@ -59,11 +59,10 @@ AnswerFor = Callable[[GenerateRequest, int], Answer]
 
 
 class TextGenerator:
-    """Answers prompts, the same way for the same prompt and seed.
+    """Generates output, determined by the prompt and the seed.
 
-    Choices of one prompt without a seed differ: the number at the end of a request id such as `chat-1` takes its place.
-
-    A request resumed on another worker gets the rest of the answer its first worker had begun.
+    Without a seed, the number at the end of a request id such as `chat-1` replaces it, so that the choices of one
+    request differ. A request resumed on another worker continues with the output of the first worker.
     """
 
     def __init__(self, vocabulary: MockVocabulary) -> None:
@@ -71,28 +70,28 @@ class TextGenerator:
         self._sentences = _sentences(vocabulary)
 
     def answer(self, request: GenerateRequest, limit: int, effort: Effort | None = None) -> Answer:
-        """At least one and at most `limit` tokens, a stop or end-of-sequence id included.
+        """Returns an output of 1 to `limit` tokens, including a stop or end-of-sequence id.
 
         Args:
-            effort: what guided decoding may cost; it belongs off the event loop.
+            effort: Budget for structured output; call it off the event loop in that case.
 
         Raises:
-            SluiceError: INVALID_ARGUMENT for guided decoding that cannot be followed.
+            SluiceError: INVALID_ARGUMENT for a constraint that the mock engine does not support.
         """
         stop = request.stop
         resumed = request.resumed_tokens
         prompt = request.token_ids[: len(request.token_ids) - resumed] if resumed else request.token_ids
         random = self._random(request, prompt)
-        wanted = max(random.randint(SHORTEST, LONGEST), resumed + stop.min_tokens)
+        length = max(random.randint(SHORTEST, LONGEST), resumed + stop.min_tokens)
         endless = stop.ignore_eos and request.guided is None
         forced = None if endless else self._forced(request, prompt, random, effort)
         if forced is not None:
-            wanted = len(forced)
+            length = len(forced)
         elif endless:
-            wanted = resumed + limit
-        story = self._story(prompt, random, min(wanted, resumed + limit)) if forced is None else forced
+            length = resumed + limit
+        story = self._story(prompt, random, min(length, resumed + limit)) if forced is None else forced
         eos = () if endless else (stop.eos_token_ids or self._vocabulary.eos_ids)[:1]
-        ended = not endless and len(story) >= wanted
+        ended = not endless and len(story) >= length
         if ended:
             story.extend(eos)
         rest = story[resumed : resumed + limit] or array("I", eos or self._sentences[0][:1])
@@ -107,33 +106,33 @@ class TextGenerator:
     def _forced(
         self, request: GenerateRequest, prompt: array[int], random: Random, effort: Effort | None
     ) -> array[int] | None:
-        """The answer that guided decoding, or else the prompt's last script, asks for; None without either."""
+        """Returns the output required by the constraint, else by the prompt's last script; None without either."""
         if request.guided is not None:
             return array("I", self._vocabulary.encode(guided_text(request.guided, random, effort)))
         scripts = SCRIPT.findall(self._vocabulary.decode(prompt[-SCRIPT_TOKENS:]))
         return array("I", self._vocabulary.encode_marked(scripts[-1])) if scripts else None
 
-    def _story(self, prompt: array[int], random: Random, wanted: int) -> array[int]:
-        """Whole sentences until there are `wanted` tokens."""
+    def _story(self, prompt: array[int], random: Random, length: int) -> array[int]:
+        """Returns complete sentences with at least `length` tokens in total."""
         story = self._echo(prompt)
-        while len(story) < wanted:
+        while len(story) < length:
             for sentence in random.choices(self._sentences, k=8):
                 story.extend(sentence)
-                if len(story) >= wanted:
+                if len(story) >= length:
                     break
         return story
 
     def _echo(self, prompt: array[int]) -> array[int]:
-        words = _without_role(self._vocabulary.decode(self._crash_reason(prompt))).replace("\ufffd", " ").split()
-        said = " ".join(words[:ECHO_WORDS])
-        end = "" if said.endswith((".", "!", "?")) else "."
-        return array("I", self._vocabulary.encode(f"You said: {said}{end}" if said else "You said nothing."))
+        words = _without_role(self._vocabulary.decode(self._last_message(prompt))).replace("\ufffd", " ").split()
+        echo = " ".join(words[:ECHO_WORDS])
+        end = "" if echo.endswith((".", "!", "?")) else "."
+        return array("I", self._vocabulary.encode(f"You said: {echo}{end}" if echo else "You said nothing."))
 
-    def _crash_reason(self, prompt: array[int]) -> array[int]:
-        """The beginning of what was said last: the text between the last control ids of the chat template.
+    def _last_message(self, prompt: array[int]) -> array[int]:
+        """Returns the start of the last message: the text between the last control ids of the chat template.
 
-        A prompt that ends in text ends with a header such as "assistant", or is no chat at all: then the longest of
-        the last three pieces is what was said.
+        A prompt that ends in text ends with a header such as "assistant", or is not a chat; in that case the longest
+        of the last three pieces is the message.
         """
         pieces: list[array[int]] = []
         for piece in _pieces_from_end(prompt, self._vocabulary.special_ids):
@@ -161,7 +160,7 @@ def _without_role(text: str) -> str:
 
 
 def _cut(rest: array[int], stop: Stop, eos_ids: tuple[int, ...], ended: bool, eos: tuple[int, ...]) -> Answer:
-    """Ends an answer at the first stop id that counts."""
+    """Truncates an output after the first effective stop id."""
     stops = stop.stop_token_ids
     if stop.ignore_eos:
         stops = stops.difference(stop.eos_token_ids, eos_ids)
@@ -179,9 +178,9 @@ def _seed(prompt: array[int], seed: int | None) -> int:
 
 
 def _sentences(vocabulary: MockVocabulary) -> list[array[int]]:
-    # A SentencePiece tokenizer puts a space before every text by itself, a byte-level one does not.
-    apart = vocabulary.decode([*vocabulary.encode("a"), *vocabulary.encode("b")]) == "a b"
-    space = "" if apart else " "
+    # A SentencePiece tokenizer prefixes every text with a space; a byte-level one does not.
+    adds_space = vocabulary.decode([*vocabulary.encode("a"), *vocabulary.encode("b")]) == "a b"
+    space = "" if adds_space else " "
 
     def encoded(phrases: list[str]) -> list[list[int]]:
         return [vocabulary.encode(space + phrase) for phrase in phrases]

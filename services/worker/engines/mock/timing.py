@@ -1,7 +1,8 @@
-"""How long an engine step would take on a real accelerator."""
+"""Simulates the duration of engine steps on a real accelerator, and paces them."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from abc import ABC, abstractmethod
@@ -12,23 +13,28 @@ from typing import Any
 
 from services.common.errors import invalid
 
+# Resolution of the event loop's timers; shorter waits accumulate.
+MIN_SLEEP_S = 0.001
+# How far simulated time may lag behind on a busy machine; a longer delay is not made up for.
+MAX_LAG_S = 0.05
+
 
 class StepTiming(ABC):
     """A model of step durations."""
 
     @abstractmethod
     def step_s(self, prefill_tokens: int, decoding: int, cache_use: float) -> float:
-        """Seconds of one step.
+        """Returns the duration of one step in seconds.
 
         Args:
-            prefill_tokens: prompt tokens computed in the step, over all sequences.
-            decoding: sequences that compute one token each.
-            cache_use: share of KV-cache blocks held by sequences, 0 to 1.
+            prefill_tokens: Prompt tokens computed in the step, over all sequences.
+            decoding: Number of sequences that decode one token each.
+            cache_use: Share of KV-cache blocks used by sequences, 0 to 1.
         """
 
 
 class ModelledTiming(StepTiming):
-    """Polynomials fitted to a GPU: quadratic in the prefilled tokens, and in the cache use while decoding."""
+    """Polynomials fitted to a GPU: quadratic in the prefill tokens and, for decode, in the cache use."""
 
     def __init__(self, speedup: float = 1.0) -> None:
         self._scale = 1e-3 / speedup
@@ -43,7 +49,7 @@ class ModelledTiming(StepTiming):
 
 
 class FixedTiming(StepTiming):
-    """The same duration for every step, plus a constant per prompt token."""
+    """A constant duration per step, plus a constant per prompt token."""
 
     def __init__(self, step_ms: float, prefill_us: float, speedup: float = 1.0) -> None:
         self._step_s = step_ms * 1e-3 / speedup
@@ -57,14 +63,14 @@ Point = tuple[float, float]
 
 
 class TableTiming(StepTiming):
-    """Measured points with straight lines between them, and the last line beyond the last point.
+    """Interpolates measured points linearly, and extrapolates beyond the last one.
 
-    The file is a JSON object with two lists: `prefill` of [tokens, ms], and `decode` of [sequences, ms] or of
-    [sequences, cache share, ms] where the share of the cache in use was measured too.
+    The file is a JSON object with two lists: `prefill` of [tokens, ms], and `decode` of [sequences, ms] or
+    [sequences, cache share, ms].
 
     Args:
-        prefill: [tokens, ms] by ascending tokens, at least one.
-        decode: by cache share, ascending: the share, and its [sequences, ms].
+        prefill: At least one (tokens, ms), sorted by tokens.
+        decode: Cache shares in ascending order, each with its (sequences, ms).
     """
 
     def __init__(
@@ -76,19 +82,19 @@ class TableTiming(StepTiming):
 
     @classmethod
     def read(cls, path: Path, speedup: float = 1.0) -> TableTiming:
-        """SluiceError(INVALID_ARGUMENT) when the file cannot be read or holds no such table."""
+        """Reads a timing file; raises SluiceError(INVALID_ARGUMENT) when it is missing or invalid."""
         try:
             document = json.loads(path.read_text("utf-8"))
             prefill = sorted((float(tokens), float(ms)) for tokens, ms in document["prefill"])
             decode = _by_share(document["decode"])
             values = [value for _, points in (*decode, (0.0, prefill)) for point in points for value in point]
             if not prefill or not decode or not all(math.isfinite(value) and value >= 0 for value in values):
-                raise ValueError("it needs at least one point of each, with numbers of at least 0")
+                raise ValueError("both lists need at least one point, with non-negative numbers")
         except OSError as error:
             raise invalid(f"Timing file {path} cannot be read: {error.strerror}.", param="timing-file") from error
         except (ValueError, TypeError, KeyError) as error:
-            what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-            raise invalid(f"Timing file {path} is no timing table: {what}.", param="timing-file") from error
+            problem = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+            raise invalid(f"Timing file {path} is not a valid timing table: {problem}.", param="timing-file") from error
         return cls(prefill, decode, speedup)
 
     def step_s(self, prefill_tokens: int, decoding: int, cache_use: float) -> float:
@@ -102,15 +108,15 @@ class TableTiming(StepTiming):
 
 
 def _by_share(rows: Any) -> list[tuple[float, list[Point]]]:
-    found: dict[float, list[Point]] = {}
+    by_share: dict[float, list[Point]] = {}
     for row in rows:
         sequences, *share, ms = map(float, row)
-        found.setdefault(share[0] if share else 0.0, []).append((sequences, ms))
-    return [(share, sorted(points)) for share, points in sorted(found.items())]
+        by_share.setdefault(share[0] if share else 0.0, []).append((sequences, ms))
+    return [(share, sorted(points)) for share, points in sorted(by_share.items())]
 
 
 def _between(points: Sequence[Point], at: float) -> float:
-    """Before the first point its value; beyond the last one the line goes on."""
+    """Interpolates linearly; constant before the first point, and extrapolated beyond the last one."""
     if len(points) == 1 or at <= points[0][0]:
         return points[0][1]
     right = min(bisect_right(points, (at, math.inf)), len(points) - 1)
@@ -119,10 +125,31 @@ def _between(points: Sequence[Point], at: float) -> float:
 
 
 def prefill_ms(tokens: int) -> float:
-    """Milliseconds to compute this many prompt tokens in one batch."""
+    """Returns the milliseconds to prefill this many tokens in one batch."""
     return 4.209989e-7 * tokens * tokens + 1.518344e-2 * tokens + 16.50142
 
 
 def decode_ms(cache_use: float) -> float:
-    """Milliseconds to compute one token for each running sequence; the batch hardly matters, its cache does."""
+    """Returns the milliseconds of a decode step, which depend on the cache use rather than the batch size."""
     return max(1.0, -25.74 * cache_use * cache_use + 54.01 * cache_use + 5.74)
+
+
+class StepPacer:
+    """Synchronises simulated time with the real clock; deadlines are absolute, so rounding errors do not add up.
+
+    Steps shorter than a millisecond run without sleeping; simulated time is then ahead by at most a millisecond.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.now = self._loop.time()
+
+    def resume(self) -> None:
+        """Advances to the real time after a pause, so that idle time is not made up for."""
+        self.now = max(self.now, self._loop.time())
+
+    async def spend(self, duration_s: float) -> None:
+        """Waits until a step that started at `now` has ended; always yields to other tasks."""
+        self.now = max(self.now + duration_s, self._loop.time() - MAX_LAG_S)
+        ahead = self.now - self._loop.time()
+        await asyncio.sleep(ahead if ahead >= MIN_SLEEP_S else 0)

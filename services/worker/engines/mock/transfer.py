@@ -1,6 +1,6 @@
-"""What a mock prefill worker hands over: which prompt, how it goes on, and how much cache would travel.
+"""The handoff of a mock prefill worker: identifies the prompt, the first token and the size of the cache transfer.
 
-Little-endian: version u8, block size u32, prompt tokens u32, first token u32, bytes of cache u64, then the chained
+Layout, little-endian: version u8, block size u32, prompt tokens u32, first token u32, cache bytes u64, then the chained
 hashes of the prompt's full blocks, u64 each.
 """
 
@@ -17,12 +17,12 @@ from services.worker.engines.mock.sequence import Sequence
 from services.worker.engines.mock.text import Answer
 
 VERSION = 1
-_HEAD = Struct("<BIIIQ")
+_HEADER = Struct("<BIIIQ")
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """`hashes` is packed u64; `cache_bytes` decides how long the transfer takes."""
+    """`hashes` are packed u64; `cache_bytes` determines the duration of the transfer."""
 
     block_size: int
     prompt_tokens: int
@@ -31,44 +31,45 @@ class Transfer:
     hashes: bytes
 
     def pack(self) -> bytes:
-        """The wire form."""
-        head = _HEAD.pack(VERSION, self.block_size, self.prompt_tokens, self.first_token, self.cache_bytes)
-        return head + self.hashes
+        """Returns the handoff as bytes."""
+        header = _HEADER.pack(VERSION, self.block_size, self.prompt_tokens, self.first_token, self.cache_bytes)
+        return header + self.hashes
 
     @classmethod
     def unpack(cls, data: bytes) -> Transfer:
-        """SluiceError(INVALID_ARGUMENT) for anything but the wire form of this version."""
-        if len(data) < _HEAD.size or data[0] != VERSION or (len(data) - _HEAD.size) % 8:
-            raise refused("is not one of a mock prefill worker of this version", "malformed_handoff")
-        _, block_size, prompt_tokens, first_token, cache_bytes = _HEAD.unpack_from(data)
-        return cls(block_size, prompt_tokens, first_token, cache_bytes, data[_HEAD.size :])
+        """Parses the bytes of `pack`; raises SluiceError(INVALID_ARGUMENT) for anything else."""
+        if len(data) < _HEADER.size or data[0] != VERSION or (len(data) - _HEADER.size) % 8:
+            raise _rejected("was not created by a mock prefill worker of this version", "malformed_handoff")
+        _, block_size, prompt_tokens, first_token, cache_bytes = _HEADER.unpack_from(data)
+        return cls(block_size, prompt_tokens, first_token, cache_bytes, data[_HEADER.size :])
 
     def check(self, request: GenerateRequest, block_size: int) -> None:
-        """Raises SluiceError(INVALID_ARGUMENT) when this is not the prompt whose cache was handed over."""
+        """Raises SluiceError(INVALID_ARGUMENT) when the handoff is for another prompt."""
         if self.block_size != block_size:
-            raise refused(f"has blocks of {self.block_size} tokens and this worker {block_size}", "foreign_handoff")
+            raise _rejected(
+                f"has blocks of {self.block_size} tokens, and this worker of {block_size}", "foreign_handoff"
+            )
         hashes = block_hashes(request.token_ids, block_size, request.lora, request.cache_salt)
         if self.prompt_tokens != len(request.token_ids) or self.hashes != pack_u64(hashes):
-            raise refused("belongs to another prompt", "foreign_handoff")
+            raise _rejected("is for another prompt", "foreign_handoff")
 
 
 def transfer_of(sequence: Sequence, block_size: int, token_bytes: int) -> Transfer:
-    """What a prefilled sequence hands over; `token_bytes` is the cache of one token."""
+    """Returns the handoff of a prefilled sequence; `token_bytes` is the cache size of one token."""
     prompt = sequence.prompt_tokens
-    full = prompt // block_size
-    hashes = sequence.hash_upto(full, block_size)[:full]
+    full_blocks = prompt // block_size
+    hashes = sequence.hashes_upto(full_blocks, block_size)[:full_blocks]
     return Transfer(block_size, prompt, sequence.tokens[prompt], prompt * token_bytes, pack_u64(hashes))
 
 
-def accepted(data: bytes, request: GenerateRequest, answer: Answer, block_size: int) -> Transfer:
-    """The handoff of exactly this request; SluiceError(INVALID_ARGUMENT) for any other."""
+def accept(data: bytes, request: GenerateRequest, answer: Answer, block_size: int) -> Transfer:
+    """Returns the handoff if it matches the request; raises SluiceError(INVALID_ARGUMENT) otherwise."""
     transfer = Transfer.unpack(data)
     transfer.check(request, block_size)
     if len(answer.token_ids) < 2 or answer.token_ids[0] != transfer.first_token:
-        raise refused("goes on with another token than this request does", "foreign_handoff")
+        raise _rejected("has another first token than this request", "foreign_handoff")
     return transfer
 
 
-def refused(why: str, code: str) -> SluiceError:
-    """A handoff that cannot be used."""
+def _rejected(why: str, code: str) -> SluiceError:
     return invalid(f"The handoff {why}; run the prefill again.", param="disaggregation", code=code)

@@ -1,4 +1,4 @@
-"""The model's own tokenizer, as far as the mock engine needs it: words in, text out, and which ids are special."""
+"""Encodes and decodes the mock engine's text with the model's tokenizer."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class MockVocabulary(ABC):
     """A tokenizer without its chat template.
 
     Attributes:
-        size: ids are below this.
-        special_ids: control ids that plain text never encodes to.
-        eos_ids: end-of-sequence ids, the usual one first; may be empty.
+        size: Upper bound of the ids, exclusive.
+        special_ids: Control ids, which plain text never encodes to.
+        eos_ids: End-of-sequence ids, the default one first; may be empty.
     """
 
     size: int
@@ -30,14 +30,14 @@ class MockVocabulary(ABC):
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of plain ids; incomplete characters become U+FFFD."""
+        """Returns the text of ids without special ones; incomplete characters become U+FFFD."""
 
     def encode(self, text: str) -> list[int]:
-        """Ids of plain text, never a special one."""
+        """Returns the ids of plain text, without special ids."""
         return [token_id for token_id in self._encode(text) if token_id not in self.special_ids]
 
     def encode_marked(self, text: str) -> list[int]:
-        """Ids of text in which special tokens stand for themselves."""
+        """Returns the ids of text; the names of special tokens in it become special ids."""
         names = self.special_names
         if not names:
             return self.encode(text)
@@ -46,7 +46,7 @@ class MockVocabulary(ABC):
 
     @property
     def special_names(self) -> dict[str, int]:
-        """The special tokens by their text."""
+        """Special token ids by their text."""
         return {}
 
 
@@ -101,10 +101,10 @@ class _HuggingFace(MockVocabulary):
 
 
 def load_vocabulary(path: Path, processor: str) -> MockVocabulary:
-    """Reads the tokenizer at `path`; slow, so call it off the event loop.
+    """Loads the tokenizer at `path`; slow, so call it off the event loop.
 
     Raises:
-        SluiceError: INVALID_ARGUMENT when the files cannot be read.
+        SluiceError: INVALID_ARGUMENT when the files are invalid.
     """
     try:
         return _Mistral(path) if processor == "mistral" else _HuggingFace(path)
@@ -115,10 +115,10 @@ def load_vocabulary(path: Path, processor: str) -> MockVocabulary:
 
 
 def declared_context_length(path: Path) -> int:
-    """Tokens the model's configuration allows; 0 when it does not say."""
+    """Returns the context length from the model's config.json; 0 if not set."""
     config = models.read_json(path, "config.json")
-    for part in (config, config.get("text_config")):
-        length = part.get("max_position_embeddings") if isinstance(part, dict) else None
+    for section in (config, config.get("text_config")):
+        length = section.get("max_position_embeddings") if isinstance(section, dict) else None
         if isinstance(length, int) and length > 0:
             return length
     return 0
@@ -140,8 +140,8 @@ def _declared_eos(path: Path, tokenizer: Any) -> tuple[int, ...]:
     for name in ("generation_config.json", "config.json"):
         declared = models.read_json(path, name).get("eos_token_id")
         ids = declared if isinstance(declared, list) else [declared]
-        if found := tuple(token_id for token_id in ids if isinstance(token_id, int)):
-            return found
+        if eos_ids := tuple(token_id for token_id in ids if isinstance(token_id, int)):
+            return eos_ids
     token = models.read_json(path, "tokenizer_config.json").get("eos_token")
     text = token.get("content") if isinstance(token, dict) else token
     token_id = tokenizer.token_to_id(text) if isinstance(text, str) else None

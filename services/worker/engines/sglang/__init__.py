@@ -1,4 +1,4 @@
-"""SGLang: its engine in the worker's process, its schedulers in processes of their own."""
+"""Hosts SGLang: its engine in the worker's process, its schedulers in child processes."""
 
 from services.worker.engines.sglang.engine import SglangEngine
 

@@ -1,4 +1,4 @@
-"""What a started SGLang engine says about itself. Pure: reads attributes, imports nothing of SGLang."""
+"""Builds the model card of a started SGLang engine from its attributes, without importing SGLang."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CAPABILITIES = frozenset(
     }
 )
 
-_OF_GENERATION = frozenset(
+_GENERATION_ONLY = frozenset(
     {
         Capability.LOGPROBS,
         Capability.PROMPT_LOGPROBS,
@@ -48,20 +48,20 @@ _OF_GENERATION = frozenset(
         Capability.DECODE,
     }
 )
-_OF_TOKENIZER = GUIDED | {Capability.MIN_TOKENS}
+_NEEDS_TOKENIZER = GUIDED | {Capability.MIN_TOKENS}
 
 
 def capabilities(engine: Any) -> frozenset[Capability]:
-    """Those that the engine has as it was started."""
+    """Returns the capabilities of the started engine."""
     manager = engine.tokenizer_manager
     value = manager.config_value
     missing: set[Capability] = set()
     if not manager.is_generation:
-        missing |= _OF_GENERATION
+        missing |= _GENERATION_ONLY
     else:
         missing.add(Capability.EMBEDDINGS)
     if value("skip_tokenizer_init"):
-        missing |= _OF_TOKENIZER
+        missing |= _NEEDS_TOKENIZER
     if value("grammar_backend") == "none":
         missing |= GUIDED
     if not value("enable_priority_scheduling"):
@@ -86,7 +86,7 @@ def capabilities(engine: Any) -> frozenset[Capability]:
 
 
 def request_facts(engine: Any, context_length: int) -> Facts:
-    """What requests must be mapped with."""
+    """Returns the engine properties that the request mapping needs."""
     manager = engine.tokenizer_manager
     return Facts(
         context_length=context_length,
@@ -98,10 +98,10 @@ def request_facts(engine: Any, context_length: int) -> Facts:
 
 
 def engine_config(settings: WorkerSettings, path: Path, engine: Any, version: str) -> EngineConfig:
-    """The card.
+    """Returns the description of the started engine.
 
     Args:
-        path: the model's tokenizer files.
+        path: Folder of the model's tokenizer files.
     """
     manager = engine.tokenizer_manager
     value = manager.config_value
@@ -109,7 +109,7 @@ def engine_config(settings: WorkerSettings, path: Path, engine: Any, version: st
     page = int(value("page_size"))
     running = int(value("max_running_requests") or 0)
     processor = settings.spec.processor or models.detect_processor(path)
-    able = capabilities(engine)
+    supported = capabilities(engine)
     total_blocks = int(info["max_total_num_tokens"]) // page
     _check_memory(settings, total_blocks)
     return EngineConfig(
@@ -117,7 +117,7 @@ def engine_config(settings: WorkerSettings, path: Path, engine: Any, version: st
         source=settings.spec.source,
         processor=processor,
         fingerprint=models.fingerprint(path),
-        # SGLang keeps a few positions for itself; a prompt one shorter than this always fits.
+        # SGLang reserves a few positions; a prompt one token shorter than this always fits.
         context_length=min(int(manager.context_len), int(info["max_req_input_len"]) + 1),
         vocab_size=int(manager.model_config.vocab_size),
         block_size=page,
@@ -125,8 +125,8 @@ def engine_config(settings: WorkerSettings, path: Path, engine: Any, version: st
         max_sequences=running,
         max_batched_tokens=max(int(value("chunked_prefill_size") or 0), 0),
         eos_token_ids=tuple(sorted(manager.model_config.hf_eos_token_id or ())),
-        capabilities=frozenset(able),
-        accepted=frozenset({Capability.SEED} - able),
+        capabilities=frozenset(supported),
+        accepted=frozenset({Capability.SEED} - supported),
         adapters=tuple(sorted(manager.lora_registry.get_all_adapters())),
         data_parallel_size=int(value("dp_size")),
         role=Role[settings.role.upper()],
@@ -135,13 +135,13 @@ def engine_config(settings: WorkerSettings, path: Path, engine: Any, version: st
     )
 
 
-def _check_memory(settings: WorkerSettings, made: int) -> None:
-    """SGLang makes a smaller cache than it was told to when memory is short, and says so in its log only."""
-    asked = settings.total_blocks
-    if "total_blocks" in settings.model_fields_set and made < asked:
+def _check_memory(settings: WorkerSettings, allocated: int) -> None:
+    """Raises if the cache is smaller than requested; SGLang only logs that when memory is short."""
+    requested = settings.total_blocks
+    if "total_blocks" in settings.model_fields_set and allocated < requested:
         raise SluiceError(
             ErrorKind.FAILED_PRECONDITION,
-            f"There is not enough memory for {asked} blocks: SGLang made room for {made}; lower --total-blocks.",
+            f"Not enough memory for {requested} blocks: SGLang allocated {allocated}; lower --total-blocks.",
             param="total-blocks",
             code="out_of_memory",
         )

@@ -1,4 +1,4 @@
-"""Notices at once when a process of the engine dies."""
+"""Detects the exit of the engine's child processes."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from collections.abc import Callable, Iterable
 
 
 class ChildWatch:
-    """Watches processes by id, from the event loop.
+    """Monitors processes with pidfds on the event loop.
 
     Args:
-        on_death: called with the id of each process that ended.
+        on_exit: Receives the id of each process that exits.
     """
 
-    def __init__(self, pids: Iterable[int], on_death: Callable[[int], None]) -> None:
-        self._on_death = on_death
+    def __init__(self, pids: Iterable[int], on_exit: Callable[[int], None]) -> None:
+        self._on_exit = on_exit
         self._loop = asyncio.get_running_loop()
         self._handles: dict[int, int] = {}
         for pid in pids:
             try:
                 self._handles[pid] = os.pidfd_open(pid)
             except ProcessLookupError:
-                self._loop.call_soon(self._on_death, pid)
+                self._loop.call_soon(self._on_exit, pid)
             else:
-                self._loop.add_reader(self._handles[pid], self._died, pid)
+                self._loop.add_reader(self._handles[pid], self._exited, pid)
 
     def close(self) -> None:
-        """Stops watching; may be called twice."""
+        """Stops monitoring; may be called twice."""
         for pid in tuple(self._handles):
             self._forget(pid)
 
-    def _died(self, pid: int) -> None:
+    def _exited(self, pid: int) -> None:
         self._forget(pid)
-        self._on_death(pid)
+        self._on_exit(pid)
 
     def _forget(self, pid: int) -> None:
         handle = self._handles.pop(pid)

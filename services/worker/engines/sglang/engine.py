@@ -1,4 +1,4 @@
-"""The sglang engine: requests go to SGLang's schedulers and tokens come back a batch at a time."""
+"""The sglang engine: sends requests to SGLang's schedulers and forwards their outputs to sinks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from services.worker.contract.engine import Embedded, EngineConfig, GenerateCont
 from services.worker.contract.generation import Delta, FinishReason, GenerateRequest
 from services.worker.engines.sglang import card
 from services.worker.engines.sglang.controls import Controls
-from services.worker.engines.sglang.handoff import BootstrapInfo, meeting_of
+from services.worker.engines.sglang.handoff import BootstrapInfo, bootstrap_for
 from services.worker.engines.sglang.metrics import SchedulerMetrics
 from services.worker.engines.sglang.request_state import Chunk, RequestState, first_line
 from services.worker.engines.sglang.runtime import SglangRuntime
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class SglangEngine(LLMEngine):
-    """One SGLang engine; a token costs the worker no task switch, for chunks go from SGLang's receiver into sinks."""
+    """Hosts SGLang; its receiver passes chunks directly to sinks, so a token costs no task switch."""
 
     CAPABILITIES: ClassVar[frozenset[Capability]] = card.CAPABILITIES
     ACCEPTED: ClassVar[frozenset[Capability]] = frozenset({Capability.SEED})
@@ -37,11 +37,11 @@ class SglangEngine(LLMEngine):
     def __init__(self, settings: WorkerSettings) -> None:
         super().__init__()
         self._settings = settings
-        self._hosted = SglangRuntime(settings)
+        self._runtime = SglangRuntime(settings)
         self._metrics = SchedulerMetrics()
-        self._numbers = itertools.count(1)
+        self._request_numbers = itertools.count(1)
         self._states: dict[str, RequestState] = {}
-        self._tasks_of: dict[str, asyncio.Task[None]] = {}
+        self._request_tasks: dict[str, asyncio.Task[None]] = {}
         self._config: EngineConfig | None = None
         self._facts = Facts(0, {})
 
@@ -50,39 +50,39 @@ class SglangEngine(LLMEngine):
         return cls(settings)
 
     async def start(self, worker_id: str) -> EngineConfig:
-        hosted = self._hosted
-        await hosted.start(self.on_phase, self.tasks, lambda name, error: self.on_failure(name, error))
-        self._config = config = hosted.config()
-        self._facts = card.request_facts(hosted.engine, config.context_length)
-        hosted.events.open(config.block_size, self.tasks)
-        if hosted.manager.enable_metrics:
+        runtime = self._runtime
+        await runtime.start(self.on_phase, self.tasks, lambda name, error: self.on_failure(name, error))
+        self._config = config = runtime.config()
+        self._facts = card.request_facts(runtime.engine, config.context_length)
+        runtime.events.open(config.block_size, self.tasks)
+        if runtime.manager.enable_metrics:
             self.tasks.spawn(self._metrics.run(), "sglang-metrics")
         return config
 
     def submit(self, request: GenerateRequest, context: GenerateContext, sink: Sink) -> None:
         config = self._started()
-        manager = self._hosted.manager
+        manager = self._runtime.manager
         if not manager.is_generation:
             raise SluiceError(
                 ErrorKind.FAILED_PRECONDITION,
-                "This worker computes embeddings only.",
+                "This worker only computes embeddings; send the request to a model that generates text.",
                 param="model",
                 code="unsupported_by_engine",
             )
         if len(self._states) >= self._settings.max_waiting + max(config.max_sequences, 1) * config.data_parallel_size:
-            raise overloaded(f"The engine's queue is full: {len(self._states)} requests are alive already.")
-        meeting = meeting_of(request, config.role, self._hosted.bootstrap_host, self._hosted.bootstrap_port)
-        rid = f"{next(self._numbers):016x}"  # of one length: SGLang aborts every request whose name begins alike
+            raise overloaded(f"The engine's queue is full ({len(self._states)} requests in flight); try again later.")
+        bootstrap = bootstrap_for(request, config.role, self._runtime.bootstrap_host, self._runtime.bootstrap_port)
+        rid = f"{next(self._request_numbers):016x}"  # of fixed length, because SGLang aborts requests by id prefix
         fields = engine_request(request, rid, self._facts)
-        if meeting is not None:
-            fields |= meeting.fields()
-        asked = self._hosted.sglang.GenerateReqInput(**fields)
-        state = _flight(request, rid, sink, config, meeting)
+        if bootstrap is not None:
+            fields |= bootstrap.fields()
+        engine_input = self._runtime.sglang.GenerateReqInput(**fields)
+        state = _request_state(request, rid, sink, config, bootstrap)
         manager.listeners[rid] = lambda chunk: self._take(state, chunk)
         self._states[request.request_id] = state
-        self._tasks_of[rid] = self.tasks.spawn(self._fly(state, asked), f"sglang-{rid}")
-        if meeting is not None and not meeting.told and config.role.name == "PREFILL":
-            self._hand_over(state, meeting)
+        self._request_tasks[rid] = self.tasks.spawn(self._run_request(state, engine_input), f"sglang-{rid}")
+        if bootstrap is not None and not bootstrap.sent_tokens and config.role.name == "PREFILL":
+            self._hand_over(state, bootstrap)
 
     async def generate(self, request: GenerateRequest, context: GenerateContext) -> AsyncGenerator[Delta, None]:
         stream = DeltaStream()
@@ -102,21 +102,21 @@ class SglangEngine(LLMEngine):
             self._stop(state)
 
     async def drain(self) -> None:
-        while self._tasks_of:
-            await asyncio.wait(list(self._tasks_of.values()))
+        while self._request_tasks:
+            await asyncio.wait(list(self._request_tasks.values()))
 
     async def cleanup(self) -> None:
         for request_id in tuple(self._states):
             self.abort(GenerateContext(request_id))
         await self.tasks.close()
-        await self._hosted.close()
+        await self._runtime.close()
 
     def load(self) -> Sequence[Load]:
-        return self._hosted.load() if self._config is not None else [Load()]
+        return self._runtime.load() if self._config is not None else [Load()]
 
     def kv_event_sources(self) -> Sequence[KvEventSource]:
-        able = self._config is not None and Capability.KV_EVENTS in self._config.capabilities
-        return self._hosted.events.sources if able else ()
+        has_events = self._config is not None and Capability.KV_EVENTS in self._config.capabilities
+        return self._runtime.events.sources if has_events else ()
 
     async def clear_cache(self) -> None:
         await self._controls().clear_cache()
@@ -129,82 +129,84 @@ class SglangEngine(LLMEngine):
 
     async def embed(self, inputs: Sequence[array[int]], dimensions: int, lora: str = "") -> Embedded:
         self._started()
-        manager = self._hosted.manager
+        manager = self._runtime.manager
         if manager.is_generation:
             return await super().embed(inputs, dimensions, lora)
-        asked = self._hosted.sglang.EmbeddingReqInput(
-            rid=[f"{next(self._numbers):016x}" for _ in inputs],
-            input_ids=[one.tolist() for one in inputs],
+        engine_input = self._runtime.sglang.EmbeddingReqInput(
+            rid=[f"{next(self._request_numbers):016x}" for _ in inputs],
+            input_ids=[token_ids.tolist() for token_ids in inputs],
             dimensions=dimensions or None,
             lora_path=[lora] * len(inputs) if lora else None,
         )
         try:
-            async with aclosing(manager.generate_request(asked)) as answers:
-                found = await anext(answers)
+            async with aclosing(manager.generate_request(engine_input)) as responses:
+                embeddings = await anext(responses)
         except ValueError as error:
-            raise invalid(f"SGLang refused the inputs: {error}", param="input") from error
-        vectors = [array("f", one["embedding"]).tobytes() for one in found]
-        return Embedded(vectors, sum(len(one) for one in inputs))
+            raise invalid(f"SGLang rejected the inputs: {error}", param="input") from error
+        vectors = [array("f", item["embedding"]).tobytes() for item in embeddings]
+        return Embedded(vectors, sum(len(token_ids) for token_ids in inputs))
 
-    async def _fly(self, state: RequestState, asked: Any) -> None:
+    async def _run_request(self, state: RequestState, engine_input: Any) -> None:
         try:
-            async with aclosing(self._hosted.manager.generate_request(asked)) as chunks:
+            async with aclosing(self._runtime.manager.generate_request(engine_input)) as chunks:
                 async for chunk in chunks:
                     state.take(chunk)
             state.end(FinishReason.ERROR, error=_incomplete())
         except SluiceError as error:
             state.end(FinishReason.ERROR, error=error)
         except ValueError as error:
-            state.end(FinishReason.ERROR, error=invalid(f"SGLang refused the request: {first_line(str(error))}"))
+            state.end(FinishReason.ERROR, error=invalid(f"SGLang rejected the request: {first_line(str(error))}"))
         except Exception:
             log.exception("SGLang failed", extra={"request": state.request.request_id})
             state.end(FinishReason.ERROR, error=internal("SGLang failed on this request."))
         finally:
-            self._hosted.manager.listeners.pop(state.rid, None)
-            self._tasks_of.pop(state.rid, None)
+            self._runtime.manager.listeners.pop(state.rid, None)
+            self._request_tasks.pop(state.rid, None)
             if self._states.get(state.request.request_id) is state:
                 del self._states[state.request.request_id]
 
     def _take(self, state: RequestState, chunk: Chunk) -> None:
-        """Called by SGLang's receiver, which serves all requests: nothing may escape."""
+        """Handles a chunk; exceptions end only this request, because all requests share SGLang's receiver."""
         try:
             state.take(chunk)
         except Exception:
-            log.exception("a chunk of SGLang cannot be read", extra={"request": state.request.request_id})
-            state.end(FinishReason.ERROR, error=internal("The engine's answer cannot be read."))
+            log.exception("failed to process a chunk of SGLang", extra={"request": state.request.request_id})
+            state.end(FinishReason.ERROR, error=internal("The engine returned an invalid output."))
         if state.ended:
             self._stop(state)
 
     def _stop(self, state: RequestState) -> None:
-        """SGLang aborts a request whose task is cancelled, and keeps its own account until its scheduler agrees."""
-        self._hosted.manager.listeners.pop(state.rid, None)
-        if task := self._tasks_of.get(state.rid):
+        """Cancels the request's task; SGLang then aborts the request and tracks it until its scheduler confirms."""
+        self._runtime.manager.listeners.pop(state.rid, None)
+        if task := self._request_tasks.get(state.rid):
             task.cancel()
 
-    def _hand_over(self, state: RequestState, meeting: BootstrapInfo) -> None:
-        """Ends a request for its caller while SGLang waits for the decode side to fetch the cache."""
+    def _hand_over(self, state: RequestState, bootstrap: BootstrapInfo) -> None:
+        """Ends a request for its caller while SGLang waits for the decode worker to fetch the cache."""
         del self._states[state.request.request_id]
-        self._hosted.manager.listeners.pop(state.rid, None)
-        state.end(FinishReason.HANDOFF, handoff=meeting.pack())
+        self._runtime.manager.listeners.pop(state.rid, None)
+        state.end(FinishReason.HANDOFF, handoff=bootstrap.pack())
 
     def _controls(self) -> Controls:
         self._started()
-        return Controls(self._hosted.sglang, self._hosted.manager)
+        return Controls(self._runtime.sglang, self._runtime.manager)
 
     def _started(self) -> EngineConfig:
         if self._config is None:
-            raise SluiceError(ErrorKind.UNAVAILABLE, "The engine has not started yet.", code="engine_starting")
+            raise SluiceError(
+                ErrorKind.UNAVAILABLE, "The engine is still starting; try again shortly.", code="engine_starting"
+            )
         return self._config
 
 
-def _flight(
-    request: GenerateRequest, rid: str, sink: Sink, config: EngineConfig, meeting: BootstrapInfo | None
+def _request_state(
+    request: GenerateRequest, rid: str, sink: Sink, config: EngineConfig, bootstrap: BootstrapInfo | None
 ) -> RequestState:
-    if meeting is None:
+    if bootstrap is None:
         return RequestState(request, rid, sink)
     if config.role.name == "PREFILL":
-        return RequestState(request, rid, sink, handoff=meeting.pack())
-    return RequestState(request, rid, sink, skip=meeting.told)
+        return RequestState(request, rid, sink, handoff=bootstrap.pack())
+    return RequestState(request, rid, sink, skip=bootstrap.sent_tokens)
 
 
 def _incomplete() -> SluiceError:

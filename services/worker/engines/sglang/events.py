@@ -1,4 +1,4 @@
-"""Where SGLang publishes what happens to its cache, and who reads it."""
+"""Configures SGLang's KV event publishers and subscribes to them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from services.common.tasks import TaskOwner
 from services.worker.kv_events.source import EngineCacheSource
 from services.worker.kv_events.zmq_feed import ZmqFeed, endpoint_of_rank
 
-REPLAYED_BATCHES = 10_000
+REPLAY_BUFFER_BATCHES = 10_000
 
 
 class EventFeeds:
-    """One publisher and one reader for each data-parallel rank, on this machine only.
+    """Owns the KV event endpoints and subscriptions of one engine, one per data-parallel rank, on this machine only.
 
     Args:
-        ranks: data-parallel ranks; 0: nothing is published.
+        ranks: Number of data-parallel ranks; 0 disables events.
 
     Attributes:
-        sources: in the order of ranks; empty until `open`.
+        sources: Event sources by rank; empty until `open`.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -34,25 +34,25 @@ class EventFeeds:
         if ranks == 1:
             self._folder = Path(tempfile.mkdtemp(prefix="sluice-sglang-"))
             self._endpoint, self._replay = (f"ipc://{self._folder / name}" for name in ("events", "replay"))
-        elif ranks:  # SGLang counts ranks in port numbers only
+        elif ranks:  # SGLang derives an endpoint per rank from TCP ports only
             base = free_row(2 * ranks)
             self._endpoint, self._replay = (f"tcp://127.0.0.1:{port}" for port in (base, base + ranks))
 
     @property
     def config(self) -> str:
-        """For SGLang's --kv-events-config."""
+        """Value of SGLang's --kv-events-config."""
         return json.dumps(
             {
                 "publisher": "zmq",
                 "endpoint": self._endpoint,
                 "replay_endpoint": self._replay,
                 "bind": True,
-                "buffer_steps": REPLAYED_BATCHES,
+                "buffer_steps": REPLAY_BUFFER_BATCHES,
             }
         )
 
     def open(self, block_size: int, tasks: TaskOwner) -> None:
-        """Starts reading; `tasks` own the readers."""
+        """Subscribes to every rank's publisher; `tasks` own the readers."""
         self.sources = tuple(
             EngineCacheSource(rank, block_size, counts_copies=False, can_replay=True) for rank in range(self._ranks)
         )
@@ -65,10 +65,10 @@ class EventFeeds:
             tasks.spawn(feed.run(), f"sglang-kv-events-{source.rank}")
 
     def cached_blocks(self) -> Sequence[int]:
-        """Blocks on the device by rank."""
+        """Returns the number of cached blocks on the device by rank."""
         return [source.translator.held() for source in self.sources]
 
     def close(self) -> None:
-        """Removes what lies on disk; may be called twice."""
+        """Removes the sockets' folder; may be called twice."""
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)

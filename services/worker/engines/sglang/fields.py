@@ -1,4 +1,4 @@
-"""What sets each field of SGLang's SamplingParams (0.5.23); no field is left to chance."""
+"""Lists what sets each field of SGLang's SamplingParams (0.5.23), without exception."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FIELDS: dict[str, str] = {
     "no_stop_trim": TEXT,
     "skip_special_tokens": TEXT,
     "spaces_between_special_tokens": TEXT,
-    "n": WORKER,  # every choice is a generation of its own
+    "n": WORKER,  # each choice is a separate generation
     "beam_width": REFUSED,
     "ebnf_full_assistant": INTERNAL,
     "is_normalized": INTERNAL,

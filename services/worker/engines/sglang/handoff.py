@@ -1,10 +1,10 @@
-"""Where SGLang's prefill and decode schedulers meet: its own connection carries the cache, we carry the address."""
+"""The handoff between SGLang workers: the address at which SGLang transfers the KV cache on its own connection."""
 
 from __future__ import annotations
 
 import json
 import secrets
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from services.common.errors import SluiceError, invalid
@@ -12,56 +12,57 @@ from services.worker.contract.generation import Disaggregation, GenerateRequest,
 
 ROOM_BITS = 63
 FAKE_BOOTSTRAP_HOST = "2.2.2.2"
-"""SGLang's own name for a decode side that does not exist: the prefill side ends by itself."""
+"""SGLang's placeholder for a missing decode worker: the prefill completes without a transfer."""
 
 
 @dataclass(frozen=True, slots=True)
 class BootstrapInfo:
-    """Bootstrap server of the prefill side and the room of one request.
+    """Address of the prefill worker's bootstrap server and the room of one request.
 
     Attributes:
-        told: tokens that the prefill worker has told its caller.
+        sent_tokens: Tokens that the prefill worker has returned to its caller.
     """
 
     host: str
     port: int
     room: int
-    told: int = 1
+    sent_tokens: int = 1
 
     def pack(self) -> bytes:
-        """The handoff that travels between workers."""
-        return json.dumps(asdict(self)).encode()
+        """Returns the handoff for the decode worker."""
+        return json.dumps({"host": self.host, "port": self.port, "room": self.room, "told": self.sent_tokens}).encode()
 
     def fields(self) -> dict[str, Any]:
-        """Arguments of SGLang's GenerateReqInput."""
+        """Returns arguments for SGLang's GenerateReqInput."""
         return {"bootstrap_host": self.host, "bootstrap_port": self.port, "bootstrap_room": self.room}
 
 
 def unpack(handoff: bytes) -> BootstrapInfo:
-    """Reads `BootstrapInfo.pack`; SluiceError(INVALID_ARGUMENT) for anything else."""
+    """Parses the bytes of `BootstrapInfo.pack`; raises SluiceError(INVALID_ARGUMENT) for anything else."""
     try:
-        found = json.loads(handoff)
-        meeting = BootstrapInfo(str(found["host"]), int(found["port"]), int(found["room"]), int(found.get("told", 1)))
+        fields = json.loads(handoff)
+        host, port, room = str(fields["host"]), int(fields["port"]), int(fields["room"])
+        sent_tokens = int(fields.get("told", 1))
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise _malformed("it is not from an sglang worker") from error
-    if not (meeting.host and 0 < meeting.port < 1 << 16 and 0 <= meeting.room < 1 << ROOM_BITS and meeting.told >= 0):
-        raise _malformed("its address is impossible")
-    return meeting
+        raise _malformed("it was not created by an sglang worker") from error
+    if not (host and 0 < port < 1 << 16 and 0 <= room < 1 << ROOM_BITS and sent_tokens >= 0):
+        raise _malformed("its address is out of range")
+    return BootstrapInfo(host, port, room, sent_tokens)
 
 
-def meeting_of(request: GenerateRequest, role: Role, host: str, port: int) -> BootstrapInfo | None:
-    """Where a request's two halves meet; None on a worker that plays both.
+def bootstrap_for(request: GenerateRequest, role: Role, host: str, port: int) -> BootstrapInfo | None:
+    """Returns the bootstrap address of a request that is split into prefill and decode; None for role AGGREGATED.
 
-    A room that the caller names means that it starts both sides at once. Otherwise the prefill side makes one and says
-    so at once, before any token: SGLang's prefill ends only when the decode side has fetched the cache. An answer of
-    one token needs no other side.
+    A caller that sends a room starts both workers at the same time. Otherwise the prefill worker chooses a room and
+    returns it before any token, because SGLang's prefill completes only when the decode worker has fetched the cache.
+    A request for one token needs no decode worker.
 
     Args:
-        host: of this worker's bootstrap server, where it has one.
-        port: of the same.
+        host: Host of this worker's bootstrap server, if it has one.
+        port: Port of the same server.
 
     Raises:
-        SluiceError: INVALID_ARGUMENT for a handoff that cannot be read, or none where one is needed.
+        SluiceError: INVALID_ARGUMENT for an invalid handoff, or a missing one on a decode worker.
     """
     if role is Role.AGGREGATED:
         return None
@@ -74,16 +75,17 @@ def meeting_of(request: GenerateRequest, role: Role, host: str, port: int) -> Bo
         return BootstrapInfo(given.bootstrap_host or host, given.bootstrap_port or port, given.bootstrap_room)
     if role is Role.DECODE:
         raise invalid(
-            "A decode worker of sglang needs the handoff of a prefill worker, or a bootstrap host, port and room.",
+            "Missing handoff; send an sglang decode worker the prefill worker's handoff, or a bootstrap host, port and "
+            "room.",
             param="disaggregation",
         )
     room = secrets.randbits(ROOM_BITS - 1) + 1
     return (
         BootstrapInfo(FAKE_BOOTSTRAP_HOST, port, room)
         if request.stop.max_tokens == 1
-        else BootstrapInfo(host, port, room, told=0)
+        else BootstrapInfo(host, port, room, sent_tokens=0)
     )
 
 
 def _malformed(what: str) -> SluiceError:
-    return invalid(f"The handoff cannot be used: {what}.", param="disaggregation")
+    return invalid(f"Invalid handoff: {what}; run the prefill again.", param="disaggregation")

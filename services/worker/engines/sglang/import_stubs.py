@@ -1,4 +1,4 @@
-"""Stand-ins for packages that SGLang imports at once and that exist for GPUs only; they come before SGLang."""
+"""Stubs for GPU-only packages that SGLang imports unconditionally; install them before importing SGLang."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from typing import Any, NoReturn
 
 from services.common.stub_modules import stand_in_for_absent
 
-IMAGE_AND_SOUND = ("torchvision", "torchaudio")
-KERNELS = "sgl_kernel"
+MEDIA_PACKAGES = ("torchvision", "torchaudio")
+KERNEL_PACKAGE = "sgl_kernel"
 
 
 def install() -> None:
-    """Makes SGLang importable where torch has no GPU; changes nothing where the packages are there. Works once.
+    """Makes SGLang importable without a GPU; has no effect where the packages are installed. Call it once.
 
-    Image and sound libraries are only named while text models are imported. A kernel is different: one that is called
-    and does nothing would give wrong numbers, so those fail by name.
+    Importing text models references the media packages without calling them. A stub kernel that did nothing would
+    produce wrong results, so calling one raises an error.
     """
-    stand_in_for_absent(*IMAGE_AND_SOUND)
-    if importlib.util.find_spec(KERNELS) is None:
+    stand_in_for_absent(*MEDIA_PACKAGES)
+    if importlib.util.find_spec(KERNEL_PACKAGE) is None:
         os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-        # What SGLang says about every model and number format that needs them is of no use to anyone.
+        # SGLang warns about every model and number format that needs the missing kernels.
         logging.getLogger("sglang.srt.models.registry").setLevel(logging.ERROR)
         warnings.filterwarnings("ignore", category=UserWarning, module=r"sglang\.")
         sys.meta_path.append(_KernelFinder())
 
 
 def forgo_pinned_memory() -> None:
-    """Where torch has no accelerator it refuses to pin memory for one, which SGLang's adapters ask for all the same."""
+    """Makes torch ignore `pin_memory` without a GPU, where it would raise; SGLang's LoRA code always requests it."""
     import torch
 
     if torch.cuda.is_available():
@@ -56,7 +56,7 @@ def forgo_pinned_memory() -> None:
 
 
 class _Kernel:
-    """A name of that package, and whatever hangs on it: there to be named, not to be called."""
+    """Any attribute of the kernel package, at any depth; raises when called."""
 
     def __init__(self, name: str) -> None:
         self.__name__ = name
@@ -67,11 +67,11 @@ class _Kernel:
         return _Kernel(f"{self.__name__}.{name}")
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise RuntimeError(f"{self.__name__} needs the package {KERNELS}, which is not installed")
+        raise RuntimeError(f"{self.__name__} needs the package {KERNEL_PACKAGE}; install it or use a CPU backend")
 
 
 class _Kernels(types.ModuleType):
-    """The package, and every module in it."""
+    """The kernel package and every module in it."""
 
     __path__: list[str] = []  # noqa: RUF012 - a package without files
 
@@ -85,8 +85,8 @@ class _KernelFinder(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> ModuleSpec | None:
-        ours = fullname.partition(".")[0] == KERNELS
-        return ModuleSpec(fullname, self, is_package=True) if ours else None
+        matches = fullname.partition(".")[0] == KERNEL_PACKAGE
+        return ModuleSpec(fullname, self, is_package=True) if matches else None
 
     def create_module(self, spec: ModuleSpec) -> types.ModuleType:
         return _Kernels(spec.name)

@@ -1,4 +1,4 @@
-"""SGLang's side of the worker's process: all that is used of SGLang there, imported once the stand-ins are in place."""
+"""All imports from SGLang in the worker's process; import this module after installing the stubs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from services.worker.engines.sglang import processes
 from services.worker.engines.sglang.options import Flags
 
 __all__ = [
-    "LAST_WORDS",
+    "CRASH_FILE",
     "RENDEZVOUS",
     "VERSION",
     "EmbeddingReqInput",
@@ -53,15 +53,15 @@ __all__ = [
     "shut_down",
 ]
 
-RENDEZVOUS, LAST_WORDS = processes.RENDEZVOUS, processes.LAST_WORDS
+RENDEZVOUS, CRASH_FILE = processes.RENDEZVOUS, processes.CRASH_FILE
 VERSION: str = sglang.__version__
 logging.getLogger("sglang").setLevel(logging.WARNING)
 Listener = Callable[[dict[str, Any]], None]
 
 
 class _PushedOutputs(asyncio.Event):
-    """Takes the place of the event that wakes a request's task for every token: the listener is called instead, and
-    the task sleeps until its request ends."""
+    """Replaces the event that wakes a request's task for every token: calls the listener instead, and sets the event
+    only when the request has ended."""
 
     def __init__(self, state: Any, listener: Listener) -> None:
         super().__init__()
@@ -77,23 +77,23 @@ class _PushedOutputs(asyncio.Event):
             self._listener(chunk)
 
 
-class Manager(TokenizerManager):  # type: ignore[misc]  # SGLang is not installed where types are checked
-    """SGLang's front half: requests in, tokens out; its signal handlers and its way of ending the process are left out.
+class Manager(TokenizerManager):  # type: ignore[misc]  # SGLang is not installed when types are checked
+    """SGLang's frontend without its signal handlers and without ending the process on errors.
 
     Attributes:
-        owner: of its background tasks; set before the first request.
-        listeners: by the engine's request id, who hears a request's chunks before the last one.
+        owner: Owns the background tasks; set before the first request.
+        listeners: Callbacks by engine request id; each receives the request's chunks except the last one.
     """
 
     def init_running_status(self) -> None:
-        """See TokenizerManager."""
+        """Initializes the state of the manager and of this subclass."""
         super().init_running_status()
         self.event_loop: asyncio.AbstractEventLoop | None = None
         self.owner: TaskOwner | None = None
         self.listeners: dict[str, Listener] = {}
 
     def auto_create_handle_loop(self) -> None:
-        """See TokenizerManager; the loop has an owner, who hears of its death."""
+        """Starts the output loop as a task of `owner`, which is notified if it fails."""
         if self.event_loop is None and self.owner is not None:
             self.event_loop = asyncio.get_running_loop()
             self.owner.spawn(self.handle_loop(), "sglang-outputs")
@@ -119,17 +119,17 @@ class _Engine(sglang_engine.Engine):  # type: ignore[misc]
 
     @classmethod
     def _launch_detokenizer_subprocesses(cls, **kwargs: Any) -> tuple[list[Any], list[str]]:
-        """None: text is made elsewhere."""
+        """Launches none: the postprocess service creates text."""
         return [], []
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise invalid(f"SGLang's options: {message}.", param="engine_args")
+        raise invalid(f"SGLang rejected its options: {message}.", param="engine_args")
 
 
 def has_gpu() -> bool:
-    """Whether torch can compute on one."""
+    """Returns whether torch has a usable GPU."""
     return bool(torch.cuda.is_available())
 
 
@@ -140,7 +140,7 @@ def _parser() -> _Parser:
 
 
 def known_flags() -> Flags:
-    """Every flag of SGLang's server."""
+    """Returns every flag of SGLang's server."""
     actions = _parser()._actions
     return Flags(
         names=frozenset(action.dest for action in actions),
@@ -149,24 +149,26 @@ def known_flags() -> Flags:
 
 
 def parse(argv: list[str]) -> Any:
-    """ServerArgs of a command line; SluiceError(INVALID_ARGUMENT) when SGLang's parser refuses it."""
+    """Parses a command line into ServerArgs; raises SluiceError(INVALID_ARGUMENT) for invalid options."""
     if "--config" not in argv:
-        _parser().parse_args(argv)  # the same parser, which speaks in place of ending the process
+        _parser().parse_args(argv)  # raises on errors, where SGLang's parser would exit
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     try:
         return prepare_server_args(argv)
-    except SystemExit as error:  # of an option in a configuration file
-        raise invalid("SGLang's parser refuses the configuration file.", param="engine_args") from error
+    except SystemExit as error:  # caused by an option in a configuration file
+        raise invalid(
+            "SGLang rejected its configuration file; check the options in it.", param="engine_args"
+        ) from error
     finally:
         _restore(root, handlers, level)
 
 
 def launch(server_args: Any) -> Any:
-    """SGLang's engine, its schedulers ready; blocks for as long as the model takes to load.
+    """Starts SGLang's engine and its schedulers; blocks until the model is loaded.
 
-    The thread that calls this must live as long as the engine: Linux ends the schedulers with the thread that made
-    them.
+    The calling thread must live as long as the engine: Linux kills the schedulers when the thread that started them
+    exits.
     """
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
@@ -177,23 +179,23 @@ def launch(server_args: Any) -> Any:
 
 
 def _restore(root: logging.Logger, handlers: list[logging.Handler], level: int) -> None:
-    """SGLang gives the whole process its own log format; the service's is put back."""
+    """Restores the root logger's handlers and level, which SGLang replaces."""
     root.handlers[:] = handlers
     root.setLevel(level)
 
 
 def kill(pid: int) -> None:
-    """Ends a process and those that it made."""
+    """Kills a process and its descendants."""
     kill_process_tree(pid, include_parent=True)
 
 
 def shut_down(engine: Any) -> None:
-    """Closes what a launched engine holds in this process; its schedulers have been ended."""
+    """Releases the engine's sockets and shared memory in this process; call it after killing the schedulers."""
     atexit.unregister(engine.shutdown)
     manager = engine.tokenizer_manager
-    for one in (engine.send_to_rpc, manager.send_to_scheduler, manager.recv_from_detokenizer):
-        if one is not None:
-            one.close(linger=0)
+    for socket in (engine.send_to_rpc, manager.send_to_scheduler, manager.recv_from_detokenizer):
+        if socket is not None:
+            socket.close(linger=0)
     manager.load_snapshot_reader.close()
     with contextlib.suppress(FileNotFoundError):
         os.unlink(shm_path_for(engine.port_args.instance_id))

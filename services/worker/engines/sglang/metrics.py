@@ -1,4 +1,4 @@
-"""SGLang's own metrics: its schedulers leave them in files, which are read now and then so that no scrape waits."""
+"""Caches SGLang's own metrics, read periodically from its schedulers' files so that no scrape waits for the disk."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import os
 
 log = logging.getLogger(__name__)
 
-REFRESH_S = 5.0
+REFRESH_INTERVAL_S = 5.0
 
 
 class SchedulerMetrics:
-    """Attributes: text: Prometheus' text format as of the last refresh; empty while the engine makes none."""
+    """Holds the engine's metrics in `text`, in the Prometheus text format; empty until the engine reports metrics."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -22,16 +22,16 @@ class SchedulerMetrics:
         """Refreshes until cancelled."""
         while True:
             await self._refresh()
-            await asyncio.sleep(REFRESH_S)
+            await asyncio.sleep(REFRESH_INTERVAL_S)
 
     async def _refresh(self) -> None:
-        """The files are others', who may write or remove them in this moment: no reason to end a worker."""
+        """Reads the metrics; keeps the previous ones on errors, because other processes may be writing the files."""
         try:
             self.text = await asyncio.to_thread(_read)
             self._failed = False
         except Exception:
-            if not self._failed:  # once, not every few seconds
-                log.warning("SGLang's metrics cannot be read; the last ones are kept", exc_info=True)
+            if not self._failed:  # log once, not at every refresh
+                log.warning("failed to read SGLang's metrics; keeping the previous ones", exc_info=True)
             self._failed = True
 
 

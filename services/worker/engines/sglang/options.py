@@ -1,4 +1,4 @@
-"""The worker's settings in SGLang's flags. Pure: SGLang's own parser reads what comes out of here."""
+"""Converts the worker's settings into SGLang's command line, without importing SGLang."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from services.common.errors import SluiceError, invalid
+from services.common.errors import invalid
 from services.worker.engines.shared.arguments import check_names, parse_engine_args
 from services.worker.settings import WorkerSettings
 
-_WITHOUT_GPU: dict[str, Any] = {
+_CPU_OPTIONS: dict[str, Any] = {
     "device": "cpu",
     "attention_backend": "torch_native",
     "sampling_backend": "pytorch",
@@ -19,20 +19,20 @@ _WITHOUT_GPU: dict[str, Any] = {
     "disable_cuda_graph": True,
     "lora_backend": "torch_native",
 }
-_REFUSED = {
-    "tokenizer_worker_num": "one worker is one process; start more workers instead",
-    "detokenizer_worker_num": "this worker makes no text; postprocess does",
-    "kv_events_config": "it reads the events itself and tells them to the routers",
+_UNSUPPORTED = {
+    "tokenizer_worker_num": "a worker has one tokenizer process; start more workers instead",
+    "detokenizer_worker_num": "the postprocess service detokenizes; start more of its replicas instead",
+    "kv_events_config": "the worker configures the events that it forwards to the routers",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Flags:
-    """What SGLang's parser knows.
+    """The options of SGLang's parser.
 
     Attributes:
-        names: every option, with underscores.
-        negatable: those of them that have a `--no-` form.
+        names: All option names, with underscores.
+        negatable: Names of the options with a `--no-` form.
     """
 
     names: Collection[str]
@@ -40,26 +40,26 @@ class Flags:
 
 
 def command_line(settings: WorkerSettings, model_path: str, flags: Flags, gpu: bool) -> list[str]:
-    """Arguments for SGLang's parser: the worker's choices, overruled by --engine-args, and those by what follows --.
+    """Returns arguments for SGLang's parser: the worker's settings, then --engine-args, then the flags after `--`.
 
     Args:
-        model_path: folder or hub id.
-        gpu: torch has one.
+        model_path: Folder or hub id.
+        gpu: Whether torch has a usable GPU.
 
     Raises:
-        SluiceError: INVALID_ARGUMENT for options that SGLang or this worker does not have.
+        SluiceError: INVALID_ARGUMENT for options that SGLang or this worker does not support.
     """
     given = parse_engine_args(settings.engine_args)
     check_names(given, flags.names, "sglang")
     given_flags = {flag.partition("=")[0].lstrip("-").replace("-", "_") for flag in settings.engine_flags}
-    for name, reason in _REFUSED.items():
+    for name, reason in _UNSUPPORTED.items():
         if name in given or name in given_flags:
-            raise _refused(f"The worker does not take SGLang's {name!r}: {reason}.")
-    options = {**_own(settings, model_path, gpu), **given}
+            raise invalid(f"SGLang's option {name!r} is not supported: {reason}.", param="engine_args")
+    options = {**_from_settings(settings, model_path, gpu), **given}
     return [*_argv(options, flags.negatable), *settings.engine_flags]
 
 
-def _own(settings: WorkerSettings, model_path: str, gpu: bool) -> dict[str, Any]:
+def _from_settings(settings: WorkerSettings, model_path: str, gpu: bool) -> dict[str, Any]:
     options: dict[str, Any] = {
         "model_path": model_path,
         "served_model_name": settings.spec.name,
@@ -81,13 +81,13 @@ def _own(settings: WorkerSettings, model_path: str, gpu: bool) -> dict[str, Any]
         "max_running_requests": ("max_sequences", settings.max_sequences),
         "chunked_prefill_size": ("max_batched_tokens", settings.max_batched_tokens),
     }
-    # With a GPU SGLang measures what fits; on a CPU it would take most of the machine's memory.
+    # With a GPU SGLang measures the available memory; on a CPU it would use most of the machine's.
     options |= {
         name: value for name, (setting, value) in sizes.items() if not gpu or setting in settings.model_fields_set
     }
     if adapters := [adapter for adapter in settings.adapters if "=" in adapter]:
         options["lora_paths"] = adapters
-    return options if gpu else {**options, **_WITHOUT_GPU}
+    return options if gpu else {**options, **_CPU_OPTIONS}
 
 
 def _argv(options: Mapping[str, Any], negatable: Collection[str]) -> list[str]:
@@ -107,7 +107,3 @@ def _argv(options: Mapping[str, Any], negatable: Collection[str]) -> list[str]:
 
 def _text(value: Any) -> str:
     return json.dumps(value) if isinstance(value, Mapping | Sequence) and not isinstance(value, str) else str(value)
-
-
-def _refused(message: str) -> SluiceError:
-    return invalid(message, param="engine_args")

@@ -1,4 +1,4 @@
-"""SGLang in this process: its start, its processes, its death and its end."""
+"""Starts, monitors and stops SGLang and its processes."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ OnFailure = Callable[[str, BaseException], None]
 
 
 class SglangRuntime:
-    """Owns what `start` makes: schedulers, sockets, files.
+    """Owns SGLang's schedulers, sockets and files.
 
     Attributes:
-        sglang: the module `manager`, once started.
-        engine: SGLang's.
-        events: where it tells of its cache.
+        sglang: The module `manager`; set by `start`.
+        engine: SGLang's engine; set by `start`.
+        events: Subscriptions to the engine's KV events.
     """
 
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
         self._path = Path()
         self._rendezvous = ""
-        # One thread, kept for as long as the engine: its schedulers end with the thread that made them.
+        # A thread that lives as long as the engine: Linux kills the schedulers with the thread that started them.
         self._thread = ThreadPoolExecutor(1, "sglang-start")
-        self._others: frozenset[int | None] = frozenset()
-        self._watch: ChildWatch | None = None
+        self._unrelated_children: frozenset[int | None] = frozenset()
+        self._child_watch: ChildWatch | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self.sglang: ModuleType = ModuleType("not started")
         self.engine: Any = None
@@ -62,27 +62,27 @@ class SglangRuntime:
 
     @property
     def manager(self) -> Any:
-        """SGLang's tokenizer manager: requests in, tokens out."""
+        """SGLang's tokenizer manager, which accepts requests and returns tokens."""
         return self.engine.tokenizer_manager
 
     @property
     def bootstrap_host(self) -> str:
-        """Where decode workers find this prefill worker's bootstrap server."""
+        """Host at which decode workers reach this prefill worker's bootstrap server."""
         return self._settings.advertise.rpartition(":")[0].strip("[]") or str(self.manager.config_value("host"))
 
     @property
     def bootstrap_port(self) -> int:
-        """Port of the same."""
+        """Port of the bootstrap server."""
         return int(self.manager.config_value("disaggregation_bootstrap_port"))
 
     async def start(self, on_phase: OnPhase, tasks: TaskOwner, on_failure: OnFailure) -> None:
-        """Returns when the schedulers are ready.
+        """Starts SGLang; returns when its schedulers are ready.
 
         Args:
-            on_failure: called when a scheduler has died, within moments.
+            on_failure: Called when a scheduler exits.
 
         Raises:
-            SluiceError: in one sentence why SGLang does not start.
+            SluiceError: The reason of a failed start, in one sentence.
         """
         self._loop = asyncio.get_running_loop()
         on_phase("importing sglang", None)
@@ -93,8 +93,8 @@ class SglangRuntime:
         self.events = await self._in_thread(EventFeeds, max(int(arguments.dp_size or 1), 1))
         if not arguments.disable_radix_cache:
             arguments.kv_events_config = self.events.config
-        self._catch_quit(on_failure)
-        self._others = frozenset(child.pid for child in multiprocessing.active_children())
+        self._handle_sigquit(on_failure)
+        self._unrelated_children = frozenset(child.pid for child in multiprocessing.active_children())
         os.environ[self.sglang.RENDEZVOUS] = self._rendezvous = tempfile.mkdtemp(prefix="sluice-sglang-")
         on_phase("loading the model", None)
         try:
@@ -102,37 +102,39 @@ class SglangRuntime:
         except SluiceError:
             raise
         except Exception as error:
-            log.debug("SGLang does not start", exc_info=True)
+            log.debug("SGLang failed to start", exc_info=True)
             reason = self._crash_reason() or _sentence(error)
-            raise SluiceError(ErrorKind.FAILED_PRECONDITION, f"SGLang does not start: {reason}") from error
+            raise SluiceError(ErrorKind.FAILED_PRECONDITION, f"SGLang failed to start: {reason}") from error
         self.manager.owner = tasks
         self.manager.auto_create_handle_loop()
-        if self.manager._subprocess_watchdog is not None:  # ends the whole process; ours tells the worker
+        if (
+            self.manager._subprocess_watchdog is not None
+        ):  # it would kill this process; ChildWatch notifies the worker instead
             await self._in_thread(self.manager._subprocess_watchdog.stop)
-        self._watch = ChildWatch(self.engine.get_all_child_pids(), lambda pid: self._died(pid, on_failure))
+        self._child_watch = ChildWatch(self.engine.get_all_child_pids(), lambda pid: self._on_exit(pid, on_failure))
 
     def config(self) -> EngineConfig:
-        """The card of the started engine."""
+        """Returns the description of the started engine."""
         return card.engine_config(self._settings, self._path, self.engine, self.sglang.VERSION)
 
     def load(self) -> Sequence[Load]:
-        """Load by rank, from the memory that schedulers write it to."""
+        """Returns the load by rank, from the schedulers' shared memory."""
         page = int(self.manager.config_value("page_size"))
         ranks = int(self.manager.config_value("dp_size"))
         cached = self.events.cached_blocks()
-        by_rank = {one.dp_rank: one for one in self.manager.load_snapshot_reader.read_all()}
+        by_rank = {snapshot.dp_rank: snapshot for snapshot in self.manager.load_snapshot_reader.read_all()}
         loads = [_load(by_rank.get(rank), page, cached[rank] if rank < len(cached) else 0) for rank in range(ranks)]
         if ranks > 1:
             return loads
-        # What the scheduler wrote is some steps old; who is alive is known here.
-        alive = len(self.manager.rid_to_state)
-        waiting = min(loads[0].waiting_requests, alive)
-        return [replace(loads[0], running_requests=alive - waiting, waiting_requests=waiting)]
+        # The scheduler's snapshot is some steps old; the number of requests in flight is exact.
+        in_flight = len(self.manager.rid_to_state)
+        waiting = min(loads[0].waiting_requests, in_flight)
+        return [replace(loads[0], running_requests=in_flight - waiting, waiting_requests=waiting)]
 
     async def close(self) -> None:
-        """Ends the schedulers; may be called twice, and while SGLang is still starting."""
-        if self._watch is not None:
-            self._watch.close()
+        """Kills the schedulers and releases all resources; may be called twice, and while SGLang is still starting."""
+        if self._child_watch is not None:
+            self._child_watch.close()
         for child in self._children() if self._loop is not None else []:
             self.sglang.kill(child.pid)
         if self.engine is not None:
@@ -159,25 +161,27 @@ class SglangRuntime:
         return self.sglang.parse(argv)
 
     def _children(self) -> list[Any]:
-        return [child for child in multiprocessing.active_children() if child.pid not in self._others]
+        return [child for child in multiprocessing.active_children() if child.pid not in self._unrelated_children]
 
-    def _catch_quit(self, on_failure: OnFailure) -> None:
-        """A scheduler that fails sends SIGQUIT, which would end this process without a word."""
+    def _handle_sigquit(self, on_failure: OnFailure) -> None:
+        """Handles SIGQUIT, which a failing scheduler sends and which would otherwise kill this process."""
         assert self._loop is not None
-        with contextlib.suppress(ValueError, RuntimeError):  # not the main thread: then nobody may have handlers
-            self._loop.add_signal_handler(signal.SIGQUIT, lambda: self._died(0, on_failure))
+        with contextlib.suppress(ValueError, RuntimeError):  # only the main thread can install handlers
+            self._loop.add_signal_handler(signal.SIGQUIT, lambda: self._on_exit(0, on_failure))
 
-    def _died(self, pid: int, on_failure: OnFailure) -> None:
+    def _on_exit(self, pid: int, on_failure: OnFailure) -> None:
         if self.engine is None:
-            return  # while SGLang starts, its start fails
-        watch, self._watch = self._watch, None
+            return  # during the start, `launch` raises the error
+        watch, self._child_watch = self._child_watch, None
         if watch is not None:
             watch.close()
-            log.error("a process of SGLang has ended", extra={"pid": pid})
-            on_failure("sglang", SluiceError(ErrorKind.ENGINE_SHUTDOWN, "A process of SGLang has ended."))
+            log.error("an SGLang process exited", extra={"pid": pid})
+            on_failure(
+                "sglang", SluiceError(ErrorKind.ENGINE_SHUTDOWN, "An SGLang process exited; retry on another worker.")
+            )
 
     def _crash_reason(self) -> str:
-        return crash_reason.read(Path(self._rendezvous, str(self.sglang.LAST_WORDS)))
+        return crash_reason.read(Path(self._rendezvous, str(self.sglang.CRASH_FILE)))
 
     async def _in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
@@ -190,7 +194,7 @@ def _import() -> ModuleType:
     except ImportError as error:
         raise SluiceError(
             ErrorKind.FAILED_PRECONDITION,
-            f"SGLang cannot be imported ({error}); run the worker in an environment that has sglang 0.5.23.",
+            f"SGLang cannot be imported: {error}; install sglang 0.5.23 in the worker's environment.",
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Requests in SGLang's words. Pure: knows no SGLang, so every mapping is tested without it."""
+"""Maps requests to SGLang's parameters, without importing SGLang."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from services.worker.engines.sglang.fields import FIELDS
 from services.worker.engines.shared.sampling_fields import ENGINE_OPTIONS, set_by
 
 SAMPLING_OPTIONS = set_by(FIELDS, ENGINE_OPTIONS)
-"""What engine_options may hold of SGLang's SamplingParams; what has a field of its own is not among them."""
+"""Fields of SGLang's SamplingParams allowed in engine_options."""
 
 REQUEST_OPTIONS = frozenset(
     {
@@ -27,7 +27,7 @@ REQUEST_OPTIONS = frozenset(
         "session_id",
     }
 )
-"""What engine_options may hold of SGLang's GenerateReqInput."""
+"""Fields of SGLang's GenerateReqInput allowed in engine_options."""
 
 _SAME_NAME = (
     "temperature",
@@ -37,19 +37,19 @@ _SAME_NAME = (
     "presence_penalty",
     "repetition_penalty",
 )
-_MOST_SEED = (1 << 63) - 1
+_MAX_SEED = (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What the mapping must know of the started engine.
+    """Properties of the started engine that the mapping needs.
 
     Attributes:
-        context_length: tokens of prompt and output.
-        defaults: sampling options of the model's generation configuration.
-        has_priorities: the scheduler knows priorities.
-        low_first: it runs low values first; otherwise high ones.
-        has_seeds: a seed makes the answer reproducible; otherwise it is left out.
+        context_length: Maximum number of prompt and output tokens.
+        defaults: Sampling options of the model's generation config.
+        has_priorities: Whether the scheduler supports priorities.
+        low_first: Whether lower priority values run first.
+        has_seeds: Whether seeds make outputs reproducible; if not, seeds are not sent.
     """
 
     context_length: int
@@ -60,13 +60,13 @@ class Facts:
 
 
 def engine_request(request: GenerateRequest, rid: str, facts: Facts) -> dict[str, Any]:
-    """Arguments of SGLang's GenerateReqInput.
+    """Returns arguments for SGLang's GenerateReqInput.
 
     Args:
-        rid: the engine's name of the request; no other one alive may begin with it, for SGLang aborts by prefix.
+        rid: Engine request id; must not be a prefix of another id in flight, because SGLang aborts by prefix.
 
     Raises:
-        SluiceError: INVALID_ARGUMENT for an option that cannot be mapped.
+        SluiceError: INVALID_ARGUMENT for an unsupported engine option.
     """
     sampling_options, request_options = _engine_options(request.sampling.engine_options)
     fields: dict[str, Any] = {
@@ -96,7 +96,7 @@ def engine_request(request: GenerateRequest, rid: str, facts: Facts) -> dict[str
 
 
 def sampling_params(request: GenerateRequest, facts: Facts) -> dict[str, Any]:
-    """Arguments of SGLang's SamplingParams."""
+    """Returns arguments for SGLang's SamplingParams."""
     params = {
         **facts.defaults,
         **_sampling(request.sampling, facts),
@@ -108,7 +108,7 @@ def sampling_params(request: GenerateRequest, facts: Facts) -> dict[str, Any]:
 
 
 def stop_ids(stop: Stop) -> frozenset[int]:
-    """Ids that end the request."""
+    """Returns the token ids that end the request."""
     return stop.stop_token_ids - frozenset(stop.eos_token_ids) if stop.ignore_eos else stop.stop_token_ids
 
 
@@ -117,14 +117,14 @@ def _sampling(sampling: SamplingParams, facts: Facts) -> dict[str, Any]:
     if sampling.top_k is not None:
         params["top_k"] = sampling.top_k if sampling.top_k > 0 else -1
     if sampling.seed is not None and facts.has_seeds:
-        params["sampling_seed"] = sampling.seed & _MOST_SEED
+        params["sampling_seed"] = sampling.seed & _MAX_SEED
     if sampling.logit_bias:
         params["logit_bias"] = {str(token_id): bias for token_id, bias in sampling.logit_bias.items()}
     return params
 
 
 def _stop(stop: Stop, room: int) -> dict[str, Any]:
-    """With ignore_eos SGLang stops at no id at all; it still avoids them until min_new_tokens, so it is told them."""
+    """With ignore_eos SGLang stops at no id; it still needs them to suppress these ids before min_new_tokens."""
     limit = room if stop.max_tokens is None else min(stop.max_tokens, room)
     params: dict[str, Any] = {"max_new_tokens": limit}
     ends = stop_ids(stop)
@@ -146,7 +146,7 @@ def _guided(guided: StructuredOutput) -> dict[str, Any]:
 
 
 def choice_grammar(choices: tuple[str, ...]) -> str:
-    """An EBNF grammar of exactly these texts."""
+    """Returns an EBNF grammar that matches exactly the given texts."""
     return "root ::= " + " | ".join(json.dumps(choice) for choice in choices)
 
 
@@ -154,7 +154,7 @@ def _engine_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[st
     unknown = sorted(set(options) - SAMPLING_OPTIONS - REQUEST_OPTIONS)
     if unknown:
         raise invalid(
-            f"engine_options.{unknown[0]} is not an option of sglang that has no field of its own; those are "
+            f"engine_options.{unknown[0]} is not supported by sglang; use the request's own field, or one of "
             f"{', '.join(sorted(SAMPLING_OPTIONS | REQUEST_OPTIONS))}.",
             param=f"engine_options.{unknown[0]}",
         )

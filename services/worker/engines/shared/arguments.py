@@ -1,4 +1,4 @@
-"""`--engine-args`: an engine's own options, as a JSON object or as `key=value,key=value`."""
+"""Parses `--engine-args`: engine-specific options as a JSON object or as `key=value,key=value`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Options = TypeVar("Options")
 
 
 def parse_engine_args(text: str) -> dict[str, Any]:
-    """The options by name, dashes in names read as underscores.
+    """Returns the options by name; dashes in names become underscores.
 
-    In the short form a value is read as JSON where it is JSON (`3`, `true`, `null`), else as text; a value that holds
-    a comma needs the JSON form.
+    In the short form, a value that is valid JSON (`3`, `true`, `null`) is decoded and any other value is a string.
+    A value that contains a comma needs the JSON form.
 
     Raises:
-        SluiceError: INVALID_ARGUMENT when the text is neither form, or names an option twice.
+        SluiceError: INVALID_ARGUMENT when the text has neither form or sets an option twice.
     """
     text = text.strip()
     if not text:
@@ -30,30 +30,30 @@ def parse_engine_args(text: str) -> dict[str, Any]:
     for key, value in pairs:
         name = key.strip().lstrip("-").replace("-", "_")
         if not name:
-            raise _refused("An option in --engine-args has no name.")
+            raise _invalid_args("--engine-args contains an option without a name; use key=value.")
         if name in options:
-            raise _refused(f"--engine-args names {name!r} twice.")
+            raise _invalid_args(f"--engine-args sets {name!r} twice; set it once.")
         options[name] = value
     return options
 
 
 def check_names(options: dict[str, Any], known: Iterable[str], engine: str) -> None:
-    """Raises SluiceError(INVALID_ARGUMENT) for an option the engine does not have, with the nearest one it has."""
+    """Raises SluiceError(INVALID_ARGUMENT) for an unknown option; the message suggests the closest known one."""
     names = sorted(known)
     for name in options:
         if name not in names:
-            near = difflib.get_close_matches(name, names, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(names)}."
-            raise _refused(f"The {engine} engine has no option {name!r}; {hint}")
+            matches = difflib.get_close_matches(name, names, 1)
+            hint = f"did you mean {matches[0]!r}?" if matches else f"available options: {', '.join(names)}."
+            raise _invalid_args(f"The {engine} engine has no option {name!r}; {hint}")
 
 
 def read_options(text: str, kind: type[Options], engine: str) -> Options:
-    """A dataclass of options, filled from `--engine-args`; options that are not named keep the dataclass' defaults.
+    """Parses `--engine-args` into a dataclass; options that are not set keep the dataclass's defaults.
 
     Args:
-        text: as given.
-        kind: a dataclass with a default for every field; str, int, float and bool fields, with or without None.
-        engine: its name, for error messages.
+        text: Value of `--engine-args`.
+        kind: Dataclass with a default for every field; fields are str, int, float or bool, optionally None.
+        engine: Engine name for error messages.
 
     Raises:
         SluiceError: INVALID_ARGUMENT for an unknown option or a value of the wrong type.
@@ -73,7 +73,7 @@ def _typed(name: str, value: Any, declared: Any, engine: str) -> Any:
         return str(value)
     if type(value) not in allowed:
         expected = " or ".join("null" if one is type(None) else one.__name__ for one in allowed)
-        raise _refused(f"Option {name!r} of the {engine} engine must be {expected}, not {value!r}.")
+        raise _invalid_args(f"Option {name!r} of the {engine} engine must be {expected}, not {value!r}.")
     return value
 
 
@@ -81,12 +81,12 @@ def _json_pairs(text: str) -> list[tuple[str, Any]]:
     try:
         pairs: list[tuple[str, Any]] = json.JSONDecoder(object_pairs_hook=_Pairs).decode(text)
     except (ValueError, RecursionError) as error:
-        raise _refused(f"--engine-args is not a JSON object: {error}.") from error
+        raise _invalid_args(f"--engine-args is not a valid JSON object: {error}.") from error
     return [(name, _plain(value)) for name, value in pairs]
 
 
 class _Pairs(list[tuple[str, Any]]):
-    """An object as read, with names that come twice."""
+    """Holds a JSON object as key-value pairs, so that duplicate keys are detected."""
 
 
 def _plain(value: Any) -> Any:
@@ -98,12 +98,12 @@ def _plain(value: Any) -> Any:
 def _short_pair(part: str) -> tuple[str, Any]:
     name, separator, value = part.partition("=")
     if not separator:
-        raise _refused(f"--engine-args needs key=value, not {part!r}; or give a JSON object.")
+        raise _invalid_args(f"--engine-args contains {part!r}; use key=value pairs or a JSON object.")
     try:
         return name, json.loads(value)
     except ValueError:
         return name, value
 
 
-def _refused(message: str) -> SluiceError:
+def _invalid_args(message: str) -> SluiceError:
     return invalid(message, param="engine_args")

@@ -1,4 +1,4 @@
-"""Why an engine's own process ended: one line in the log, and a file in which the worker reads it."""
+"""Reports why an engine process exited: one log line, and a file that the worker reads."""
 
 from __future__ import annotations
 
@@ -6,46 +6,46 @@ import logging
 import traceback
 from pathlib import Path
 
-LONGEST = 500
+MAX_REASON_CHARS = 500
 
 
 class CrashReason(logging.Filter):
-    """Of the traceback with which an engine's process ends, its last line.
+    """Replaces the traceback of a failing engine process by its last line, and writes that line to a file.
 
     Args:
-        path: file to write.
-        beginning: how the engine's own message begins.
+        path: File to write.
+        prefix: Start of the engine's log message to match.
     """
 
-    def __init__(self, path: Path, beginning: str) -> None:
+    def __init__(self, path: Path, prefix: str) -> None:
         super().__init__()
         self._path = path
-        self._beginning = beginning
+        self._prefix = prefix
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """See logging.Filter."""
+        """Writes the reason of a matching record and shortens the record; keeps every record."""
         text = record.getMessage()
-        if text.startswith(self._beginning):
+        if text.startswith(self._prefix):
             error = record.exc_info[1] if record.exc_info else None
             if error is not None:
                 text = " ".join("".join(traceback.format_exception_only(error)).split())
-            reason = text.strip().splitlines()[-1].strip()[:LONGEST]
+            reason = text.strip().splitlines()[-1].strip()[:MAX_REASON_CHARS]
             self._path.write_text(reason, "utf-8")
-            record.msg, record.args, record.exc_info = f"The engine's process ends: {reason}", (), None
+            record.msg, record.args, record.exc_info = f"The engine process exits: {reason}", (), None
         return True
 
 
 def read(path: Path) -> str:
-    """What was written; empty: nothing."""
+    """Returns the recorded reason, or an empty string when none was written."""
     try:
-        return path.read_text("utf-8")[:LONGEST]
+        return path.read_text("utf-8")[:MAX_REASON_CHARS]
     except OSError:
         return ""
 
 
 def missing_from(source: str) -> str:
-    """One sentence about a folder that holds no model, to explain a start that failed; empty: nothing is missing."""
+    """Returns an explanation for a failed start when `source` is a folder without a model, else an empty string."""
     folder = Path(source).expanduser()
     if folder.is_dir() and not any((folder / name).is_file() for name in ("config.json", "params.json")):
-        return f"The model folder {source} has no config.json; name a folder that holds a model."
+        return f"The model folder {source} has no config.json; use a folder that contains a model."
     return ""

@@ -1,4 +1,4 @@
-"""Fields of engines' own sampling parameters: what sets each, in words for the documentation."""
+"""Documents what sets each field of an engine's sampling parameters."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ WORKER = "*worker*"
 REFUSED = "*refused*"
 INTERNAL = "*internal*"
 NOT_OURS = frozenset({TEXT, WORKER, REFUSED, INTERNAL})
-"""Text: postprocess does it, and stops the engine. Worker: always the same here. Internal: set by the engine itself."""
+"""TEXT: handled by postprocessing, which stops the engine. WORKER: a constant. INTERNAL: set by the engine itself."""
 
 
-def set_by(fields: Mapping[str, str], what: str) -> frozenset[str]:
-    """The fields that are set so."""
-    return frozenset(name for name, by in fields.items() if by == what)
+def set_by(fields: Mapping[str, str], source: str) -> frozenset[str]:
+    """Returns the fields set by `source`."""
+    return frozenset(name for name, by in fields.items() if by == source)
 
 
 def fields_table(title: str, fields: Mapping[str, str]) -> str:
-    """Markdown: what sets each field."""
+    """Returns a Markdown table of the fields and what sets each of them."""
     lines = [f"| {title} | set by |", "| --- | --- |"]
     lines += [f"| `{name}` | {by if by in NOT_OURS else f'`{by}`'} |" for name, by in fields.items()]
     return "\n".join(lines) + "\n"

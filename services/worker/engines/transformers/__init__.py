@@ -1,1 +1,1 @@
-"""Real models by Hugging Face transformers: continuous batching over a paged cache, on a CPU or a GPU."""
+"""Serves models with Hugging Face transformers: continuous batching with a paged KV cache, on a CPU or a GPU."""

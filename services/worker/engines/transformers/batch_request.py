@@ -1,4 +1,4 @@
-"""One request in the batching thread, and the requests that failed there."""
+"""State of requests in the batching thread."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from services.worker.engines.transformers.sampler import TokenSampler
 
 
 class BatchRequest:
-    """One request as the step thread knows it.
+    """State of one request; used by the batching thread only.
 
     Args:
-        chooser: picks its tokens.
-        seed: of its block hashes.
-        adapter: name of its LoRA adapter; empty: none.
-        priority: lower ones leave the waiting line first.
+        sampler: Samples the request's tokens.
+        seed: Seed of the request's block hashes.
+        adapter: Name of the LoRA adapter; empty if none.
+        priority: Priority in the waiting queue; lower values run first.
     """
 
     def __init__(self, sampler: TokenSampler, seed: int, adapter: str, priority: int) -> None:
@@ -24,14 +24,14 @@ class BatchRequest:
         self.seed = seed
         self.adapter = adapter
         self.priority = priority
-        self.cached = 0
-        self.began = False
+        self.cached_tokens = 0
+        self.begun = False
         self.token_id = 0
         self.logprobs: PositionLogprobs | None = None
 
 
 class Failures:
-    """Stands for the library's output router: tokens go another way, failures come from here."""
+    """Replaces the library's output router; collects failures only, because tokens are delivered per step."""
 
     def __init__(self) -> None:
         self.failed: list[tuple[str, str]] = []

@@ -1,8 +1,8 @@
-"""The only module that touches the library's continuous batching, and the parts of it that are used.
+"""Adapts transformers' continuous batching; the only module that accesses its private surface.
 
-`ContinuousBatchingManager` schedules, pages and steps in a thread of its own. It is given three things it lacks: every
-request's own sampling, tokens handed over once a step instead of once a request, and block hashes others understand.
-Works with transformers 5.20; `tests/engines` holds the surface used here against the installed version.
+`ContinuousBatchingManager` schedules requests, pages the cache and runs steps in its own thread. This module adds
+sampling options per request, delivery of tokens once per step instead of once per request, and Sluice's block hashes.
+Works with transformers 5.20; `tests/engines` checks the surface used here against the installed version.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformers.generation.continuous_batching.cache_allocators import cache_a
 from transformers.generation.continuous_batching.requests import RequestStatus
 
 from services.worker.engines.transformers.batch_request import BatchRequest, Failures
-from services.worker.engines.transformers.block_names import BlockNames, forget_names, watched
+from services.worker.engines.transformers.block_hasher import BlockHasher, forget_hashes, record_changes
 from services.worker.engines.transformers.lora import Adapters
 from services.worker.engines.transformers.sampler import choose
 from services.worker.engines.transformers.sizing import Plan
@@ -29,21 +29,22 @@ SMOOTHING = 0.1
 
 
 class Batcher(ContinuousBatchingManager):  # type: ignore[misc]
-    """Steps requests in a thread.
+    """Runs requests in the batching thread.
 
     Args:
-        model: loaded, on its device.
-        plan: sizes.
+        model: The loaded model, on its device.
+        plan: Sizes of the cache and the batches.
         adapters: LoRA adapters of the model.
-        prefix_cache: whether blocks are shared and kept.
-        listener: hears of every step that has something to say, and of the thread's end.
+        prefix_cache: Whether requests share and reuse blocks.
+        listener: Callbacks for steps with output and for the thread's exit.
 
     Attributes:
-        gauges: of the last step.
+        gauges: Metrics of the last step.
+        batch_requests: Requests in flight by key.
     """
 
     def __init__(self, model: Any, plan: Plan, adapters: Adapters, prefix_cache: bool, listener: Listener) -> None:
-        # Everything that would move work away from the step, or guess sizes from free memory, is off.
+        # Disables every option that moves work out of the step or derives sizes from free memory.
         config = ContinuousBatchingConfig(
             page_size=plan.block_size,
             num_blocks=plan.total_blocks,
@@ -58,168 +59,172 @@ class Batcher(ContinuousBatchingManager):  # type: ignore[misc]
         )
         super().__init__(model, GenerationConfig(do_sample=False, eos_token_id=-1), config)
         self.gauges = Gauges()
-        self.seats: dict[str, BatchRequest] = {}
+        self.batch_requests: dict[str, BatchRequest] = {}
         self._plan = plan
         self._adapters = adapters
         self._listener = listener
-        self._news = CacheChanges()
-        self._names = BlockNames()
+        self._cache_changes = CacheChanges()
+        self._block_hasher = BlockHasher()
         self._failures = Failures()
-        self._step_began = 0.0
+        self._step_started_at = 0.0
 
     @property
     def shares_prefixes(self) -> bool:
-        """The model's cache can be reused between requests; known after `prepare`."""
+        """Whether requests can share cached prefixes; available after `prepare`."""
         return bool(self.batch_processor.cache.use_prefix_sharing)
 
     @property
-    def tokens_of_cache(self) -> int:
-        """The longest sequence that fits into the cache by itself."""
+    def cache_tokens(self) -> int:
+        """Capacity of the cache in tokens, which limits the length of a sequence."""
         return int(self.batch_processor.cache.num_blocks) * self._plan.block_size
 
     def prepare(self) -> None:
-        """Allocates the cache; slow. Raises MemoryError or RuntimeError when there is too little memory."""
+        """Allocates the cache, which is slow; raises MemoryError or RuntimeError when memory is insufficient."""
         self.output_router = self._failures
         self.warmup()
-        self._take_over(self.batch_processor)
+        self._patch_processor(self.batch_processor)
 
     def start(self) -> None:
-        """Starts the thread; it never keeps the process alive."""
+        """Starts the batching thread as a daemon thread."""
         self.background_thread_status.clear()
         self._generation_thread = threading.Thread(target=self._run, name="transformers-steps", daemon=True)
         self._generation_thread.start()
 
     def add(self, key: str, batch_request: BatchRequest, token_ids: list[int], limit: int) -> bool:
-        """Queues a request; False when the thread takes none any more."""
-        self.seats[key] = batch_request
+        """Queues a request; returns False when the thread has stopped."""
+        self.batch_requests[key] = batch_request
         stop_ids = list(batch_request.sampler.plan.stop_ids) or [-1]
-        taken = self.add_request(token_ids, request_id=key, max_new_tokens=limit, eos_token_id=stop_ids)
-        if taken is None:
-            del self.seats[key]
-        return taken is not None
+        accepted = self.add_request(token_ids, request_id=key, max_new_tokens=limit, eos_token_id=stop_ids)
+        if accepted is None:
+            del self.batch_requests[key]
+        return accepted is not None
 
     def drop(self, key: str) -> None:
-        """Ends a request; its blocks are free when the next step begins."""
-        self.seats.pop(key, None)
+        """Cancels a request; its blocks are freed before the next step."""
+        self.batch_requests.pop(key, None)
         self.cancel_request(key)
 
     def forget_prefixes(self) -> None:
-        """Empties the prefix cache between two steps; blocks in use lose nothing but their name."""
+        """Clears the prefix cache between two steps; blocks in use keep their contents but cannot be reused."""
         with self.pause():
             self.batch_processor.cache.evict_cached_blocks()
             for allocator in self.batch_processor.cache.cache_allocators.values():
-                forget_names(allocator.ledger, self._news)
-            self._measure(stepped=False)
+                forget_hashes(allocator.ledger, self._cache_changes)
+            self._update_gauges(stepped=False)
             self._publish()
 
     @property
     def alive(self) -> bool:
-        """The thread runs."""
+        """Whether the batching thread is running."""
         return bool(self.is_running())
 
     def _create_batch_processor(self) -> Any:
-        # The library makes a new one, or resets the old one, when its loop starts; ours is ready by then.
+        # The library would create or reset the processor when its loop starts; keep the prepared one.
         return self.batch_processor if self.batch_processor is not None else super()._create_batch_processor()
 
     def _run(self) -> None:
-        cache_allocator.compute_block_hash = self._names
+        cache_allocator.compute_block_hash = self._block_hasher
         try:
             self._run_generation_loop()
             self._publish()
         finally:
             self._listener.on_end()
 
-    def _take_over(self, processor: Any) -> None:
+    def _patch_processor(self, processor: Any) -> None:
         cache = processor.cache
         processor.model_runner._sample = self._sample
         prepare, update = processor.prepare_next_batch, processor.update_batch
         search, mark = cache.search_prefix_match, cache.mark_complete_blocks
 
         def prepare_next_batch() -> bool:
-            self._step_began = time.perf_counter()
+            self._step_started_at = time.perf_counter()
             ready: bool = prepare()
             if ready:
                 self._adapters.select(
                     [
-                        (self._adapter_of(one.state.request_id), one.query_length)
-                        for one in processor.inputs_and_outputs.requests_in_batch
+                        (self._adapter_of(scheduled.state.request_id), scheduled.query_length)
+                        for scheduled in processor.inputs_and_outputs.requests_in_batch
                     ]
                 )
             else:
-                self._measure(stepped=False)
+                self._update_gauges(stepped=False)
                 self._publish()
             return ready
 
         def update_batch() -> None:
             scheduled = list(processor.inputs_and_outputs.requests_in_batch)
             update()
-            rows = [row for one in scheduled if one.has_new_token and (row := self._row(one.state)) is not None]
-            self._measure(stepped=True)
+            rows = [row for item in scheduled if item.has_new_token and (row := self._row(item.state)) is not None]
+            self._update_gauges(stepped=True)
             self._publish(rows)
 
         def search_prefix_match(request_id: str, prompt_ids: list[int]) -> int:
-            batch_request = self.seats.get(request_id)
+            batch_request = self.batch_requests.get(request_id)
             if batch_request is None:
                 return 0
-            self._names.seed = batch_request.seed
-            found: int = search(request_id, prompt_ids)
-            if not batch_request.began:
-                batch_request.cached = found
-            return found
+            self._block_hasher.seed = batch_request.seed
+            cached_tokens: int = search(request_id, prompt_ids)
+            if not batch_request.begun:
+                batch_request.cached_tokens = cached_tokens
+            return cached_tokens
 
         def mark_complete_blocks(state: Any, complete_blocks: dict[str, int]) -> None:
-            # Without a seat the request is about to be dropped, and the seed of its blocks is no longer known.
-            if (batch_request := self.seats.get(state.request_id)) is not None:
-                self._names.seed = batch_request.seed
+            # A dropped request has no seed any more, so its blocks cannot be hashed.
+            if (batch_request := self.batch_requests.get(state.request_id)) is not None:
+                self._block_hasher.seed = batch_request.seed
                 mark(state, complete_blocks)
 
         def by_priority() -> list[Any]:
-            return sorted(line(), key=self._priority_of)
+            return sorted(candidates(), key=self._priority_of)
 
-        line, processor.scheduler._get_waiting_candidates = processor.scheduler._get_waiting_candidates, by_priority
+        candidates, processor.scheduler._get_waiting_candidates = (
+            processor.scheduler._get_waiting_candidates,
+            by_priority,
+        )
         processor.prepare_next_batch, processor.update_batch = prepare_next_batch, update_batch
         cache.search_prefix_match, cache.mark_complete_blocks = search_prefix_match, mark_complete_blocks
         for allocator in cache.cache_allocators.values():
-            watched(allocator.ledger, self._news)
+            record_changes(allocator.ledger, self._cache_changes)
 
     def _adapter_of(self, key: str) -> str:
-        batch_request = self.seats.get(key)
+        batch_request = self.batch_requests.get(key)
         return batch_request.adapter if batch_request is not None else ""
 
     def _priority_of(self, state: Any) -> int:
-        batch_request = self.seats.get(state.request_id)
+        batch_request = self.batch_requests.get(state.request_id)
         return batch_request.priority if batch_request is not None else 0
 
     def _sample(self, scores: torch.Tensor, output_ids: torch.Tensor) -> None:
-        """In place of the library's: each request by its own options. scores [1, requests, vocabulary]."""
+        """Replaces the library's sampling; uses each request's own options. scores: [1, requests, vocabulary]."""
         batch = self.batch_processor.inputs_and_outputs.requests_in_batch
-        # An aborted request may still be in the batch: its token is chosen by nobody and read by nobody.
-        rows = [(place, self.seats.get(one.state.request_id)) for place, one in enumerate(_with_token(batch))]
-        seated = [(place, batch_request) for place, batch_request in rows if batch_request is not None]
-        if not seated:
+        with_token = [scheduled for scheduled in batch if scheduled.has_new_token]
+        rows = [(row, self.batch_requests.get(item.state.request_id)) for row, item in enumerate(with_token)]
+        # An aborted request may still be in the batch; skip its row.
+        active = [(row, batch_request) for row, batch_request in rows if batch_request is not None]
+        if not active:
             return
-        places = [place for place, _ in seated]
-        tokens, ids, logprobs = choose(scores[0, places], [batch_request.sampler for _, batch_request in seated])
-        output_ids[0, places] = tokens.to(output_ids.dtype)
-        for index, (_, batch_request) in enumerate(seated):
+        indices = [row for row, _ in active]
+        tokens, ids, logprobs = choose(scores[0, indices], [batch_request.sampler for _, batch_request in active])
+        output_ids[0, indices] = tokens.to(output_ids.dtype)
+        for index, (_, batch_request) in enumerate(active):
             batch_request.token_id = ids[index]
             batch_request.logprobs = None if logprobs is None else logprobs[index]
 
     def _row(self, state: Any) -> Row | None:
-        """What a request got in the step; None when nobody waits for it."""
+        """Returns the output of a request in this step; None for a dropped request."""
         key = state.request_id
-        batch_request = self.seats.get(key)
+        batch_request = self.batch_requests.get(key)
         if batch_request is None:
-            self.cancel_request(key)  # its first cancellation may have overtaken the request itself
+            self.cancel_request(key)  # the first cancellation may have preceded the request
             return None
-        cached = None if batch_request.began else batch_request.cached
-        batch_request.began = True
+        cached_tokens = None if batch_request.begun else batch_request.cached_tokens
+        batch_request.begun = True
         ended = state.status >= RequestStatus.FINISHED
         constraint = batch_request.sampler.constraint
         return Row(
             key,
             batch_request.token_id,
-            cached,
+            cached_tokens,
             batch_request.logprobs,
             ended,
             constraint.error if constraint is not None else "",
@@ -227,29 +232,27 @@ class Batcher(ContinuousBatchingManager):  # type: ignore[misc]
 
     def _publish(self, rows: Sequence[Row] = ()) -> None:
         failed, self._failures.failed = self._failures.failed, []
-        step = Step(list(rows), self._news.take(), failed)
+        step = Step(list(rows), self._cache_changes.take(), failed)
         if step:
             self._listener.on_step(step)
 
-    def _measure(self, stepped: bool) -> None:
+    def _update_gauges(self, stepped: bool) -> None:
         scheduler, cache = self.batch_processor.scheduler, self.batch_processor.cache
-        free = cached = named = 0
+        free = cached = hashed = 0
         for allocator in cache.cache_allocators.values():
             free += cache.pool.count_free_blocks(allocator.index)
             cached += len(allocator.ledger.cached_blocks)
-            named += len(allocator.ledger.block_to_hash)
+            hashed += len(allocator.ledger.block_to_hash)
         free += cache.num_blocks * len(cache.pool.free_sectors) // cache.num_sectors
         active, waiting = scheduler.active_requests.values(), scheduler.waiting_requests.values()
-        took_ms = (time.perf_counter() - self._step_began) * 1e3
-        smooth = self.gauges.step_ms
+        step_ms = self.gauges.step_ms
+        if stepped:
+            last_ms = (time.perf_counter() - self._step_started_at) * 1e3
+            step_ms = step_ms + SMOOTHING * (last_ms - step_ms) if step_ms else last_ms
         self.gauges = Gauges(
             running=len(active),
             used_blocks=max(0, cache.num_blocks - free - cached),
-            cached_blocks=named,
-            prefill_tokens=sum(len(one.remaining_prefill_tokens) for states in (active, waiting) for one in states),
-            step_ms=smooth + SMOOTHING * (took_ms - smooth) if stepped and smooth else took_ms if stepped else smooth,
+            cached_blocks=hashed,
+            prefill_tokens=sum(len(state.remaining_prefill_tokens) for state in (*active, *waiting)),
+            step_ms=step_ms,
         )
-
-
-def _with_token(batch: Sequence[Any]) -> list[Any]:
-    return [one for one in batch if one.has_new_token]

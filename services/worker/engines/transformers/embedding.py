@@ -1,4 +1,4 @@
-"""Embeddings: hidden states of the last layer, pooled; needs torch."""
+"""Computes embeddings by pooling the hidden states of the last layer."""
 
 from __future__ import annotations
 
@@ -17,58 +17,58 @@ def embed(
     pooling: str,
     normalise: bool,
     dimensions: int,
-    most_tokens: int,
+    max_tokens: int,
     adapters: Adapters,
     lora: str,
 ) -> list[bytes]:
-    """Vectors of token sequences.
+    """Returns embeddings of token sequences.
 
     Args:
-        model: a causal language model; its own forward pass is used, not the paged one.
-        inputs: token ids, one array per vector.
+        model: A causal language model; runs its regular forward pass, not the paged one.
+        inputs: Token ids, one array per vector.
         pooling: "last", "mean" or "cls".
-        normalise: whether a vector gets length one, after it was cut.
-        dimensions: numbers a vector keeps; 0: all.
-        most_tokens: most tokens of one pass; a longer input has a pass of its own.
-        adapters: of the model.
-        lora: name of the adapter to go through; empty: none.
+        normalise: Whether vectors are normalised to length one after truncation.
+        dimensions: Size of the returned vectors; 0 for the full size.
+        max_tokens: Maximum number of tokens per forward pass; a longer input gets its own pass.
+        adapters: LoRA adapters of the model.
+        lora: Name of the adapter; empty if none.
 
     Returns:
-        Little-endian float32 back to back, in the order of the inputs.
+        Vectors packed as little-endian float32, in input order.
     """
     vectors: list[bytes] = [b""] * len(inputs)
     try:
         with torch.no_grad():
-            for places in _passes(inputs, most_tokens):
-                # Inputs of one length need no padding, so that a vector never depends on its neighbours.
-                ids = torch.tensor([list(inputs[place]) for place in places], dtype=torch.long, device=model.device)
+            for indices in _batches(inputs, max_tokens):
+                # Inputs of equal length need no padding, so a vector never depends on the others in its batch.
+                ids = torch.tensor([list(inputs[index]) for index in indices], dtype=torch.long, device=model.device)
                 adapters.select([(lora, ids.shape[1])])
                 hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state.float()
                 pooled = _pool(hidden, pooling)[:, : dimensions or None]
                 if normalise:
                     pooled = torch.nn.functional.normalize(pooled, dim=-1)
-                for place, vector in zip(places, pooled.cpu(), strict=True):
-                    vectors[place] = array("f", vector.tolist()).tobytes()
+                for index, vector in zip(indices, pooled.cpu(), strict=True):
+                    vectors[index] = array("f", vector.tolist()).tobytes()
     finally:
         adapters.select(())
     return vectors
 
 
 def _pool(hidden: torch.Tensor, pooling: str) -> torch.Tensor:
-    """[inputs, positions, width] to [inputs, width]."""
+    """Pools hidden states [inputs, positions, width] into [inputs, width]."""
     if pooling == "mean":
         return hidden.mean(dim=1)
     return hidden[:, 0 if pooling == "cls" else -1]
 
 
-def _passes(inputs: Sequence[array[int]], most_tokens: int) -> list[list[int]]:
-    """Places of inputs that are computed together."""
-    passes: list[list[int]] = []
-    for place in sorted(range(len(inputs)), key=lambda place: len(inputs[place])):
-        length = len(inputs[place])
-        last = passes[-1] if passes else []
-        if last and len(inputs[last[0]]) == length and (len(last) + 1) * length <= most_tokens:
-            last.append(place)
+def _batches(inputs: Sequence[array[int]], max_tokens: int) -> list[list[int]]:
+    """Groups input indices into batches of equal length."""
+    batches: list[list[int]] = []
+    for index in sorted(range(len(inputs)), key=lambda index: len(inputs[index])):
+        length = len(inputs[index])
+        last = batches[-1] if batches else []
+        if last and len(inputs[last[0]]) == length and (len(last) + 1) * length <= max_tokens:
+            last.append(index)
         else:
-            passes.append([place])
-    return passes
+            batches.append([index])
+    return batches

@@ -1,4 +1,4 @@
-"""The transformers engine: requests in, steps of the batching thread out."""
+"""The transformers engine: submits requests to the batching thread and forwards its steps to sinks."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from services.worker.engines.transformers.starting import Started, start_engine
 from services.worker.engines.transformers.step import Listener, Step
 from services.worker.settings import WorkerSettings
 
-STOP_S = 3.0
+STOP_TIMEOUT_S = 3.0
 
 
 class TransformersEngine(LLMEngine):
-    """Serves any causal language model that transformers can batch continuously.
+    """Serves any causal language model that supports transformers' continuous batching.
 
-    The library's thread schedules and computes; this class lives on the event loop and hears from it once a step.
+    The library's thread schedules and computes; this class runs on the event loop and is notified once per step.
     """
 
     CAPABILITIES: ClassVar[frozenset[Capability]] = (
@@ -55,27 +55,27 @@ class TransformersEngine(LLMEngine):
         super().__init__()
         self._settings = settings
         self._options = options.read(settings.engine_args)
-        self._live: dict[str, RequestState] = {}
-        self._by_request: dict[str, RequestState] = {}
+        self._states_by_key: dict[str, RequestState] = {}
+        self._states_by_request: dict[str, RequestState] = {}
         self._keys = itertools.count()
         self._idle = asyncio.Event()
         self._idle.set()
         self._source = KvEventSource(rank=0)
         self._started: Started | None = None
         self._stopping = False
-        # Passes beside the steps share the cores with them: one at a time.
-        self._passes = asyncio.Lock()
-        self._compiling = GrammarCompiler(settings.grammar_timeout_s, settings.grammar_threads)
+        # Forward passes outside the steps compete with them for the device, so they run one at a time.
+        self._extra_pass = asyncio.Lock()
+        self._grammars = GrammarCompiler(settings.grammar_timeout_s, settings.grammar_threads)
 
     @classmethod
     def from_args(cls, settings: WorkerSettings) -> Self:
         if settings.role != "aggregated":
             raise invalid(
-                f"The transformers engine cannot play the role {settings.role}; use aggregated.", param="role"
+                f"The transformers engine does not support the role {settings.role}; use aggregated.", param="role"
             )
         if settings.engine_flags:
             raise invalid(
-                "The transformers engine has no options after --; give them in --engine-args.", param="engine_args"
+                "The transformers engine accepts no options after --; use --engine-args.", param="engine_args"
             )
         return cls(settings)
 
@@ -83,14 +83,14 @@ class TransformersEngine(LLMEngine):
         loop = asyncio.get_running_loop()
         await download(self._settings.spec.source, self.on_phase)
 
-        def tell(what: Callable[..., None], *arguments: Any) -> None:
-            with suppress(RuntimeError):  # the loop is closed: the process is about to end
-                loop.call_soon_threadsafe(what, *arguments)
+        def call_in_loop(callback: Callable[..., None], *arguments: Any) -> None:
+            with suppress(RuntimeError):  # the loop is closed, because the process is exiting
+                loop.call_soon_threadsafe(callback, *arguments)
 
         listener = Listener(
-            on_step=lambda step: tell(self._take, step),
-            on_end=lambda: tell(self._thread_ended),
-            on_phase=lambda phase: tell(self.on_phase, phase, None),
+            on_step=lambda step: call_in_loop(self._take, step),
+            on_end=lambda: call_in_loop(self._on_thread_exit),
+            on_phase=lambda phase: call_in_loop(self.on_phase, phase, None),
         )
         self._started = await asyncio.to_thread(start_engine, self._settings, self._options, listener)
         self._started.batcher.start()
@@ -98,22 +98,23 @@ class TransformersEngine(LLMEngine):
 
     def submit(self, request: GenerateRequest, context: GenerateContext, sink: Sink) -> None:
         started, settings = self._ready(), self._settings
-        if len(self._live) >= started.config.max_sequences + settings.max_waiting:
-            raise overloaded("The engine's queue is full.")
+        if len(self._states_by_key) >= started.config.max_sequences + settings.max_waiting:
+            raise overloaded("The engine's queue is full; try again later.")
         room = started.config.context_length - len(request.token_ids)
         limit = room if request.stop.max_tokens is None else min(request.stop.max_tokens, room)
         if limit < 1:
             raise invalid(
-                f"The prompt leaves no room in the context of {started.config.context_length} tokens.", param="prompt"
+                f"The prompt leaves no room in the context of {started.config.context_length} tokens; shorten it.",
+                param="prompt",
             )
         plan = plan_of(request, started.folder.generation, started.config.eos_token_ids)
-        live = RequestState(str(next(self._keys)), request, sink, plan, limit)
-        self._live[live.key] = self._by_request[request.request_id] = live
+        state = RequestState(str(next(self._keys)), request, sink, plan, limit)
+        self._states_by_key[state.key] = self._states_by_request[request.request_id] = state
         self._idle.clear()
         if request.guided is None and request.prompt_logprobs is None:
-            self._seat(started, live, None)
+            self._add(started, state, None)
         else:
-            self.tasks.spawn(self._prepare(started, live), f"prepare-{live.key}")
+            self.tasks.spawn(self._prepare(started, state), f"prepare-{state.key}")
 
     async def generate(self, request: GenerateRequest, context: GenerateContext) -> AsyncGenerator[Delta, None]:
         stream = DeltaStream()
@@ -127,22 +128,22 @@ class TransformersEngine(LLMEngine):
 
     def abort(self, context: GenerateContext) -> None:
         context.cancelled = True
-        live = self._by_request.get(context.request_id)
-        if live is not None:
-            self._ready().batcher.drop(live.key)
-            self._end(live, FinishReason.CANCELLED)
+        state = self._states_by_request.get(context.request_id)
+        if state is not None:
+            self._ready().batcher.drop(state.key)
+            self._end(state, FinishReason.CANCELLED)
 
     async def drain(self) -> None:
         await self._idle.wait()
 
     async def cleanup(self) -> None:
         self._stopping = True
-        self._compiling.close()
+        self._grammars.close()
         await self.tasks.close()
-        for live in tuple(self._live.values()):
-            self.abort(GenerateContext(live.request.request_id))
+        for state in tuple(self._states_by_key.values()):
+            self.abort(GenerateContext(state.request.request_id))
         if self._started is not None and self._started.batcher.alive:
-            await asyncio.to_thread(self._started.batcher.stop, True, STOP_S, False, True)
+            await asyncio.to_thread(self._started.batcher.stop, True, STOP_TIMEOUT_S, False, True)
 
     def load(self) -> Sequence[Load]:
         if self._started is None:
@@ -151,7 +152,7 @@ class TransformersEngine(LLMEngine):
         return [
             Load(
                 running_requests=gauges.running,
-                waiting_requests=max(0, len(self._live) - gauges.running),
+                waiting_requests=max(0, len(self._states_by_key) - gauges.running),
                 used_blocks=gauges.used_blocks,
                 cached_blocks=gauges.cached_blocks,
                 prefill_tokens=gauges.prefill_tokens,
@@ -170,11 +171,16 @@ class TransformersEngine(LLMEngine):
 
         started = self._ready()
         if not started.pooling:
-            raise _cannot("This model's files do not say how it embeds; --engine-args pooling=mean or last does.")
+            raise _cannot(
+                "This model's files define no pooling; start the worker with --engine-args pooling=mean or last."
+            )
         width = int(started.folder.config["hidden_size"])
         if dimensions > width:
-            raise invalid(f"dimensions is {dimensions}; this model's embeddings have {width}.", param="dimensions")
-        async with self._passes:
+            raise invalid(
+                f"dimensions is {dimensions}; use at most {width}, the size of this model's embeddings.",
+                param="dimensions",
+            )
+        async with self._extra_pass:
             vectors = await asyncio.to_thread(
                 embed,
                 started.model,
@@ -192,89 +198,96 @@ class TransformersEngine(LLMEngine):
         started = self._ready()
         if action == "load_lora":
             name, path = _argument(arguments, "name"), _argument(arguments, "path")
-            self._refuse_in_use(name)
+            self._check_unused(name)
             await asyncio.to_thread(started.load_adapter, name, path)
         elif action == "unload_lora":
             name = _argument(arguments, "name")
-            self._refuse_in_use(name)
+            self._check_unused(name)
             if name not in started.adapters.names:
-                raise not_found(f"LoRA adapter {name!r} is not loaded.", param="name", code="adapter_not_found")
+                raise not_found(
+                    f"LoRA adapter {name!r} is not loaded; load it first.", param="name", code="adapter_not_found"
+                )
             await asyncio.to_thread(started.unload_adapter, name)
         else:
             return await super().control(action, arguments)
         return {"adapters": ",".join(started.adapters.names)}
 
-    def _refuse_in_use(self, name: str) -> None:
-        if any(live.request.lora == name for live in self._live.values()):
-            raise _cannot(f"LoRA adapter {name!r} is in use; try again when its requests have ended.")
+    def _check_unused(self, name: str) -> None:
+        if any(state.request.lora == name for state in self._states_by_key.values()):
+            raise _cannot(f"LoRA adapter {name!r} is in use; try again when its requests have completed.")
 
     def _ready(self) -> Started:
         if self._started is None:
-            raise SluiceError(ErrorKind.UNAVAILABLE, "The engine has not started yet.", code="engine_starting")
+            raise SluiceError(
+                ErrorKind.UNAVAILABLE, "The engine is still starting; try again shortly.", code="engine_starting"
+            )
         return self._started
 
-    def _seat(self, started: Started, live: RequestState, constraint: Any) -> None:
-        request = live.request
+    def _add(self, started: Started, state: RequestState, constraint: Any) -> None:
+        request = state.request
         seed = seed_for(request.lora, request.cache_salt)
-        if not started.add(live.key, request, live.plan, constraint, seed, live.limit):
-            self._end(live, FinishReason.ERROR, error=_gone())
+        if not started.add(state.key, request, state.plan, constraint, seed, state.limit):
+            self._end(state, FinishReason.ERROR, error=_stopped())
 
-    async def _prepare(self, started: Started, live: RequestState) -> None:
-        """What takes a while before a request can be seated; it may be over by then."""
+    async def _prepare(self, started: Started, state: RequestState) -> None:
+        """Compiles the grammar and scores the prompt off the event loop, then adds the request unless it has ended."""
         try:
             constraint = None
-            if live.request.guided is not None:
-                constraint = await self._compiling.run(lambda: started.constraint(live.request))
-            if live.request.prompt_logprobs is not None:
-                async with self._passes:
-                    live.prompt_logprobs = await asyncio.to_thread(started.score, live.request)
+            if state.request.guided is not None:
+                constraint = await self._grammars.run(lambda: started.constraint(state.request))
+            if state.request.prompt_logprobs is not None:
+                async with self._extra_pass:
+                    state.prompt_logprobs = await asyncio.to_thread(started.score, state.request)
         except SluiceError as error:
-            self._end(live, FinishReason.ERROR, error=error)
+            self._end(state, FinishReason.ERROR, error=error)
             return
-        if live.key in self._live:
-            self._seat(started, live, constraint)
+        if state.key in self._states_by_key:
+            self._add(started, state, constraint)
 
     def _take(self, step: Step) -> None:
-        """What the thread says of one step."""
+        """Forwards the output of one step."""
         if step.events:
             self._source.publish(step.events)
         for row in step.rows:
-            live = self._live.get(row.key)
-            if live is None:
-                continue  # aborted while the step ran
-            if row.cached is not None:
-                live.begin(row.cached)
-            live.push(row.token_id, row.logprobs)
+            state = self._states_by_key.get(row.key)
+            if state is None:
+                continue  # aborted during the step
+            if row.cached_tokens is not None:
+                state.begin(row.cached_tokens)
+            state.push(row.token_id, row.logprobs)
             if row.error:
                 self._ready().batcher.drop(row.key)
-                self._end(live, FinishReason.ERROR, error=_not_followed(row.error))
+                self._end(state, FinishReason.ERROR, error=_grammar_violated(row.error))
             elif row.ended:
-                self._ready().batcher.seats.pop(row.key, None)
-                self._end(live, live.reason)
+                self._ready().batcher.batch_requests.pop(row.key, None)
+                self._end(state, state.reason)
         for key, _ in step.failed:
-            if (live := self._live.get(key)) is not None:
-                self._end(live, FinishReason.ERROR, error=_gone())
+            if (state := self._states_by_key.get(key)) is not None:
+                self._end(state, FinishReason.ERROR, error=_stopped())
 
-    def _end(self, live: RequestState, reason: FinishReason, error: SluiceError | None = None) -> None:
-        if self._live.pop(live.key, None) is None:
+    def _end(self, state: RequestState, reason: FinishReason, error: SluiceError | None = None) -> None:
+        if self._states_by_key.pop(state.key, None) is None:
             return
-        del self._by_request[live.request.request_id]
-        live.finish(reason, error)
-        if not self._live:
+        del self._states_by_request[state.request.request_id]
+        state.finish(reason, error)
+        if not self._states_by_key:
             self._idle.set()
 
-    def _thread_ended(self) -> None:
+    def _on_thread_exit(self) -> None:
         if self._started is not None and not self._stopping:
             cause = self._started.batcher.background_thread_status.fatal_error
-            self.on_failure("transformers-steps", cause or RuntimeError("the batching thread has ended"))
+            self.on_failure("transformers-steps", cause or RuntimeError("the batching thread exited"))
 
 
-def _gone() -> SluiceError:
-    return SluiceError(ErrorKind.ENGINE_SHUTDOWN, "The engine of this worker has stopped; another one can serve this.")
+def _stopped() -> SluiceError:
+    return SluiceError(ErrorKind.ENGINE_SHUTDOWN, "The engine of this worker has stopped; retry on another worker.")
 
 
-def _not_followed(reason: str) -> SluiceError:
-    return invalid(f"The grammar in response_format cannot be followed any further: {reason}.", param="response_format")
+def _grammar_violated(reason: str) -> SluiceError:
+    return invalid(
+        f"Generation cannot continue under the grammar in response_format: {reason}; simplify the grammar.",
+        param="response_format",
+    )
 
 
 def _cannot(message: str) -> SluiceError:
@@ -283,5 +296,5 @@ def _cannot(message: str) -> SluiceError:
 
 def _argument(arguments: Mapping[str, str], name: str) -> str:
     if not arguments.get(name):
-        raise invalid(f"This action needs the argument {name!r}.", param=name)
+        raise invalid(f"Missing argument {name!r}; send it with the action.", param=name)
     return arguments[name]

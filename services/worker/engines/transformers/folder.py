@@ -1,4 +1,4 @@
-"""What a model's folder says before anything is loaded; needs no torch."""
+"""Reads a model folder's configuration, without importing torch."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class ModelFolder:
     """A folder with config.json and weights.
 
     Attributes:
-        config: the text model's part of config.json.
-        dtype: of the weights, as config.json says; float32 when it does not.
-        pooling: how hidden states become an embedding; empty when the folder does not say.
-        normalise: whether embeddings get length one.
-        generation: generation_config.json.
+        config: The text model's configuration from config.json.
+        dtype: Data type of the weights from config.json; float32 by default.
+        pooling: Pooling of embeddings; empty if the folder defines none.
+        normalise: Whether embeddings are normalised to length one.
+        generation: Contents of generation_config.json.
     """
 
     path: Path
@@ -45,10 +45,10 @@ class ModelFolder:
 
 
 def read_folder(source: str) -> ModelFolder:
-    """Reads the folder behind a model's source; a hub id is downloaded, so call it off the event loop.
+    """Reads the folder of a model's source; downloads a hub id, so call it off the event loop.
 
     Raises:
-        SluiceError: NOT_FOUND or INVALID_ARGUMENT with one sentence.
+        SluiceError: NOT_FOUND when the model does not exist, INVALID_ARGUMENT when its files are not usable.
     """
     path = _locate(source)
     config = models.read_json(path, "config.json")
@@ -61,10 +61,10 @@ def read_folder(source: str) -> ModelFolder:
     for name in ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size"):
         if not isinstance(text.get(name), int):
             raise invalid(
-                f"config.json in {path} does not say {name}; this is no causal language model.", param="model"
+                f"config.json in {path} has no {name}; use the folder of a causal language model.", param="model"
             )
     if not any(path.glob("*.safetensors")) and not any(path.glob("*.bin")):
-        raise invalid(f"{path} holds no weights (*.safetensors).", param="model")
+        raise invalid(f"{path} contains no weights; use a folder with *.safetensors files.", param="model")
     generation = models.read_json(path, "generation_config.json")
     pooling, normalise = _pooling(path)
     dtype = text.get("dtype") or text.get("torch_dtype") or "float32"
@@ -83,12 +83,14 @@ def read_folder(source: str) -> ModelFolder:
 
 def _locate(source: str) -> Path:
     if source.startswith(models.BUNDLED):
-        raise invalid(f"{source} is a tokenizer without weights; the transformers engine needs a model.", param="model")
+        raise invalid(
+            f"{source} is a tokenizer without weights; the transformers engine requires a model.", param="model"
+        )
     path = Path(source).expanduser()
     if path.is_dir():
         return path.resolve()
     if path.exists() or source.startswith((".", "/", "~")):
-        raise SluiceError(ErrorKind.NOT_FOUND, f"Model folder {source} does not exist.", param="model")
+        raise SluiceError(ErrorKind.NOT_FOUND, f"Model folder {source} does not exist; check --model.", param="model")
     from huggingface_hub import snapshot_download
 
     try:
@@ -96,22 +98,22 @@ def _locate(source: str) -> Path:
     except Exception as error:  # the hub's client raises many unrelated types
         raise SluiceError(
             ErrorKind.NOT_FOUND,
-            f"Model {source} is neither a folder nor available from the hub ({type(error).__name__}).",
+            f"Model {source} is not a folder and cannot be downloaded from the hub ({type(error).__name__}).",
             param="model",
         ) from error
 
 
 def _ids(declared: Any) -> tuple[int, ...]:
     ids = declared if isinstance(declared, list) else [declared]
-    return tuple(one for one in ids if isinstance(one, int) and one >= 0)
+    return tuple(token_id for token_id in ids if isinstance(token_id, int) and token_id >= 0)
 
 
 def _pooling(path: Path) -> tuple[str, bool]:
-    """As sentence-transformers writes it: modules.json beside one folder per step."""
+    """Returns the pooling and whether to normalise, from the module folders that sentence-transformers writes."""
     for folder in sorted(path.glob("*_Pooling")):
         declared = models.read_json(folder, "config.json")
         for name, pooling in _POOLINGS.items():
             if declared.get(name):
                 return pooling, any(path.glob("*_Normalize"))
-        raise invalid(f"The pooling that {folder.name}/config.json asks for is not supported.", param="model")
+        raise invalid(f"{folder.name}/config.json uses an unsupported pooling; use last, mean or cls.", param="model")
     return "", True

@@ -1,4 +1,4 @@
-"""Output that follows a grammar, by llguidance: a mask over the vocabulary before each token."""
+"""Constrains output to a grammar with llguidance, which masks the vocabulary before each token."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ANY_OBJECT = '{"type": "object"}'
 
 
 def available() -> bool:
-    """Whether llguidance is installed."""
+    """Returns whether llguidance is installed."""
     try:
         import llguidance  # noqa: F401
     except ImportError:
@@ -32,14 +32,14 @@ def available() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class GrammarLimits:
-    """What one grammar may cost; llguidance refuses what is over.
+    """Maximum cost of one grammar; llguidance rejects grammars that exceed it.
 
     Attributes:
-        size: symbols of its productions.
-        fuel: work of building its lexer, about 50 a microsecond.
-        states: states of its lexer, 1 to 2 KB each, kept as long as the request.
-        step_fuel: work of the lexer for one token, about 14 a microsecond; the whole batch waits for it.
-        step_items: items of the parser for one token, about 20 a microsecond.
+        size: Number of symbols in the productions.
+        fuel: Work to build the lexer; about 50 units per microsecond.
+        states: Number of lexer states, 1 to 2 KB each, allocated until the request ends.
+        step_fuel: Work of the lexer per token, about 14 units per microsecond; it delays the whole batch.
+        step_items: Number of parser items per token, about 20 per microsecond.
     """
 
     size: int = 200_000
@@ -49,7 +49,7 @@ class GrammarLimits:
     step_items: int = 50_000
 
     def as_llguidance(self) -> Any:
-        """In llguidance's words."""
+        """Returns the limits as llguidance's LLParserLimits."""
         from llguidance import LLParserLimits
 
         return LLParserLimits(
@@ -63,15 +63,15 @@ class GrammarLimits:
 
 
 class Constraint:
-    """One request's way through its grammar; used by the step thread only.
+    """The grammar state of one request; used by the batching thread only.
 
     Attributes:
-        error: why it cannot be followed any further; empty while it can.
+        error: Reason why generation cannot continue under the grammar; empty if it can.
     """
 
     def __init__(self, matcher: Any, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         self._matcher = matcher
-        self._ends = list(eos_token_ids)
+        self._eos_token_ids = list(eos_token_ids)
         self._words = (vocab_size + 31) // 32
         self._vocab_size = vocab_size
         self._tensors: tuple[Any, Any] | None = None
@@ -79,14 +79,14 @@ class Constraint:
 
     @property
     def mask_bytes(self) -> int:
-        """Bytes of a mask: a bit for each token id, in whole 32-bit words."""
+        """Size of a mask in bytes: one bit per token id, rounded up to 32-bit words."""
         return 4 * self._words
 
     def fill_mask(self, pointer: int) -> bool:
-        """Writes which tokens can come next; False: nothing but the end can, and nothing was written.
+        """Writes the mask of allowed tokens; returns False, without writing, if only the end of sequence is allowed.
 
         Args:
-            pointer: address of `mask_bytes` bytes.
+            pointer: Address of a buffer of `mask_bytes` bytes.
         """
         if self._matcher.is_stopped() or self._matcher.is_error():
             return False
@@ -94,37 +94,37 @@ class Constraint:
         return True
 
     def mask(self, row: Any) -> None:
-        """Rules out, in a row of logits [vocabulary], every token that cannot come next."""
+        """Sets the logits [vocabulary] of tokens that are not allowed to negative infinity, in place."""
         import torch
 
         if self._tensors is None:
             self._tensors = torch.zeros(self._words, dtype=torch.int32), torch.arange(self._words * 32) % 32
         bits, bit_of_id = self._tensors
         if not self.fill_mask(bits.data_ptr()):
-            ends = row[self._ends]
+            ends = row[self._eos_token_ids]
             row.fill_(float("-inf"))
-            row[self._ends] = ends
+            row[self._eos_token_ids] = ends
             return
         allowed = (bits.repeat_interleave(32) >> bit_of_id) & 1
         row.masked_fill_(allowed[: self._vocab_size].eq(0).to(row.device), float("-inf"))
 
-    def took(self, token_id: int) -> None:
-        """The token that was chosen; sets `error` when the grammar cannot be followed any further.
+    def accept(self, token_id: int) -> None:
+        """Advances the grammar by a sampled token; sets `error` when it cannot.
 
-        A mask that went over a limit leaves nothing but the end of the answer, which must not look like one.
+        A mask computation that exceeds a limit allows only the end of sequence, which must not pass as a regular end.
         """
         if self._matcher.is_error() or (not self._matcher.is_stopped() and not self._matcher.consume_token(token_id)):
             self.error = _first_line(self._matcher.get_error())
 
 
 class Grammars:
-    """Makes constraints for one model.
+    """Compiles grammars for one model.
 
     Args:
-        tokenizer_json: the text of the model's tokenizer.json.
-        vocab_size: width of its logits.
-        eos_token_ids: what may come when a grammar is through.
-        limits: of each grammar.
+        tokenizer_json: Contents of the model's tokenizer.json.
+        vocab_size: Width of the model's logits.
+        eos_token_ids: Ids allowed after the grammar is complete.
+        limits: Limits of each grammar.
     """
 
     def __init__(
@@ -133,35 +133,34 @@ class Grammars:
         from llguidance import LLTokenizer
 
         self._limits = limits.as_llguidance()
-
         self._vocab_size = vocab_size
-        self._ends = eos_token_ids
+        self._eos_token_ids = eos_token_ids
         self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_token_ids))
 
     def constraint(self, guided: StructuredOutput, resumed: list[int]) -> Constraint:
-        """Compiles a grammar, which takes up to seconds within its limits, without the GIL: call it off the event loop.
+        """Compiles a grammar, which may take seconds without holding the GIL; call it off the event loop.
 
         Args:
-            guided: kind and document.
-            resumed: tokens that were generated already, by an earlier worker.
+            guided: The constraint.
+            resumed: Tokens that another worker already generated for the request.
 
         Raises:
-            SluiceError: INVALID_ARGUMENT when the document is none of its kind or too complex.
+            SluiceError: INVALID_ARGUMENT when the grammar is invalid or too complex.
         """
         from llguidance import LLMatcher
 
         try:
             grammar = _grammar(guided)
         except RecursionError:
-            raise _refused(guided, "it is nested too deep") from None
+            raise _invalid_grammar(guided, "it is nested too deeply") from None
         except (ValueError, TypeError) as error:
-            raise _refused(guided, str(error)) from error
+            raise _invalid_grammar(guided, str(error)) from error
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         if matcher.is_error():
-            raise _refused(guided, matcher.get_error())
+            raise _invalid_grammar(guided, matcher.get_error())
         if resumed and not matcher.consume_tokens(resumed):
-            raise _refused(guided, "the tokens generated so far do not follow it")
-        return Constraint(matcher, self._vocab_size, self._ends)
+            raise _invalid_grammar(guided, "the tokens generated so far do not match it")
+        return Constraint(matcher, self._vocab_size, self._eos_token_ids)
 
 
 def _grammar(guided: StructuredOutput) -> str:
@@ -179,9 +178,9 @@ def _grammar(guided: StructuredOutput) -> str:
     return str(grammar_from(_FORMATS[guided.kind], text))
 
 
-def _refused(guided: StructuredOutput, problem: str) -> SluiceError:
+def _invalid_grammar(guided: StructuredOutput, problem: str) -> SluiceError:
     return invalid(
-        f"The {guided.kind.replace('_', ' ')} in response_format cannot be used: {_first_line(problem)}.",
+        f"Invalid {guided.kind.replace('_', ' ')} in response_format: {_first_line(problem)}.",
         param="response_format",
         code="invalid_value",
     )
@@ -189,4 +188,4 @@ def _refused(guided: StructuredOutput, problem: str) -> SluiceError:
 
 def _first_line(problem: str) -> str:
     lines = problem.strip().splitlines()
-    return lines[0][:300].rstrip(". ") if lines else "it cannot be read"
+    return lines[0][:300].rstrip(". ") if lines else "it cannot be parsed"

@@ -1,4 +1,4 @@
-"""Loads a model into memory; needs torch and transformers."""
+"""Loads a model's weights with torch and transformers."""
 
 from __future__ import annotations
 
@@ -20,46 +20,46 @@ log = logging.getLogger(__name__)
 
 
 def device_of(options: Options) -> torch.device:
-    """The device that options name.
+    """Returns the configured device.
 
     Raises:
-        SluiceError: INVALID_ARGUMENT when there is no such device.
+        SluiceError: INVALID_ARGUMENT when the device is not available.
     """
     name = options.device if options.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
         torch.empty(1, device=device)
     except Exception as error:  # torch raises many unrelated types
-        raise invalid(f"Device {name!r} cannot be used: {_sentence(error)}.", param="engine_args") from error
+        raise invalid(f"Device {name!r} is not available: {_sentence(error)}.", param="engine_args") from error
     return device
 
 
 def dtype_of(folder: ModelFolder, options: Options) -> str:
-    """The numbers' type as torch names it."""
+    """Returns torch's name of the weights' data type."""
     return folder.dtype if options.dtype == "auto" else options.dtype
 
 
-def room_on(device: torch.device) -> int:
-    """Bytes that are free."""
+def free_memory_on(device: torch.device) -> int:
+    """Returns the free memory of a device in bytes."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return free_memory()
 
 
 def load_model(folder: ModelFolder, options: Options, device: torch.device) -> Any:
-    """The model, on its device, ready to generate.
+    """Returns the model on its device in evaluation mode.
 
     Raises:
-        SluiceError: INVALID_ARGUMENT when the library does not know it, FAILED_PRECONDITION when memory is short.
+        SluiceError: INVALID_ARGUMENT when transformers cannot load it, FAILED_PRECONDITION when memory is insufficient.
     """
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     needed = folder.weight_bytes * DTYPE_BYTES[dtype_of(folder, options)] // DTYPE_BYTES[folder.dtype]
-    if needed > room_on(device):
-        raise _too_big(needed, room_on(device))
+    if needed > free_memory_on(device):
+        raise _out_of_memory(needed, free_memory_on(device))
     transformers.logging.disable_progress_bar()
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.WARNING)
-    with _explained(folder):
+    with _load_errors(folder):
         model = transformers.AutoModelForCausalLM.from_pretrained(
             folder.path,
             dtype=getattr(torch, dtype_of(folder, options)),
@@ -73,27 +73,27 @@ def load_model(folder: ModelFolder, options: Options, device: torch.device) -> A
 
 
 @contextlib.contextmanager
-def _explained(folder: ModelFolder) -> Iterator[None]:
+def _load_errors(folder: ModelFolder) -> Iterator[None]:
     try:
         yield
     except (MemoryError, torch.OutOfMemoryError) as error:
-        raise _too_big(folder.weight_bytes, 0) from error
+        raise _out_of_memory(folder.weight_bytes, 0) from error
     except Exception as error:  # the library raises many unrelated types
-        log.debug("the model cannot be loaded", exc_info=True)
+        log.debug("failed to load the model", exc_info=True)
         raise invalid(
             f"transformers {VERSION} cannot load the model at {folder.path}: {_sentence(error)}.", param="model"
         ) from error
 
 
-def _too_big(needed: int, free: int) -> SluiceError:
+def _out_of_memory(needed: int, free: int) -> SluiceError:
     return SluiceError(
         ErrorKind.FAILED_PRECONDITION,
-        f"Not enough memory: the weights take {needed // MIB} MiB and {free // MIB} are free.",
+        f"Not enough memory: the weights need {needed // MIB} MiB and {free // MIB} MiB are free; use a smaller model.",
         code="not_enough_memory",
     )
 
 
 def _sentence(error: Exception) -> str:
-    """The first sentence of what the library says."""
+    """Returns the first sentence of an error message."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0].split(". ")[0].rstrip(".:")[:300]

@@ -1,4 +1,4 @@
-"""LoRA adapters in PEFT's format, chosen per request: every token of a batch goes through its own request's adapter."""
+"""LoRA adapters in PEFT's format; each token of a batch uses the adapter of its request."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ _PREFIX, _DOWN, _UP = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """The low-rank pairs of one adapter by module name: down [rank, in], up [out, rank] times the scale."""
+    """Low-rank weight pairs of one adapter by module name: down [rank, in], and up [out, rank] times the scale."""
 
     pairs: dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 
 class Adapters:
-    """The adapters of one model. `select` belongs to the step thread; other threads see the base model."""
+    """The adapters of one model. `select` applies to the calling thread; other threads use the base model."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
         self._loaded: dict[str, Adapter] = {}
-        self._now = threading.local()
+        self._thread = threading.local()
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Adapters that can be asked for, sorted."""
+        """The names of the loaded adapters, sorted."""
         return tuple(sorted(self._loaded))
 
     def load(self, name: str, folder: Path) -> None:
-        """Reads an adapter; slow. Call it while the model is not stepping.
+        """Loads an adapter, which is slow; call it between two steps.
 
         Raises:
-            SluiceError: INVALID_ARGUMENT when the folder holds no adapter, or none for this model.
+            SluiceError: INVALID_ARGUMENT when the folder contains no adapter for this model.
         """
         adapter = _read(folder, name, self._model)
         for module_name in adapter.pairs:
@@ -48,36 +48,37 @@ class Adapters:
         self._loaded[name] = adapter
 
     def unload(self, name: str) -> None:
-        """Forgets an adapter that no request uses."""
+        """Removes an adapter that no request uses."""
         self._loaded.pop(name, None)
 
     def select(self, lengths: Sequence[tuple[str, int]]) -> None:
-        """Says whose tokens come next in the calling thread's forward pass: adapter and number of tokens, in order."""
+        """Sets the adapters of the calling thread's next forward pass: names with token counts, in batch order."""
         spans: list[tuple[int, int, Adapter]] = []
         start = 0
         for name, length in lengths:
             if name and (adapter := self._loaded.get(name)) is not None:
                 spans.append((start, start + length, adapter))
             start += length
-        self._now.spans = spans
+        self._thread.spans = spans
 
     def add_to(self, module_name: str, inputs: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
-        """Adds to a linear layer's outputs [1, tokens, out] what the selected adapters make of its inputs."""
-        for start, end, adapter in getattr(self._now, "spans", ()):
+        """Adds the selected adapters' contributions to a linear layer's outputs [1, tokens, out], in place."""
+        for start, end, adapter in getattr(self._thread, "spans", ()):
             if (pair := adapter.pairs.get(module_name)) is not None:
                 down, up = pair
                 outputs[:, start:end] += inputs[:, start:end] @ down.T @ up.T
         return outputs
 
     def _wrap(self, module_name: str) -> None:
-        parent_name, _, own = module_name.rpartition(".")
+        parent_name, _, name = module_name.rpartition(".")
         parent = self._model.get_submodule(parent_name)
-        if not isinstance(getattr(parent, own), _Adapted):
-            setattr(parent, own, _Adapted(getattr(parent, own), module_name, self))
+        layer = getattr(parent, name)
+        if not isinstance(layer, _Adapted):
+            setattr(parent, name, _Adapted(layer, module_name, self))
 
 
 class _Adapted(torch.nn.Module):  # type: ignore[misc]
-    """A linear layer that listens to the adapters."""
+    """Wraps a linear layer and adds the selected adapters to its outputs."""
 
     def __init__(self, base: Any, name: str, adapters: Adapters) -> None:
         super().__init__()
@@ -98,21 +99,21 @@ def _read(folder: Path, name: str, model: Any) -> Adapter:
         tensors = load_file(folder / "adapter_model.safetensors")
         rank, alpha = int(config["r"]), float(config["lora_alpha"])
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise _refused(name, f"{folder} holds no adapter that can be read ({type(error).__name__})") from error
+        raise _unusable(name, f"{folder} contains no valid adapter ({type(error).__name__})") from error
     if config.get("use_dora") or config.get("bias", "none") != "none" or config.get("modules_to_save"):
-        raise _refused(name, "it uses DoRA, biases or modules_to_save, which this engine does not have")
+        raise _unusable(name, "it uses DoRA, biases or modules_to_save, which this engine does not support")
     scale = alpha / (rank**0.5 if config.get("use_rslora") else rank)
     pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     for key in tensors:
         if not key.endswith(_DOWN):
             if not key.endswith(_UP):
-                raise _refused(name, f"it holds {key}, which is no part of LoRA on linear layers")
+                raise _unusable(name, f"it contains {key}, and only LoRA on linear layers is supported")
             continue
         module_name = key.removeprefix(_PREFIX).removesuffix(_DOWN)
         down, up = tensors[key], tensors.get(key.replace(_DOWN, _UP))
         layer = _linear(model, module_name)
         if layer is None or up is None or (up.shape[0], down.shape[1]) != tuple(layer.weight.shape):
-            raise _refused(name, f"its {module_name} does not fit this model")
+            raise _unusable(name, f"its module {module_name} does not match this model")
         to = {"device": layer.weight.device, "dtype": layer.weight.dtype}
         pairs[module_name] = (down.to(**to), (up * scale).to(**to))
     return Adapter(pairs)
@@ -127,5 +128,5 @@ def _linear(model: Any, name: str) -> Any:
     return module if isinstance(module, torch.nn.Linear) else None
 
 
-def _refused(name: str, why: str) -> SluiceError:
+def _unusable(name: str, why: str) -> SluiceError:
     return invalid(f"LoRA adapter {name!r} cannot be loaded: {why}.", param="adapters", code="adapter_unusable")

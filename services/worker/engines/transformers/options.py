@@ -1,4 +1,4 @@
-"""What `--engine-args` of the transformers engine may say."""
+"""Options of the transformers engine in `--engine-args`."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ POOLINGS = ("", "last", "mean", "cls")
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """See `docs/engines-transformers.md`.
+    """Options of the engine; documented in `docs/engines-transformers.md`.
 
     Attributes:
-        device: as torch names it; "auto" takes the first GPU, else the CPU.
-        dtype: one of DTYPES; "auto" is the one in the model's files.
-        attention: one of ATTENTIONS.
-        memory_share: most of the free memory that cache and batch buffers may take, (0, 0.8].
-        threads: CPU threads of torch; None leaves torch's choice.
-        pooling: how hidden states become an embedding; empty: as the model's files say, and none if they do not.
-        prefix_cache: whether finished prompts stay in the cache for the next one.
-        trust_remote_code: whether code in the model's folder is run.
-        grammar_size: most symbols of a request's grammar.
-        grammar_fuel: most work of building its lexer, in units of llguidance; 50,000 are about a millisecond.
-        grammar_states: most states of its lexer, 1 to 2 KB each.
-        grammar_step_fuel: most work of the lexer for one token; 14,000 are about a millisecond of the whole batch.
-        grammar_step_items: most items of the parser for one token; 20,000 are about a millisecond.
+        device: Device name of torch; "auto" selects the first GPU, else the CPU.
+        dtype: One of DTYPES; "auto" uses the data type in the model's files.
+        attention: One of ATTENTIONS.
+        memory_share: Maximum share of the free memory for cache and batch buffers, in (0, 0.8].
+        threads: Number of CPU threads of torch; None uses torch's default.
+        pooling: Pooling of embeddings; empty: from the model's files, or no embeddings.
+        prefix_cache: Whether finished requests' blocks stay cached for reuse.
+        trust_remote_code: Whether to run code from the model's folder.
+        grammar_size: Maximum number of symbols in a request's grammar.
+        grammar_fuel: Maximum work to build its lexer, in llguidance units; 50,000 take about a millisecond.
+        grammar_states: Maximum number of lexer states, 1 to 2 KB each.
+        grammar_step_fuel: Maximum work of the lexer per token; 14,000 delay the batch by about a millisecond.
+        grammar_step_items: Maximum number of parser items per token; 20,000 take about a millisecond.
     """
 
     device: str = "auto"
@@ -49,7 +49,7 @@ class Options:
 
     @property
     def grammar_limits(self) -> GrammarLimits:
-        """Those of each grammar."""
+        """Limits of each grammar."""
         return GrammarLimits(
             self.grammar_size,
             self.grammar_fuel,
@@ -60,7 +60,7 @@ class Options:
 
 
 def read(text: str) -> Options:
-    """Raises SluiceError(INVALID_ARGUMENT) for what is unknown or out of range."""
+    """Parses `--engine-args`; raises SluiceError(INVALID_ARGUMENT) for unknown options and invalid values."""
     options = read_options(text, Options, "transformers")
     for name, value, allowed in (
         ("dtype", options.dtype, DTYPES),
@@ -68,16 +68,16 @@ def read(text: str) -> Options:
         ("pooling", options.pooling, POOLINGS),
     ):
         if value not in allowed:
-            raise _refused(f"{name} is {value!r}; choose from {', '.join(filter(None, allowed))}.")
+            raise _invalid_option(f"invalid {name} {value!r}; choose from {', '.join(filter(None, allowed))}.")
     if not 0 < options.memory_share <= 0.8:
-        raise _refused("memory_share must be above 0 and at most 0.8.")
+        raise _invalid_option("memory_share must be above 0 and at most 0.8.")
     for name in ("grammar_size", "grammar_fuel", "grammar_states", "grammar_step_fuel", "grammar_step_items"):
         if getattr(options, name) < 1:
-            raise _refused(f"{name} must be at least 1.")
+            raise _invalid_option(f"{name} must be at least 1.")
     if options.threads is not None and options.threads < 1:
-        raise _refused("threads must be at least 1.")
+        raise _invalid_option("threads must be at least 1.")
     return options
 
 
-def _refused(message: str) -> SluiceError:
+def _invalid_option(message: str) -> SluiceError:
     return invalid(f"transformers engine: {message}", param="engine_args")

@@ -1,4 +1,4 @@
-"""What one request asks of the sampler: unset options take the model's generation defaults, then plain values."""
+"""Resolves a request's sampling options: its own, then the model's generation defaults, then neutral values."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 
 from services.worker.contract.generation import GenerateRequest
 
-EXACT = 1e-5
-"""Below this a temperature is greedy: dividing by it would only lose precision."""
+MIN_TEMPERATURE = 1e-5
+"""Lower temperatures sample greedily, because dividing by them would lose precision."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingPlan:
-    """Options with no None left.
+    """Resolved sampling options of one request.
 
     Attributes:
-        temperature: 0 is greedy.
-        top_k: 0 is no limit.
-        logprobs: alternatives per token; None: no log-probabilities at all.
-        stop_ids: ids that end the request.
+        temperature: 0 samples greedily.
+        top_k: 0 disables the limit.
+        logprobs: Alternatives per token; None: log-probabilities not requested.
+        stop_ids: Token ids that end the request.
     """
 
     temperature: float = 1.0
@@ -40,73 +40,72 @@ class SamplingPlan:
 
     @property
     def greedy(self) -> bool:
-        """The likeliest token is taken."""
-        return self.temperature < EXACT
+        """Whether the most likely token is selected without sampling."""
+        return self.temperature < MIN_TEMPERATURE
 
     @property
     def penalises(self) -> bool:
-        """Tokens seen before count."""
+        """Whether a repetition, frequency or presence penalty applies."""
         return bool(self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1.0)
 
     @property
     def edits_logits(self) -> bool:
-        """Some step changes logits before a token is chosen; a grammar comes on top."""
+        """Whether any option changes logits before sampling; does not include grammars."""
         return bool(
             self.penalises or self.logit_bias or self.allowed_token_ids or self.bad_words or self.min_tokens > 0
         )
 
     @property
     def narrows(self) -> bool:
-        """Unlikely tokens are left out."""
+        """Whether top_p, top_k or min_p excludes tokens."""
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
 
 
 def plan_of(request: GenerateRequest, defaults: Mapping[str, Any], eos_token_ids: tuple[int, ...]) -> SamplingPlan:
-    """The plan of a request.
+    """Returns the resolved sampling options of a validated request.
 
     Args:
-        request: as the worker validated it.
-        defaults: the model's generation_config.json.
-        eos_token_ids: the model's; they end a request unless it ignores them.
+        defaults: Contents of the model's generation_config.json.
+        eos_token_ids: The model's end-of-sequence ids, which end a request unless it ignores them.
     """
     sampling, stop = request.sampling, request.stop
 
-    def chosen(name: str, plain: float) -> float:
-        asked = getattr(sampling, name)
-        value = defaults.get(name) if asked is None else asked
-        return plain if value is None else float(value)
+    def resolve(name: str, neutral: float) -> float:
+        requested = getattr(sampling, name)
+        value = defaults.get(name) if requested is None else requested
+        return neutral if value is None else float(value)
 
-    ends = set(stop.stop_token_ids)
+    stop_ids = set(stop.stop_token_ids)
     if stop.ignore_eos:
-        ends -= {*stop.eos_token_ids, *eos_token_ids}
-    elif not ends:
-        ends = {*stop.eos_token_ids, *eos_token_ids}
+        stop_ids -= {*stop.eos_token_ids, *eos_token_ids}
+    elif not stop_ids:
+        stop_ids = {*stop.eos_token_ids, *eos_token_ids}
     if request.guided is not None:
-        ends |= set(eos_token_ids)  # a grammar that is through leaves nothing else
+        stop_ids |= set(eos_token_ids)  # only these are allowed when the grammar is complete
     return SamplingPlan(
-        temperature=chosen("temperature", 1.0),
-        top_p=chosen("top_p", 1.0),
-        top_k=max(0, int(chosen("top_k", 0))),
-        min_p=chosen("min_p", 0.0),
+        temperature=resolve("temperature", 1.0),
+        top_p=resolve("top_p", 1.0),
+        top_k=max(0, int(resolve("top_k", 0))),
+        min_p=resolve("min_p", 0.0),
         frequency_penalty=sampling.frequency_penalty or 0.0,
         presence_penalty=sampling.presence_penalty or 0.0,
-        repetition_penalty=chosen("repetition_penalty", 1.0),
+        repetition_penalty=resolve("repetition_penalty", 1.0),
         seed=sampling.seed,
         logit_bias=sampling.logit_bias,
         allowed_token_ids=sampling.allowed_token_ids,
         bad_words=sampling.bad_words,
         min_tokens=stop.min_tokens,
-        stop_ids=tuple(sorted(ends)),
+        stop_ids=tuple(sorted(stop_ids)),
         logprobs=request.logprobs,
     )
 
 
 class History:
-    """Tokens of one request that penalties and bad words look back on.
+    """Tokens of one request to which penalties and bad words apply.
 
     Args:
-        prompt: ids of the prompt.
-        resumed: how many of them, at the end, an earlier worker of the same request generated.
+        prompt: Token ids of the prompt.
+        resumed: Number of trailing prompt tokens that another worker generated for the same request.
     """
 
     def __init__(self, prompt: list[int], resumed: int = 0) -> None:
@@ -118,7 +117,7 @@ class History:
             self._count(token_id)
 
     def add(self, token_id: int) -> None:
-        """One more generated token."""
+        """Adds a generated token."""
         self.generated += 1
         self.seen.add(token_id)
         self._count(token_id)
@@ -128,7 +127,7 @@ class History:
         self.counts[token_id] = self.counts.get(token_id, 0) + 1
 
     def banned(self, bad_words: tuple[tuple[int, ...], ...]) -> set[int]:
-        """Ids that would complete one of the sequences that must not come out."""
+        """Returns the ids that would complete one of the bad words."""
         return {
             word[-1]
             for word in bad_words

@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt's own tokens, by one plain forward pass beside the paged ones; needs torch."""
+"""Computes the log-probabilities of a prompt in one regular forward pass, outside the paged cache."""
 
 from __future__ import annotations
 
@@ -12,20 +12,23 @@ from services.worker.contract.generation import PositionLogprobs
 from services.worker.engines.transformers.lora import Adapters
 from services.worker.engines.transformers.sampler import position_logprobs
 
-MOST_LOGITS = 1 << 28
-"""Positions times vocabulary of one pass: 1 GiB in float32."""
+MAX_LOGITS = 1 << 28
+"""Maximum number of logits (positions times vocabulary) of one pass: 1 GiB in float32."""
 
 
 def score_prompt(
     model: Any, token_ids: array[int], alternatives: int, adapters: Adapters, lora: str
 ) -> list[PositionLogprobs]:
-    """One entry for each token but the first, which nothing comes before.
+    """Returns one entry per token, except for the first, which has no log-probability.
 
     Raises:
-        SluiceError: INVALID_ARGUMENT when the prompt is too long to hold all its logits.
+        SluiceError: INVALID_ARGUMENT when the prompt has too many logits.
     """
-    if len(token_ids) * int(model.config.get_text_config().vocab_size) > MOST_LOGITS:
-        raise invalid("The prompt is too long for prompt_logprobs on this engine.", param="prompt_logprobs")
+    if len(token_ids) * int(model.config.get_text_config().vocab_size) > MAX_LOGITS:
+        raise invalid(
+            "The prompt is too long for prompt_logprobs on this engine; shorten it or omit prompt_logprobs.",
+            param="prompt_logprobs",
+        )
     if len(token_ids) < 2:
         return []
     ids = torch.tensor([token_ids.tolist()], dtype=torch.long, device=model.device)

@@ -1,10 +1,10 @@
-"""How many cache blocks and batch tokens fit into the memory that is free; plain arithmetic."""
+"""Computes how many cache blocks and batch tokens fit into the free memory."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,13 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a model needs per token.
+    """Memory needs of a model.
 
     Attributes:
-        cache_bytes: keys and values of one token over all layers.
-        read_bytes: of one cached token while one layer's attention reads it, repeated for every head.
-        mask_bytes: of one cell of an attention mask; 0 when the attention needs none.
-        vocab_size: width of a row of logits.
+        cache_bytes: Bytes of one token's keys and values over all layers.
+        read_bytes: Bytes of one cached token while a layer's attention reads it, repeated for every head.
+        mask_bytes: Bytes of one attention mask cell; 0 if the attention needs no mask.
+        vocab_size: Width of a row of logits.
     """
 
     cache_bytes: int
@@ -32,7 +32,7 @@ class Shape:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], itemsize: int, masks: bool) -> Shape:
-        """From a text model's config.json and the size of its numbers."""
+        """Returns the shape for a text model's config.json; `itemsize` is the size of one weight in bytes."""
         heads = int(config["num_attention_heads"])
         kv_heads = int(config.get("num_key_value_heads") or heads)
         head_dim = int(config.get("head_dim") or int(config["hidden_size"]) // heads)
@@ -47,7 +47,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What the cache and a batch may hold."""
+    """Sizes of the cache and of a batch."""
 
     block_size: int
     total_blocks: int
@@ -55,7 +55,7 @@ class Plan:
     max_sequences: int
 
     def bytes(self, shape: Shape) -> int:
-        """Memory the plan takes beside the weights."""
+        """Returns the memory that the plan needs in addition to the weights."""
         tokens = self.block_size * self.total_blocks
         mask = shape.mask_bytes * self.max_batched_tokens * (tokens + self.max_batched_tokens)
         logits = 3 * OUTPUT_ROW_BYTES * shape.vocab_size * self.max_sequences
@@ -63,16 +63,16 @@ class Plan:
 
 
 def fit(wanted: Plan, fixed: frozenset[str], shape: Shape, room: int) -> Plan:
-    """The plan that fits into `room` bytes: what was asked for by flag stays, defaults shrink.
+    """Returns a plan that fits into `room` bytes by shrinking sizes that are not fixed.
 
     Args:
-        wanted: settings.
-        fixed: names of the settings that somebody asked for.
-        shape: of the model.
-        room: bytes.
+        wanted: The desired plan.
+        fixed: Names of the sizes that the user set.
+        shape: Memory needs of the model.
+        room: Available memory in bytes.
 
     Raises:
-        SluiceError: FAILED_PRECONDITION when even the smallest plan with what was asked for is too big.
+        SluiceError: FAILED_PRECONDITION when even the smallest plan with the fixed sizes does not fit.
     """
     plan = wanted
     while plan.bytes(shape) > room:
@@ -81,8 +81,8 @@ def fit(wanted: Plan, fixed: frozenset[str], shape: Shape, room: int) -> Plan:
             raise SluiceError(
                 ErrorKind.FAILED_PRECONDITION,
                 f"Not enough memory: {plan.total_blocks} blocks of {plan.block_size} tokens and batches of "
-                f"{plan.max_batched_tokens} tokens take {_mib(plan.bytes(shape))} MiB, the engine may take "
-                f"{_mib(max(room, 0))}; lower --total-blocks or --max-batched-tokens, or raise memory_share.",
+                f"{plan.max_batched_tokens} tokens need {_mib(plan.bytes(shape))} MiB, and the engine may use "
+                f"{_mib(max(room, 0))} MiB; lower --total-blocks or --max-batched-tokens, or raise memory_share.",
                 code="not_enough_memory",
             )
         plan = smaller
@@ -90,26 +90,21 @@ def fit(wanted: Plan, fixed: frozenset[str], shape: Shape, room: int) -> Plan:
 
 
 def _smaller(plan: Plan, fixed: frozenset[str]) -> Plan | None:
-    """Halves the default that costs most; None when nothing can shrink."""
+    """Halves the first size that is not fixed; returns None when no size can shrink."""
     candidates = {
         "max_batched_tokens": (plan.max_batched_tokens, 256),
         "total_blocks": (plan.total_blocks, 64),
         "max_sequences": (plan.max_sequences, 8),
     }
-    for name, (value, least) in candidates.items():
-        if name not in fixed and value > least:
-            halved = max(least, value // 2)
-            return Plan(
-                plan.block_size,
-                halved if name == "total_blocks" else plan.total_blocks,
-                halved if name == "max_batched_tokens" else plan.max_batched_tokens,
-                halved if name == "max_sequences" else plan.max_sequences,
-            )
+    for name, (value, minimum) in candidates.items():
+        if name not in fixed and value > minimum:
+            halved = max(minimum, value // 2)
+            return replace(plan, **{name: halved})
     return None
 
 
 def free_memory() -> int:
-    """Bytes of main memory this process may still take: the machine's, or its container's limit if lower."""
+    """Returns the available main memory in bytes: the machine's, or the remainder of the container's limit if lower."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for line in _read("/proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):

@@ -1,4 +1,4 @@
-"""From settings to an engine that can step; runs off the event loop, and is the first to import torch."""
+"""Starts the engine: loads the model and allocates its cache, off the event loop; imports torch lazily."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DEFAULT_BATCH = 512
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """Everything a running engine holds."""
+    """The components of a started engine."""
 
     config: EngineConfig
     folder: ModelFolder
@@ -49,7 +49,7 @@ class Started:
         seed: int,
         limit: int,
     ) -> bool:
-        """Queues a request under a key; False when the engine has stopped."""
+        """Queues a request; returns False when the engine has stopped."""
         from services.worker.engines.transformers.batch_request import BatchRequest
         from services.worker.engines.transformers.sampler import TokenSampler
 
@@ -58,27 +58,30 @@ class Started:
         return self.batcher.add(key, BatchRequest(sampler, seed, request.lora, request.priority), token_ids, limit)
 
     def constraint(self, request: GenerateRequest) -> Constraint:
-        """Compiles a request's grammar; slow. SluiceError(INVALID_ARGUMENT) when it cannot be used."""
+        """Compiles a request's grammar, which is slow; raises SluiceError(INVALID_ARGUMENT) for an invalid grammar."""
         if self.grammars is None or request.guided is None:
-            raise SluiceError(ErrorKind.FAILED_PRECONDITION, "llguidance is not installed in this worker.")
+            raise SluiceError(
+                ErrorKind.FAILED_PRECONDITION,
+                "llguidance is not installed in this worker; install it to use response_format.",
+            )
         resumed = request.token_ids[len(request.token_ids) - request.resumed_tokens :]
         return self.grammars.constraint(request.guided, resumed.tolist())
 
     def score(self, request: GenerateRequest) -> list[PositionLogprobs]:
-        """Log-probabilities of a request's prompt; slow. SluiceError(INVALID_ARGUMENT) when it is too long."""
+        """Returns the log-probabilities of a prompt; slow. Raises SluiceError(INVALID_ARGUMENT) if it is too long."""
         from services.worker.engines.transformers.scoring import score_prompt
 
         return score_prompt(self.model, request.token_ids, request.prompt_logprobs or 0, self.adapters, request.lora)
 
     def load_adapter(self, name: str, path: str) -> None:
-        """Loads an adapter between two steps; slow. SluiceError(INVALID_ARGUMENT) when it does not fit."""
+        """Loads an adapter between two steps, which is slow; raises SluiceError(INVALID_ARGUMENT) if incompatible."""
         if name in self.adapters.names:
             self.unload_adapter(name)
         with self.batcher.pause():
             self.adapters.load(name, Path(path))
 
     def unload_adapter(self, name: str) -> None:
-        """Forgets an adapter that no request uses, and prefixes: another one of that name would find its blocks."""
+        """Removes an unused adapter and clears the prefix cache, because another adapter may reuse its name."""
         self.adapters.unload(name)
         self.batcher.forget_prefixes()
 
@@ -87,12 +90,12 @@ def start_engine(settings: WorkerSettings, options: Options, listener: Listener)
     """Loads the model and allocates its cache.
 
     Args:
-        settings: of the worker.
-        options: of the engine.
-        listener: told what is being done, and later what the engine's thread does.
+        settings: The worker's settings.
+        options: The engine's options.
+        listener: Callbacks for start phases and, later, for steps.
 
     Raises:
-        SluiceError: one sentence that says what is missing or does not fit.
+        SluiceError: When a package or file is missing, an option is invalid, or memory is insufficient.
     """
     listener.on_phase("reading the model's files")
     folder = read_folder(settings.spec.source)
@@ -111,7 +114,7 @@ def start_engine(settings: WorkerSettings, options: Options, listener: Listener)
         adapters.load(name, path)
     listener.on_phase("allocating the cache")
     shape = Shape.of(folder.config, DTYPE_BYTES[loading.dtype_of(folder, options)], not _flash(options))
-    plan = _plan(settings, shape, int(loading.room_on(device) * options.memory_share))
+    plan = _plan(settings, shape, int(loading.free_memory_on(device) * options.memory_share))
     batcher = batching.Batcher(model, plan, adapters, options.prefix_cache, listener)
     try:
         batcher.prepare()
@@ -132,16 +135,16 @@ def _config(
     folder: ModelFolder,
     plan: Plan,
     batcher: Batcher,
-    guides: bool,
-    embeds: bool,
+    has_grammars: bool,
+    has_embeddings: bool,
     version: str,
 ) -> EngineConfig:
     from services.worker.engines.transformers.engine import TransformersEngine
 
     capabilities = set(TransformersEngine.CAPABILITIES)
-    if not guides:
+    if not has_grammars:
         capabilities -= guidance.KINDS
-    if not embeds:
+    if not has_embeddings:
         capabilities.discard(Capability.EMBEDDINGS)
     if not batcher.shares_prefixes:
         capabilities -= {Capability.KV_EVENTS, Capability.CLEAR_CACHE}
@@ -151,15 +154,15 @@ def _config(
         source=settings.spec.source,
         processor=settings.spec.processor or models.detect_processor(folder.path),
         fingerprint=models.fingerprint(folder.path),
-        # A sequence that fills the whole cache is the longest one that can ever finish.
-        context_length=min(declared, batcher.tokens_of_cache),
+        # A sequence cannot be longer than the whole cache.
+        context_length=min(declared, batcher.cache_tokens),
         vocab_size=folder.vocab_size,
         block_size=plan.block_size if batcher.shares_prefixes else 0,
         total_blocks=plan.total_blocks,
         max_sequences=plan.max_sequences,
         max_batched_tokens=plan.max_batched_tokens,
         eos_token_ids=folder.eos_token_ids,
-        capabilities=frozenset(str(one) for one in capabilities),
+        capabilities=frozenset(str(capability) for capability in capabilities),
         adapters=tuple(_adapter_folders(settings)),
         role=Role.AGGREGATED,
         engine="transformers",
@@ -169,7 +172,7 @@ def _config(
 
 
 def _plan(settings: WorkerSettings, shape: Shape, room: int) -> Plan:
-    """The sizes of the settings; those nobody asked for start lower than the mock's."""
+    """Returns the configured sizes that fit into memory; sizes that are not set start from lower defaults."""
     fixed = frozenset(settings.model_fields_set)
 
     def size(name: str, default: int) -> int:
@@ -189,10 +192,10 @@ def _plan(settings: WorkerSettings, shape: Shape, room: int) -> Plan:
 
 def _adapter_folders(settings: WorkerSettings) -> dict[str, Path]:
     folders: dict[str, Path] = {}
-    for given in settings.adapters:
-        name, found, path = given.partition("=")
-        if not found or not name or not path:
-            raise invalid(f"Adapter {given!r} needs its folder; write NAME=FOLDER.", param="adapters")
+    for adapter in settings.adapters:
+        name, _, path = adapter.partition("=")
+        if not name or not path:
+            raise invalid(f"Adapter {adapter!r} has no name or folder; use NAME=FOLDER.", param="adapters")
         folders[name] = Path(path).expanduser()
     return folders
 
@@ -216,5 +219,5 @@ def _require_library() -> None:
     except ImportError as error:
         raise SluiceError(
             ErrorKind.FAILED_PRECONDITION,
-            f"The transformers engine needs {error.name}; install the extra: pip install 'sluice-llm[transformers]'.",
+            f"The transformers engine requires {error.name}: pip install 'sluice-llm[transformers]'.",
         ) from error

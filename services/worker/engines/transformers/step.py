@@ -1,4 +1,4 @@
-"""What the engine's thread tells the event loop: plain data, one message a step."""
+"""Messages from the batching thread to the event loop, one per step."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from services.worker.contract.generation import PositionLogprobs
 
 
 class Row(NamedTuple):
-    """One request's token of a step. `cached` comes with the first one; `ended` says that it was the last."""
+    """One request's token of a step. `cached_tokens` is set on the first token; `ended` marks the last one."""
 
     key: str
     token_id: int
-    cached: int | None
+    cached_tokens: int | None
     logprobs: PositionLogprobs | None
     ended: bool
     error: str = ""
@@ -24,7 +24,7 @@ class Row(NamedTuple):
 
 @dataclass(slots=True)
 class Step:
-    """One step's rows, what became of the prefix cache, and requests that failed with why."""
+    """Result of one step: new tokens, changes of the prefix cache, and failed requests as (key, error)."""
 
     rows: list[Row] = field(default_factory=list)
     events: list[KvEvent] = field(default_factory=list)
@@ -36,7 +36,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """Who hears from the engine's thread, and before that from the one that loads; called in those threads."""
+    """Callbacks for steps, the exit of the batching thread, and start phases; called in the engine's threads."""
 
     on_step: Callable[[Step], None]
     on_end: Callable[[], None]
@@ -45,7 +45,7 @@ class Listener:
 
 @dataclass(frozen=True, slots=True)
 class Gauges:
-    """How the engine's thread is doing; made anew each step, so that any thread may read it."""
+    """Metrics of the batching thread; replaced as a whole after each step, so that any thread can read them."""
 
     running: int = 0
     used_blocks: int = 0
@@ -55,21 +55,21 @@ class Gauges:
 
 
 class CacheChanges:
-    """Collects what is stored in and removed from the prefix cache within a step, in order."""
+    """Collects the changes of the prefix cache within a step, in order."""
 
     def __init__(self) -> None:
         self._events: list[KvEvent] = []
 
     def stored(self, block_hash: int) -> None:
-        """A full block can be reused from now on."""
+        """Records that a full block can be reused."""
         self._add(BlocksStored, block_hash)
 
     def removed(self, block_hash: int) -> None:
-        """A block cannot be reused any more."""
+        """Records that a block can no longer be reused."""
         self._add(BlocksRemoved, block_hash)
 
     def take(self) -> list[KvEvent]:
-        """Everything since the last call; runs of the same kind are one event."""
+        """Returns and clears the changes; consecutive changes of the same kind form one event."""
         events, self._events = self._events, []
         return events
 

@@ -1,4 +1,4 @@
-"""vLLM in this process: its AsyncLLM, token ids in and out."""
+"""Runs vLLM in process: its AsyncLLM, with token ids in and out."""
 
 from services.worker.engines.vllm.engine import VllmEngine
 

@@ -1,4 +1,4 @@
-"""The LoRA adapters of one engine: names that requests use, numbers and folders that vLLM uses."""
+"""Maps the LoRA adapter names of requests to vLLM's adapter ids and folders."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from services.common.errors import invalid, not_found
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """One adapter; numbers are never used again, for vLLM caches by them."""
+    """One adapter; numbers are never reused, because vLLM uses them as cache keys."""
 
     name: str
     number: int
@@ -19,48 +19,48 @@ class Adapter:
 
 
 class Adapters:
-    """Those that are loaded."""
+    """Holds the loaded adapters."""
 
     def __init__(self) -> None:
         self._loaded: dict[str, Adapter] = {}
-        self._paths_before: dict[str, str] = {}
+        self._last_paths: dict[str, str] = {}
         self._numbers = 0
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Sorted."""
+        """The names of the loaded adapters, sorted."""
         return tuple(sorted(self._loaded))
 
     def find(self, name: str) -> Adapter:
-        """SluiceError(NOT_FOUND) when there is none of this name."""
+        """Returns a loaded adapter; raises SluiceError(NOT_FOUND) for an unknown name."""
         try:
             return self._loaded[name]
         except KeyError:
             raise not_found(f"LoRA adapter {name!r} is not loaded.", param="lora", code="adapter_not_found") from None
 
     def prepare(self, arguments: Mapping[str, str]) -> Adapter:
-        """The adapter that `load_lora` asks for, not loaded yet.
+        """Returns a new adapter for the arguments of `load_lora`, without adding it.
 
         Raises:
-            SluiceError: INVALID_ARGUMENT when name or folder are missing, or the name is taken.
+            SluiceError: INVALID_ARGUMENT when the name or the folder is missing, or the name is in use.
         """
         name, path = arguments.get("name", ""), arguments.get("path", "")
         if not name or not path:
-            raise invalid("Loading an adapter needs its name and its path.", param="arguments")
+            raise invalid("Missing adapter name or path; send both as arguments.", param="arguments")
         if name in self._loaded:
-            raise invalid(f"LoRA adapter {name!r} is loaded already; unload it first.", param="name")
+            raise invalid(f"LoRA adapter {name!r} is already loaded; unload it first.", param="name")
         if not Path(path).is_dir():
-            raise invalid(f"LoRA adapter {name!r}: {path} is no folder.", param="path", code="adapter_unusable")
+            raise invalid(f"LoRA adapter {name!r}: {path} is not a folder.", param="path", code="adapter_unusable")
         self._numbers += 1
         return Adapter(name, self._numbers, path)
 
     def add(self, adapter: Adapter) -> bool:
-        """Takes it in; True when the name stood for another folder before, whose cached prefixes must go."""
+        """Adds an adapter; returns whether its name had another folder before, so that cached prefixes are invalid."""
         self._loaded[adapter.name] = adapter
-        before = self._paths_before.setdefault(adapter.name, adapter.path)
-        self._paths_before[adapter.name] = adapter.path
-        return before != adapter.path
+        previous = self._last_paths.setdefault(adapter.name, adapter.path)
+        self._last_paths[adapter.name] = adapter.path
+        return previous != adapter.path
 
     def remove(self, name: str) -> None:
-        """No request finds it any more."""
+        """Removes an adapter, if loaded."""
         self._loaded.pop(name, None)

@@ -1,4 +1,4 @@
-"""What a started vLLM says about itself. Pure: reads attributes, imports nothing of vLLM."""
+"""Builds the model card of a started vLLM from its VllmConfig, without importing vLLM."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ CAPABILITIES = frozenset(
     }
 )
 
-_OF_POOLING = frozenset({Capability.TOKEN_IDS, Capability.EMBEDDINGS, Capability.LORA, Capability.LORA_LOADING})
+_POOLING = frozenset({Capability.TOKEN_IDS, Capability.EMBEDDINGS, Capability.LORA, Capability.LORA_LOADING})
 
 
 def capabilities(config: Any, *, has_events: bool) -> frozenset[Capability]:
-    """Those that the engine has as it was started; `config` is its VllmConfig."""
+    """Returns the capabilities of the started engine; `config` is its VllmConfig."""
     model = config.model_config
-    able = {
+    supported = {
         Capability.PROMPT_EMBEDS: model.enable_prompt_embeds,
         Capability.PRIORITY: config.scheduler_config.policy == "priority",
         Capability.DATA_PARALLEL_RANK: config.parallel_config.data_parallel_size > 1,
@@ -56,14 +56,14 @@ def capabilities(config: Any, *, has_events: bool) -> frozenset[Capability]:
         Capability.THINKING_TOKEN_BUDGET: getattr(config, "reasoning_config", None) is not None,
         **dict.fromkeys(GUIDED, not model.skip_tokenizer_init),
     }
-    missing = {capability for capability, has in able.items() if not has}
+    missing = {capability for capability, has in supported.items() if not has}
     if model.runner_type == "pooling":
-        return _OF_POOLING - missing
+        return _POOLING - missing
     return CAPABILITIES - missing - {Capability.EMBEDDINGS}
 
 
 def request_facts(config: Any) -> Facts:
-    """What requests must be mapped with."""
+    """Returns the engine facts that the request mapping needs."""
     return Facts(
         context_length=int(config.model_config.max_model_len),
         defaults=dict(config.model_config.get_diff_sampling_param()),
@@ -71,12 +71,12 @@ def request_facts(config: Any) -> Facts:
 
 
 def usable_blocks(config: Any) -> int:
-    """KV-cache blocks of one rank that requests can have; vLLM keeps one to itself."""
+    """Returns the number of KV-cache blocks per rank available to requests; vLLM reserves one."""
     return max(int(config.cache_config.num_gpu_blocks or 1) - 1, 0)
 
 
 def eos_token_ids(config: Any) -> tuple[int, ...]:
-    """Ids that end a generation, of the model's generation configuration and its own."""
+    """Returns the end-of-sequence ids of the model's generation config and model config, sorted."""
     found: set[int] = set()
     for source in (config.model_config.try_get_generation_config(), vars(config.model_config.hf_config)):
         declared = source.get("eos_token_id")
@@ -87,13 +87,12 @@ def eos_token_ids(config: Any) -> tuple[int, ...]:
 def engine_config(
     settings: WorkerSettings, path: Path, config: Any, version: str, adapters: tuple[str, ...], *, has_events: bool
 ) -> EngineConfig:
-    """The card.
+    """Returns the description of the started engine.
 
     Args:
-        path: the model's tokenizer files.
+        path: Folder of the model's tokenizer files.
         config: vLLM's VllmConfig after the start.
     """
-    able = capabilities(config, has_events=has_events)
     return EngineConfig(
         model=settings.spec.name,
         source=settings.spec.source,
@@ -106,7 +105,7 @@ def engine_config(
         max_sequences=int(config.scheduler_config.max_num_seqs),
         max_batched_tokens=int(config.scheduler_config.max_num_batched_tokens),
         eos_token_ids=eos_token_ids(config),
-        capabilities=frozenset(able),
+        capabilities=frozenset(capabilities(config, has_events=has_events)),
         adapters=adapters,
         data_parallel_size=int(config.parallel_config.data_parallel_size),
         role=Role[settings.role.upper()],

@@ -1,4 +1,4 @@
-"""Operating a running vLLM: its cache, its adapters, its sleep and its profiler."""
+"""Control actions of a running vLLM: cache, adapters, sleep and profiler."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ SLEEP_LEVELS = ("1", "2")
 
 
 class Controls:
-    """What an operator may ask of one engine.
+    """Runs control actions on one engine.
 
     Args:
-        llm: a started AsyncLLM.
-        has_connector: a KV connector keeps blocks outside the engine, too.
+        llm: A started AsyncLLM.
+        has_connector: Whether a KV connector also stores blocks outside the engine.
     """
 
     def __init__(self, llm: Any, adapters: Adapters, events: CacheEvents, *, has_connector: bool) -> None:
@@ -36,13 +36,13 @@ class Controls:
             "stop_profile": (Capability.PROFILE, self._stop_profile),
         }
 
-    async def run(self, action: str, arguments: Mapping[str, str], able: Collection[Capability]) -> dict[str, str]:
-        """One action; SluiceError(FAILED_PRECONDITION) when the engine, as started, does not have it."""
+    async def run(self, action: str, arguments: Mapping[str, str], available: Collection[Capability]) -> dict[str, str]:
+        """Runs one action; raises SluiceError(FAILED_PRECONDITION) when the started engine does not support it."""
         capability, perform = self._actions.get(action, (None, None))
-        if capability not in able or perform is None:
+        if capability not in available or perform is None:
             raise SluiceError(
                 ErrorKind.FAILED_PRECONDITION,
-                f"This vLLM does not have the action {action}.",
+                f"This vLLM does not support the action {action}.",
                 param="action",
                 code="unsupported_by_engine",
             )
@@ -54,7 +54,7 @@ class Controls:
             raise library.error_of(error) from error
 
     async def clear_cache(self) -> None:
-        """SluiceError(FAILED_PRECONDITION) while requests hold blocks."""
+        """Clears the prefix cache; raises SluiceError(FAILED_PRECONDITION) while requests hold blocks."""
         try:
             cleared = await self._llm.reset_prefix_cache(reset_connector=self._has_connector)
         except Exception as error:
@@ -62,20 +62,20 @@ class Controls:
         if not cleared:
             raise SluiceError(
                 ErrorKind.FAILED_PRECONDITION,
-                "vLLM cannot clear its cache while requests use it; try again when they have ended.",
+                "vLLM cannot clear its cache while requests use it; try again when no requests are in flight.",
                 code="cache_in_use",
             )
         self._events.forget()
 
     async def load_lora(self, arguments: Mapping[str, str]) -> dict[str, str]:
-        """Loads an adapter from a folder that the engine's process can read."""
+        """Loads an adapter from a folder that the engine process can read."""
         adapter = self._adapters.prepare(arguments)
         try:
             loaded = await self._llm.add_lora(library.lora_request(adapter.name, adapter.number, adapter.path))
         except Exception as error:
             raise _unusable(adapter.name, str(library.error_of(error))) from error
         if not loaded:
-            raise _unusable(adapter.name, "vLLM did not take it")
+            raise _unusable(adapter.name, "vLLM rejected it")
         if self._adapters.add(adapter):
             await self.clear_cache()
         return {}
@@ -89,7 +89,7 @@ class Controls:
     async def _sleep(self, arguments: Mapping[str, str]) -> dict[str, str]:
         level = arguments.get("level") or "1"
         if level not in SLEEP_LEVELS:
-            raise invalid(f"The level of sleep is 1 or 2, not {level!r}.", param="level")
+            raise invalid(f"Invalid sleep level {level!r}; use 1 or 2.", param="level")
         await self._llm.sleep(int(level))
         self._events.forget()
         return {"level": level}

@@ -1,4 +1,4 @@
-"""What runs in vLLM's engine process, which imports this first: vLLM's own code, and one line when it cannot start."""
+"""Entry point of vLLM's engine process, which records why a start failed."""
 
 from __future__ import annotations
 
@@ -11,38 +11,41 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from services.worker.engines.shared import crash_reason
+from services.worker.engines.shared.crash_reason import CrashReason
 
-_LAST_WORDS = "SLUICE_VLLM_LAST_WORDS"
-"""Environment variable: the file for what the engine process says at last."""
-_theirs: Callable[..., None] | None = None
+_CRASH_FILE = "SLUICE_VLLM_LAST_WORDS"
+"""Environment variable with the path of the crash reason file."""
+_original: Callable[..., None] | None = None
 
 
 @contextmanager
-def speaking() -> Iterator[Path]:
-    """While it lasts, a new engine process that fails writes why into the file that this gives."""
-    global _theirs
+def recording_crashes() -> Iterator[Path]:
+    """Yields the path to which an engine process started in this context writes its crash reason."""
+    global _original
     from vllm.v1.engine.core import EngineCoreProc
 
     with tempfile.TemporaryDirectory(prefix="sluice-vllm-") as folder:
         path = Path(folder, "last-words")
-        os.environ[_LAST_WORDS] = str(path)
-        _theirs = EngineCoreProc.run_engine_core
+        os.environ[_CRASH_FILE] = str(path)
+        _original = EngineCoreProc.run_engine_core
         EngineCoreProc.run_engine_core = staticmethod(run_engine_core)
         try:
             yield path
         finally:
-            EngineCoreProc.run_engine_core = staticmethod(_theirs)
-            del os.environ[_LAST_WORDS]
+            EngineCoreProc.run_engine_core = staticmethod(_original)
+            del os.environ[_CRASH_FILE]
 
 
 def run_engine_core(*args: Any, **kwargs: Any) -> None:
-    """In the engine's process. Where that was forked, vLLM's own function is the one remembered there."""
+    """Runs vLLM's engine process with crash reporting.
+
+    A forked process inherits the patched class, so vLLM's original function comes from `_original`.
+    """
     from vllm.v1.engine.core import EngineCoreProc
 
-    own = logging.getLogger("vllm.v1.engine.core")
-    own.addFilter(crash_reason.CrashReason(Path(os.environ[_LAST_WORDS]), "EngineCore failed to start"))
+    logger = logging.getLogger("vllm.v1.engine.core")
+    logger.addFilter(CrashReason(Path(os.environ[_CRASH_FILE]), "EngineCore failed to start"))
     try:
-        (_theirs or EngineCoreProc.run_engine_core)(*args, **kwargs)
+        (_original or EngineCoreProc.run_engine_core)(*args, **kwargs)
     except Exception:
-        sys.exit(1)  # logged already, with all there is to say
+        sys.exit(1)  # vLLM has logged the error

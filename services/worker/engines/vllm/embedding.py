@@ -1,4 +1,4 @@
-"""Embeddings by a vLLM that runs a pooling model."""
+"""Computes embeddings with a vLLM that runs a pooling model."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from services.common.errors import SluiceError, internal
 from services.worker.contract.engine import Embedded
 from services.worker.engines.vllm import library
 
-MOST_AT_ONCE = 64
+MAX_CONCURRENT = 64
 
 
 async def embed_all(llm: Any, inputs: Sequence[array[int]], dimensions: int, adapter: Any) -> Embedded:
-    """Vectors in the order of the inputs, a bounded number under way at a time.
+    """Returns vectors in input order; computes at most `MAX_CONCURRENT` at a time.
 
     Raises:
-        SluiceError: as vLLM refuses or fails; the others are then given up.
+        SluiceError: The first failure; the remaining inputs are then cancelled.
     """
-    limit = asyncio.Semaphore(MOST_AT_ONCE)
+    limit = asyncio.Semaphore(MAX_CONCURRENT)
 
     async def one(token_ids: array[int]) -> bytes:
         async with limit:
@@ -47,4 +47,4 @@ async def _embed(llm: Any, token_ids: array[int], dimensions: int, adapter: Any)
         raise
     except Exception as error:
         raise library.error_of(error) from error
-    raise internal("The engine ended an embedding without a vector.")
+    raise internal("The engine completed an embedding without a vector.")

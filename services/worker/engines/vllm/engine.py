@@ -1,4 +1,4 @@
-"""The engine: starts vLLM's AsyncLLM, gives it requests, watches over its process."""
+"""The vLLM engine: starts AsyncLLM, submits requests to it and monitors its process."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from services.worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
 
-WATCH_S = 0.25
-SHUT_DOWN_S = 3.0
+HEALTH_CHECK_INTERVAL_S = 0.25
+SHUTDOWN_TIMEOUT_S = 3.0
 
 
 class VllmEngine(LLMEngine):
-    """vLLM's AsyncLLM: its scheduler and model run in processes of their own, its client in this one."""
+    """Hosts vLLM's AsyncLLM: the scheduler and the model run in child processes, their client in the worker."""
 
     CAPABILITIES: ClassVar[frozenset[Capability]] = card.CAPABILITIES
 
     def __init__(self, settings: WorkerSettings) -> None:
         super().__init__()
         self._settings = settings
-        self._named = options.named_adapters(settings.adapters)
+        self._startup_adapters = options.named_adapters(settings.adapters)
         self._llm: Any = None
         self._config: Any = None
         self._facts = Facts(0)
@@ -52,7 +52,7 @@ class VllmEngine(LLMEngine):
         self._adapters = Adapters()
         self._controls: Controls | None = None
         self._events = CacheEvents()
-        self._compiling = GrammarCompiler(settings.grammar_timeout_s, settings.grammar_threads)
+        self._grammars = GrammarCompiler(settings.grammar_timeout_s, settings.grammar_threads)
         self._states = InflightRequests(self.tasks, self._abort_in_vllm, library.error_of)
 
     @classmethod
@@ -69,34 +69,35 @@ class VllmEngine(LLMEngine):
         path = await asyncio.to_thread(models.resolve, settings.spec.source)
         arguments = await asyncio.to_thread(self._arguments, path)
         self.on_phase("loading the model into vLLM", None)
-        self._llm = await asyncio.to_thread(library.launch, arguments, self._note_stats)
+        self._llm = await asyncio.to_thread(library.launch, arguments, self._record_stats)
         self._config = config = self._llm.vllm_config
         self._check_role()
         self._facts = card.request_facts(config)
         self._loads = [Load() for _ in range(config.parallel_config.data_parallel_size)]
         self._controls = Controls(self._llm, self._adapters, self._events, has_connector=_has_connector(config))
         self.on_phase("loading adapters", None)
-        for name, folder in self._named.items():
+        for name, folder in self._startup_adapters.items():
             await self._controls.load_lora({"name": name, "path": folder})
         publishing = config.kv_events_config
         if publishing is not None and publishing.enable_kv_cache_events:
             self._events.open(
                 publishing.endpoint, self._llm.get_kv_event_sources(), int(config.cache_config.block_size), self.tasks
             )
-        self.tasks.spawn(self._watch(), "vllm-watch")
+        self.tasks.spawn(self._monitor_process(), "vllm-watch")
         return await asyncio.to_thread(self._describe, path, version)
 
     def _arguments(self, path: Path) -> Any:
-        """vLLM's arguments, with the worker's wishes where the user said nothing."""
+        """Returns vLLM's engine arguments, with the worker's defaults for options that the user did not set."""
         source = self._settings.spec.source
-        # Of a hub id only the tokenizer is here; vLLM fetches the weights itself.
-        line = options.command_line(self._settings, str(path) if Path(source).expanduser().exists() else source)
-        line = library.add_defaults(line, {"scheduling_policy": "priority"})
-        given = library.read_arguments(line)
-        if given.kv_events_config is None and given.enable_prefix_caching is not False and given.runner != "pooling":
-            endpoints = self._events.endpoints(given.data_parallel_size)
-            given = library.read_arguments(library.add_defaults(line, {"kv_events_config": endpoints}))
-        return given
+        # For a hub id only the tokenizer files are local; vLLM downloads the weights itself.
+        argv = options.command_line(self._settings, str(path) if Path(source).expanduser().exists() else source)
+        argv = library.add_defaults(argv, {"scheduling_policy": "priority"})
+        arguments = library.read_arguments(argv)
+        caches = arguments.enable_prefix_caching is not False and arguments.runner != "pooling"
+        if arguments.kv_events_config is None and caches:
+            endpoints = self._events.endpoints(arguments.data_parallel_size)
+            arguments = library.read_arguments(library.add_defaults(argv, {"kv_events_config": endpoints}))
+        return arguments
 
     def _describe(self, path: Path, version: str) -> EngineConfig:
         return card.engine_config(
@@ -112,15 +113,15 @@ class VllmEngine(LLMEngine):
         role = self._settings.role
         if role != "aggregated" and not _has_connector(self._config):
             raise invalid(
-                f"vLLM needs a KV connector to play the role {role}; give --kv-transfer-config after --.", param="role"
+                f"vLLM needs a KV connector for the role {role}; add --kv-transfer-config after --.", param="role"
             )
 
     def submit(self, request: GenerateRequest, context: GenerateContext, sink: Sink) -> None:
-        llm = self._started()
+        llm = self._require_llm()
         if self._config.model_config.runner_type == "pooling":
             raise SluiceError(
                 ErrorKind.FAILED_PRECONDITION,
-                "This worker computes embeddings only.",
+                "This worker only computes embeddings; send the request to a model that generates text.",
                 param="model",
                 code="unsupported_by_engine",
             )
@@ -133,11 +134,14 @@ class VllmEngine(LLMEngine):
             sink,
             request.logprobs,
             request.prompt_logprobs,
-            hands_over=_plays(request, Role.PREFILL),
+            is_prefill=_has_role(request, Role.PREFILL),
             guided=request.guided,
         )
         if handoff is not None and handoff.token_id in request.stop.stop_token_ids:
-            raise invalid("The prefill worker's token has ended this request already.", param="disaggregation")
+            raise invalid(
+                "The token of the prefill worker already ends this request; do not send it to a decode worker.",
+                param="disaggregation",
+            )
         options = {
             "lora_request": adapter,
             "priority": request.priority,
@@ -147,11 +151,11 @@ class VllmEngine(LLMEngine):
         self._states.begin(request.request_id, state, lambda: add(request.request_id, prompt, params, **options))
 
     async def _add_guided(self, request_id: str, prompt: Any, params: Any, **options: Any) -> Any:
-        """As AsyncLLM.add_request, which compiles the grammar to check it, on the event loop that serves everybody."""
-        llm = self._started()
+        """Adds a request after compiling its grammar in a thread; AsyncLLM.add_request would block the event loop."""
+        llm = self._require_llm()
         tasks = await llm.get_supported_tasks()
-        checked = await self._compiling.run(lambda: library.checked(llm, request_id, prompt, params, tasks, options))
-        return await llm.add_request(request_id, checked, params, **options)
+        prompt = await self._grammars.run(lambda: library.checked(llm, request_id, prompt, params, tasks, options))
+        return await llm.add_request(request_id, prompt, params, **options)
 
     def _prompt(self, request: GenerateRequest, handoff: Handoff | None) -> Any:
         if request.embeds is not None:
@@ -184,11 +188,11 @@ class VllmEngine(LLMEngine):
 
     async def cleanup(self) -> None:
         self._states.end_all(FinishReason.CANCELLED)
-        self._compiling.close()
+        self._grammars.close()
         await self.tasks.close()
         llm, self._llm = self._llm, None
         if llm is not None:
-            await asyncio.to_thread(llm.shutdown, SHUT_DOWN_S)
+            await asyncio.to_thread(llm.shutdown, SHUTDOWN_TIMEOUT_S)
         self._events.close()
 
     def load(self) -> Sequence[Load]:
@@ -208,38 +212,37 @@ class VllmEngine(LLMEngine):
         return self._events.sources
 
     async def clear_cache(self) -> None:
-        await self._controlled().clear_cache()
+        await self._require_controls().clear_cache()
 
     async def embed(self, inputs: Sequence[array[int]], dimensions: int, lora: str = "") -> Embedded:
-        llm = self._started()
+        llm = self._require_llm()
         if self._config.model_config.runner_type != "pooling":
             return await super().embed(inputs, dimensions, lora)
         return await embed_all(llm, inputs, dimensions, self._lora(lora))
 
     async def control(self, action: str, arguments: Mapping[str, str]) -> dict[str, str]:
-        able = await asyncio.to_thread(card.capabilities, self._config, has_events=bool(self._events.sources))
-        return await self._controlled().run(action, arguments, able)
+        available = await asyncio.to_thread(card.capabilities, self._config, has_events=bool(self._events.sources))
+        return await self._require_controls().run(action, arguments, available)
 
     def metrics_text(self) -> str:
         return "" if self._llm is None else library.metrics_text()
 
-    def _started(self) -> Any:
+    def _require_llm(self) -> Any:
         if self._llm is None:
-            raise SluiceError(ErrorKind.UNAVAILABLE, "The engine has not started yet.", code="engine_starting")
+            raise _starting()
         return self._llm
 
-    def _controlled(self) -> Controls:
+    def _require_controls(self) -> Controls:
         if self._controls is None:
-            self._started()
-            raise SluiceError(ErrorKind.UNAVAILABLE, "The engine has not started yet.", code="engine_starting")
+            raise _starting()
         return self._controls
 
     async def _abort_in_vllm(self, engine_ids: list[str]) -> None:
         if self._llm is not None:
             await self._llm.abort(engine_ids, internal=True)
 
-    def _note_stats(self, rank: int, stats: Any) -> None:
-        """Of one step, from vLLM's output loop."""
+    def _record_stats(self, rank: int, stats: Any) -> None:
+        """Updates a rank's load; called by vLLM's output loop after each step."""
         if rank < len(self._loads):
             self._loads[rank] = Load(
                 running_requests=stats.num_running_reqs,
@@ -247,17 +250,23 @@ class VllmEngine(LLMEngine):
                 used_blocks=round(stats.kv_cache_usage * card.usable_blocks(self._config or self._llm.vllm_config)),
             )
 
-    async def _watch(self) -> None:
-        """Dies with the engine's process, and takes what is under way along."""
+    async def _monitor_process(self) -> None:
+        """Raises, and ends every request in flight with an error, when the engine process exits."""
         llm = self._llm
         while not llm.errored:  # noqa: ASYNC110
-            await asyncio.sleep(WATCH_S)
-        error = library.engine_is_gone()
+            await asyncio.sleep(HEALTH_CHECK_INTERVAL_S)
+        error = library.engine_exited()
         self._states.end_all(FinishReason.ERROR, error)
         raise error
 
 
-def _plays(request: GenerateRequest, role: Role) -> bool:
+def _starting() -> SluiceError:
+    return SluiceError(
+        ErrorKind.UNAVAILABLE, "The engine is still starting; try again shortly.", code="engine_starting"
+    )
+
+
+def _has_role(request: GenerateRequest, role: Role) -> bool:
     return request.disaggregation is not None and request.disaggregation.role is role
 
 

@@ -1,21 +1,19 @@
-"""vLLM's KV events: where each rank publishes them, and the feeds that read them."""
+"""Subscribes to the KV events that each rank of vLLM publishes."""
 
 from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Sequence
 from typing import Any
 
 from services.common.tasks import TaskOwner
-from services.worker.contract.cache_events import KvEvent
 from services.worker.engines.vllm.options import kv_events_config
 from services.worker.kv_events.source import EngineCacheSource
 from services.worker.kv_events.zmq_feed import ZmqFeed
 
 
 class CacheEvents:
-    """The event sources of one engine, from the choice of the endpoints to the end."""
+    """Owns the KV event endpoints and subscriptions of one engine."""
 
     def __init__(self) -> None:
         self.sources: tuple[EngineCacheSource, ...] = ()
@@ -23,17 +21,17 @@ class CacheEvents:
         self._feeds: list[ZmqFeed] = []
 
     def endpoints(self, data_parallel_size: int) -> dict[str, Any]:
-        """vLLM's kv_events_config for endpoints of our own; in a folder that only this user can read."""
+        """Returns a kv_events_config for vLLM with private endpoints in a folder that only this user can read."""
         self._folder = tempfile.mkdtemp(prefix="sluice-kv-")
         return kv_events_config(self._folder, data_parallel_size)
 
     def open(self, configured: str, publishers: dict[int, Any], block_size: int, tasks: TaskOwner) -> None:
-        """Follows every rank's publisher.
+        """Subscribes to every rank's publisher.
 
         Args:
-            configured: the endpoint as vLLM was given it.
-            publishers: vLLM's resolved configuration by rank.
-            tasks: owns the readers.
+            configured: The endpoint in vLLM's configuration.
+            publishers: vLLM's resolved publisher configuration by rank.
+            tasks: Owns the reader tasks.
         """
         sources: list[EngineCacheSource] = []
         for rank, publisher in sorted(publishers.items()):
@@ -47,17 +45,16 @@ class CacheEvents:
         self.sources = tuple(sources)
 
     def cached_blocks(self, rank: int) -> int:
-        """Blocks on the device that can be reused."""
+        """Returns the number of cached blocks on the device of a rank."""
         return self.sources[rank].translator.held() if rank < len(self.sources) else 0
 
     def forget(self) -> None:
-        """The engine was told to drop its cache; it says so itself only when it runs again."""
+        """Publishes the removal of all blocks after a cache reset; vLLM reports a reset only in its next step."""
         for source in self.sources:
-            events: Sequence[KvEvent] = source.translator.forget()
-            source.publish(events)
+            source.publish(source.translator.forget())
 
     def close(self) -> None:
-        """Closes sockets and removes the folder; may be called twice."""
+        """Closes the sockets and removes the folder; may be called twice."""
         for feed in self._feeds:
             feed.close()
         if self._folder:
@@ -65,5 +62,5 @@ class CacheEvents:
 
 
 def _connects(endpoint: str) -> bool:
-    """Whether vLLM's publisher connects to an endpoint, so that somebody else has to open it."""
+    """Returns whether vLLM's publisher connects to the endpoint instead of binding it."""
     return "*" not in endpoint and "::" not in endpoint and not endpoint.startswith(("ipc://", "inproc://"))

@@ -1,4 +1,4 @@
-"""What sets each field of vLLM's SamplingParams and StructuredOutputsParams (0.32); no field is left to chance."""
+"""Lists what sets each field of vLLM's SamplingParams and StructuredOutputsParams (0.32), without exception."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FIELDS: dict[str, str] = {
     "include_stop_str_in_output": TEXT,
     "skip_special_tokens": TEXT,
     "spaces_between_special_tokens": TEXT,
-    "n": WORKER,  # every choice is a generation of its own
+    "n": WORKER,  # each choice is a separate generation
     "detokenize": WORKER,
     "output_kind": WORKER,
     "flat_logprobs": WORKER,
@@ -45,7 +45,7 @@ FIELDS: dict[str, str] = {
     "skip_clone": INTERNAL,
     "output_text_buffer_length": INTERNAL,
 }
-"""Without those that begin with an underscore, which are vLLM's own business."""
+"""Excludes fields with a leading underscore, which are private to vLLM."""
 
 GUIDED_FIELDS: dict[str, str] = {
     "json": "guided.json_schema",

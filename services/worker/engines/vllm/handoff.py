@@ -1,4 +1,4 @@
-"""What a prefill worker hands to a decode worker: the first token, and what the engine's KV connector said."""
+"""The handoff from a vLLM prefill worker to a decode worker: the first token and the KV connector's parameters."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ FORMAT = "sluice-vllm-1"
 
 @dataclass(frozen=True, slots=True)
 class Handoff:
-    """`transfer` are the engine's kv_transfer_params, empty where its connector finds blocks by their tokens."""
+    """Holds the first token and the kv_transfer_params; the latter are empty if the connector finds blocks by token."""
 
     token_id: int
     transfer: Mapping[str, Any]
 
     def pack(self) -> bytes:
-        """As it travels."""
+        """Returns the handoff as bytes."""
         return json.dumps({"format": FORMAT, "token_id": self.token_id, "transfer": dict(self.transfer)}).encode()
 
 
 def read_handoff(data: bytes) -> Handoff:
-    """The other way round; SluiceError(INVALID_ARGUMENT) when the bytes are not from a prefill worker like this."""
+    """Parses the bytes of `Handoff.pack`; raises SluiceError(INVALID_ARGUMENT) for anything else."""
     try:
         content = json.loads(data)
     except ValueError as error:
@@ -40,5 +40,6 @@ def read_handoff(data: bytes) -> Handoff:
 
 def _malformed() -> SluiceError:
     return invalid(
-        "The handoff is not one of a vLLM prefill worker; pass on what that worker gave.", param="disaggregation"
+        "The handoff was not created by a vLLM prefill worker; forward that worker's handoff unchanged.",
+        param="disaggregation",
     )

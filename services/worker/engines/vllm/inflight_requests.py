@@ -1,4 +1,4 @@
-"""The requests under way in vLLM: admitted in a task of their own, then fed from vLLM's output loop directly."""
+"""Tracks the requests in vLLM: each is added in its own task, then receives outputs from vLLM's output loop."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from services.worker.engines.vllm.outputs import RequestState
 log = logging.getLogger(__name__)
 
 Admit = Callable[[], Any]
-"""Gives the awaitable of AsyncLLM.add_request."""
+"""Calls AsyncLLM.add_request and returns its awaitable."""
 
 
 @dataclass(slots=True)
@@ -28,15 +28,15 @@ class _Entry:
 
 @dataclass(slots=True)
 class InflightRequests:
-    """Keeps vLLM's view and ours of who is under way the same.
+    """Adds requests to vLLM, routes its outputs to their states, and aborts cancelled requests.
 
-    vLLM hands each output to a collector that a consumer awaits: a task switch a token. Here the collector's `put` is
-    ours, so a token goes from vLLM's output loop to the sink in one call.
+    vLLM puts each output into a collector that a consumer awaits, which costs a task switch per token. Replacing the
+    collector's `put` delivers a token from vLLM's output loop to the sink in one call.
 
     Args:
-        tasks: owns the admissions and aborts.
+        tasks: Owns the tasks that add and abort requests.
         abort: AsyncLLM.abort with internal ids.
-        error_of: vLLM's exceptions in our taxonomy.
+        error_of: Converts vLLM's exceptions into SluiceError.
     """
 
     tasks: TaskOwner
@@ -50,46 +50,45 @@ class InflightRequests:
 
     @property
     def waiting_tokens(self) -> int:
-        """Prompt tokens of requests without a first token."""
+        """Prompt tokens of the requests that have not produced a token yet."""
         return sum(entry.state.prompt_tokens for entry in self._entries.values() if not entry.state.begun)
 
     def begin(self, request_id: str, state: RequestState, admit: Admit) -> None:
-        """Gives a request to vLLM; the flight's sink hears how it goes."""
+        """Adds a request to vLLM; results and errors go to the state's sink."""
         entry = _Entry(state)
         self._entries[request_id] = entry
         self.tasks.spawn(self._admit(request_id, entry, admit), f"vllm-admit-{request_id}")
 
     def cancel(self, request_id: str) -> None:
-        """Ends a request at once for its sink, and as soon as possible for vLLM."""
+        """Ends a request for its sink immediately, and in vLLM as soon as possible."""
         entry = self._entries.get(request_id)
         if entry is None:
             return
         entry.state.end(FinishReason.CANCELLED)
         entry.cancelled = True
         self._forget(request_id, entry)
-        if entry.engine_id:
-            self._abort(entry)
+        self._abort(entry)
 
     def end_all(self, reason: FinishReason, error: SluiceError | None = None) -> None:
-        """Ends every request for its sink; vLLM is not told."""
+        """Ends every request for its sink without aborting it in vLLM."""
         for request_id, entry in tuple(self._entries.items()):
             entry.state.end(reason, error)
             self._forget(request_id, entry)
 
     async def wait_idle(self) -> None:
-        """Returns when nothing is under way."""
+        """Waits until no request is in flight."""
         while self._entries:
             self._idle.clear()
             await self._idle.wait()
 
     async def _admit(self, request_id: str, entry: _Entry, admit: Admit) -> None:
-        """Is never cancelled by a caller who left: vLLM would be left with half a request."""
+        """Adds a request; never cancelled when the caller disconnects, which could leave a partial request in vLLM."""
         try:
             collector = await admit()
         except Exception as error:
             cause = self.error_of(error)
             if cause.kind is ErrorKind.INTERNAL:
-                log.exception("vLLM failed to take a request", extra={"request": request_id})
+                log.exception("vLLM failed to add a request", extra={"request": request_id})
             entry.state.end(FinishReason.ERROR, cause)
             self._forget(request_id, entry)
             return
@@ -101,15 +100,15 @@ class InflightRequests:
             self._abort(entry)
 
     def _receive(self, request_id: str, entry: _Entry, output: Any) -> None:
-        """Called from vLLM's output loop, which every request shares: whatever fails stays with this one."""
+        """Handles an output; exceptions end only this request, because all requests share vLLM's output loop."""
         try:
             if isinstance(output, BaseException):
                 entry.state.end(FinishReason.ERROR, self.error_of(output))
             else:
                 entry.state.take(output)
         except Exception:
-            log.exception("an output of vLLM cannot be read", extra={"request": request_id})
-            entry.state.end(FinishReason.ERROR, internal("The engine's output cannot be read."))
+            log.exception("failed to process an output of vLLM", extra={"request": request_id})
+            entry.state.end(FinishReason.ERROR, internal("The engine returned an invalid output."))
             self._abort(entry)
         if entry.state.ended:
             self._forget(request_id, entry)
@@ -117,14 +116,14 @@ class InflightRequests:
     def _abort(self, entry: _Entry) -> None:
         engine_id, entry.engine_id = entry.engine_id, ""
         if engine_id:
-            self.tasks.spawn(self._tell_vllm(engine_id), f"vllm-abort-{engine_id}")
+            self.tasks.spawn(self._abort_in_vllm(engine_id), f"vllm-abort-{engine_id}")
 
-    async def _tell_vllm(self, engine_id: str) -> None:
+    async def _abort_in_vllm(self, engine_id: str) -> None:
         try:
             await self.abort([engine_id])
         except Exception as error:
-            # A dead engine holds nothing; the watch over it reports that.
-            log.info("vLLM did not take an abort", extra={"reason": str(self.error_of(error))})
+            # An exited engine has no requests to abort; its monitor reports the exit.
+            log.info("vLLM failed to abort a request", extra={"reason": str(self.error_of(error))})
 
     def _forget(self, request_id: str, entry: _Entry) -> None:
         if self._entries.get(request_id) is entry:

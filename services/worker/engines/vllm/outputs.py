@@ -1,4 +1,4 @@
-"""What vLLM says of a request, told to its sink. Pure: reads attributes, imports nothing of vLLM."""
+"""Forwards vLLM's outputs of a request to its sink, without importing vLLM."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ LOWEST_LOGPROB = -9999.0
 
 
 class RequestState:
-    """One request under way, from vLLM's outputs to its sink.
+    """State of one request in flight; converts vLLM's outputs into calls of its sink.
 
     Args:
-        prompt_tokens: length of the caller's prompt.
-        top: log-probabilities per position besides the chosen one; None: none were asked for.
-        prompt_top: the same for the prompt.
-        hands_over: this is the prefill side.
-        guided: the constraint on its output, if any.
+        prompt_tokens: Length of the caller's prompt.
+        top: Alternatives per position in the log-probabilities; None: log-probabilities not requested.
+        prompt_top: The same for the prompt.
+        is_prefill: Whether the request ends with a handoff to a decode worker.
+        guided: The constraint on its output, if any.
 
     Attributes:
-        ended: the sink has heard its last; what vLLM says after that is dropped.
+        ended: Whether the sink has finished; later outputs are dropped.
+        begun: Whether the sink has begun.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class RequestState:
         top: int | None,
         prompt_top: int | None,
         *,
-        hands_over: bool = False,
+        is_prefill: bool = False,
         guided: StructuredOutput | None = None,
     ) -> None:
         self.ended = False
@@ -51,28 +52,28 @@ class RequestState:
         self._sink = sink
         self._top = top
         self._prompt_top = prompt_top
-        self._hands_over = hands_over
+        self._is_prefill = is_prefill
         self._guided = guided
-        self._tokens = 0
-        self._cached = 0
-        self._last: int | None = None
+        self._completion_tokens = 0
+        self._cached_tokens = 0
+        self._last_token_id: int | None = None
 
     def take(self, output: Any) -> None:
-        """One RequestOutput with the tokens of one step or more."""
+        """Processes one RequestOutput, which holds the tokens of one or more steps."""
         if self.ended:
             return
         completion = output.outputs[0]
         self._begin(output)
         token_ids: Sequence[int] = completion.token_ids
         if token_ids:
-            self._tokens += len(token_ids)
-            self._last = token_ids[-1]
+            self._completion_tokens += len(token_ids)
+            self._last_token_id = token_ids[-1]
             self._sink.push(token_ids, self._logprobs(token_ids, completion.logprobs))
         if output.finished:
             self._finish(completion, output.kv_transfer_params)
 
     def end(self, reason: FinishReason, error: SluiceError | None = None) -> None:
-        """Ends the request unless it has ended."""
+        """Finishes the sink unless it has finished."""
         if not self.ended:
             self.ended = True
             cause = None if error is None else naming_constraint(error, self._guided)
@@ -82,25 +83,25 @@ class RequestState:
         if self.begun:
             return
         self.begun = True
-        self._cached = min(output.num_cached_tokens or 0, self.prompt_tokens)
+        self._cached_tokens = min(output.num_cached_tokens or 0, self.prompt_tokens)
         positions: list[PositionLogprobs] = []
         if self._prompt_top is not None and output.prompt_logprobs:
             ids = output.prompt_token_ids or ()
             pairs = zip(ids, output.prompt_logprobs, strict=False)
-            positions = [position(token_id, found or {}, self._prompt_top) for token_id, found in pairs]
-        self._sink.begin(self._cached, positions)
+            positions = [position(token_id, entries or {}, self._prompt_top) for token_id, entries in pairs]
+        self._sink.begin(self._cached_tokens, positions)
 
-    def _logprobs(self, token_ids: Sequence[int], found: Any) -> list[PositionLogprobs]:
-        if self._top is None or not found:
+    def _logprobs(self, token_ids: Sequence[int], logprobs: Any) -> list[PositionLogprobs]:
+        if self._top is None or not logprobs:
             return []
-        return [position(token_id, at, self._top) for token_id, at in zip(token_ids, found, strict=True)]
+        return [position(token_id, entries, self._top) for token_id, entries in zip(token_ids, logprobs, strict=True)]
 
     def _finish(self, completion: Any, transfer: Mapping[str, Any] | None) -> None:
         self.ended = True
         reason, stop_token, error = self._reason(completion)
         handoff = b""
-        if self._hands_over and reason is FinishReason.LENGTH and self._last is not None:
-            reason, handoff = FinishReason.HANDOFF, Handoff(self._last, transfer or {}).pack()
+        if self._is_prefill and reason is FinishReason.LENGTH and self._last_token_id is not None:
+            reason, handoff = FinishReason.HANDOFF, Handoff(self._last_token_id, transfer or {}).pack()
         self._sink.finish(reason, self._usage(), stop_token_id=stop_token, error=error, handoff=handoff)
 
     def _reason(self, completion: Any) -> tuple[FinishReason, int | None, SluiceError | None]:
@@ -110,22 +111,22 @@ class RequestState:
             return FinishReason.CANCELLED, None, None
         if completion.finish_reason in ("stop", "repetition"):
             stopped_by = completion.stop_reason
-            return FinishReason.STOP, stopped_by if isinstance(stopped_by, int) else self._last, None
+            return FinishReason.STOP, stopped_by if isinstance(stopped_by, int) else self._last_token_id, None
         return FinishReason.ERROR, None, SluiceError(ErrorKind.INTERNAL, "The engine failed on this request.")
 
     def _usage(self) -> Usage:
-        return Usage(self.prompt_tokens, self._tokens, self._cached)
+        return Usage(self.prompt_tokens, self._completion_tokens, self._cached_tokens)
 
 
-def position(token_id: int, found: Mapping[int, Any], top: int) -> PositionLogprobs:
-    """One position of vLLM's: log-probabilities by token id, of the chosen one and the likeliest."""
-    ranked = sorted(found.items(), key=lambda item: item[1].rank or math.inf)
+def position(token_id: int, entries: Mapping[int, Any], top: int) -> PositionLogprobs:
+    """Converts vLLM's log-probabilities of one position, by token id, of the chosen and the most likely tokens."""
+    ranked = sorted(entries.items(), key=lambda item: item[1].rank or math.inf)
     return PositionLogprobs(
-        _logprob(token_id, found.get(token_id)), tuple(_logprob(other, entry) for other, entry in ranked[:top])
+        _logprob(token_id, entries.get(token_id)), tuple(_logprob(other, entry) for other, entry in ranked[:top])
     )
 
 
 def _logprob(token_id: int, entry: Any) -> TokenLogprob:
     if entry is None:
-        return TokenLogprob(token_id, 0.0)  # the first token of a prompt, before which there is nothing
+        return TokenLogprob(token_id, 0.0)  # the first token of a prompt has no log-probability
     return TokenLogprob(token_id, max(entry.logprob, LOWEST_LOGPROB), entry.rank or 0)

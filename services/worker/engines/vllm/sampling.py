@@ -1,4 +1,4 @@
-"""Requests in vLLM's words. Pure: knows no vLLM, so every mapping is tested without it."""
+"""Maps requests to vLLM's parameters, without importing vLLM."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from services.worker.engines.vllm.fields import FIELDS, GUIDED_FIELDS
 from services.worker.engines.vllm.handoff import Handoff
 
 RESERVED = frozenset({"kv_transfer_params", "kv_cache_report_mode"})
-"""Extra arguments that the worker itself has to decide."""
+"""Extra arguments set by the worker itself."""
 
 OPTIONS = set_by(FIELDS, ENGINE_OPTIONS) - {"extra_args"}
-"""What engine_options may hold of SamplingParams' own fields; what is no field becomes one of its extra_args."""
+"""Fields of SamplingParams allowed in engine_options; options that are not a field go into extra_args."""
 
 GUIDED_OPTIONS = set_by(GUIDED_FIELDS, ENGINE_OPTIONS)
-"""What they may hold for guided decoding."""
+"""Fields of StructuredOutputsParams allowed in engine_options."""
 
 _SAME_NAME = (
     "temperature",
@@ -37,30 +37,28 @@ _GUIDED = {"json_schema": "json", "regex": "regex", "ebnf": "grammar", "structur
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What the mapping must know of the started engine.
+    """Properties of the started engine that the mapping needs.
 
     Attributes:
-        context_length: tokens of prompt and output.
-        defaults: sampling options of the model's generation configuration.
-        schedules_by_priority: the scheduler looks at priorities at all.
+        context_length: Maximum number of prompt and output tokens.
+        defaults: Sampling options of the model's generation config.
     """
 
     context_length: int
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    schedules_by_priority: bool = False
 
 
 def sampling_arguments(request: GenerateRequest, facts: Facts, handoff: Handoff | None = None) -> dict[str, Any]:
-    """Keyword arguments of vLLM's SamplingParams.
+    """Returns keyword arguments of vLLM's SamplingParams.
 
-    `structured_outputs` holds those of StructuredOutputsParams, and `bad_words_token_ids` what SamplingParams keeps
-    to itself, because it usually makes them from text.
+    `structured_outputs` holds the arguments of StructuredOutputsParams. `bad_words_token_ids` goes into a private
+    field, because SamplingParams accepts bad words as text only.
 
     Args:
-        handoff: on the decode side, what the prefill side gave.
+        handoff: The prefill worker's handoff, on a decode worker.
 
     Raises:
-        SluiceError: INVALID_ARGUMENT for an option of the engine that is not the caller's to set.
+        SluiceError: INVALID_ARGUMENT for an engine option that callers must not set.
     """
     sampling = request.sampling
     arguments: dict[str, Any] = {
@@ -82,7 +80,7 @@ def sampling_arguments(request: GenerateRequest, facts: Facts, handoff: Handoff 
 
 
 def room(request: GenerateRequest, facts: Facts) -> int:
-    """Tokens that fit into the context after the prompt."""
+    """Returns the number of tokens that fit into the context after the prompt."""
     length = request.embeds.length if request.embeds is not None else len(request.token_ids)
     return facts.context_length - length
 
@@ -101,12 +99,12 @@ def _sampling(sampling: SamplingParams, defaults: Mapping[str, Any]) -> dict[str
     return arguments
 
 
-def _stop(stop: Stop, room: int, made_already: int) -> dict[str, Any]:
+def _stop(stop: Stop, room: int, generated: int) -> dict[str, Any]:
     limit = room if stop.max_tokens is None else min(stop.max_tokens, room)
     ignored = frozenset(stop.eos_token_ids) if stop.ignore_eos else frozenset()
     return {
-        "max_tokens": max(limit - made_already, 1),
-        "min_tokens": max(min(stop.min_tokens, limit) - made_already, 0),
+        "max_tokens": max(limit - generated, 1),
+        "min_tokens": max(min(stop.min_tokens, limit) - generated, 0),
         "stop_token_ids": sorted(stop.stop_token_ids - ignored),
         "ignore_eos": stop.ignore_eos,
     }
@@ -114,9 +112,9 @@ def _stop(stop: Stop, room: int, made_already: int) -> dict[str, Any]:
 
 def _engine_options(options: Mapping[str, Any]) -> dict[str, Any]:
     refused = RESERVED | FIELDS.keys() - OPTIONS | GUIDED_FIELDS.keys() - GUIDED_OPTIONS
-    if found := sorted(refused & options.keys()):
+    if forbidden := sorted(refused & options.keys()):
         raise invalid(
-            f"engine_options.{found[0]} has a field of its own, or is set by the worker itself.",
+            f"engine_options.{forbidden[0]} is not allowed: use the request's own field, or leave it to the worker.",
             param="engine_options",
         )
     arguments: dict[str, Any] = {name: value for name, value in options.items() if name in OPTIONS}
@@ -139,7 +137,7 @@ def _is_prefill(request: GenerateRequest) -> bool:
 
 
 def _transfer(request: GenerateRequest, handoff: Handoff | None) -> dict[str, Any]:
-    """What vLLM's KV connectors go by: the prefill side is told to keep the cache, the decode side where it is."""
+    """Returns the parameters for vLLM's KV connectors: keep the cache (prefill), or where it is (decode)."""
     if _is_prefill(request):
         return {
             "do_remote_decode": True,

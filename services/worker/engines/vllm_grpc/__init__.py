@@ -1,4 +1,4 @@
-"""An unmodified `vllm serve --grpc` behind the engine contract."""
+"""Serves an unmodified `vllm serve --grpc` as an engine."""
 
 from services.worker.engines.vllm_grpc.engine import VllmGrpcEngine
 

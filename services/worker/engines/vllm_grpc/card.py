@@ -1,4 +1,4 @@
-"""What a vLLM gRPC server says about itself. Pure: reads attributes of its answers."""
+"""Builds the model card of a vLLM gRPC server from its responses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from services.worker.contract.generation import Role
 from services.worker.engines.vllm.sampling import Facts
 from services.worker.settings import WorkerSettings
 
-_NOT_IN_MESSAGES = frozenset(
+_WITHOUT_FIELD = frozenset(
     {
         Capability.ALLOWED_TOKEN_IDS,
         Capability.BAD_WORDS,
@@ -27,7 +27,7 @@ CAPABILITIES = frozenset(
         Capability.LOGPROBS,
         Capability.PROMPT_LOGPROBS,
         *GUIDED,
-        *(SAMPLING - _NOT_IN_MESSAGES),
+        *(SAMPLING - _WITHOUT_FIELD),
         Capability.DATA_PARALLEL_RANK,
         Capability.EMBEDDINGS,
         Capability.KV_EVENTS,
@@ -40,13 +40,13 @@ CAPABILITIES = frozenset(
 
 
 def capabilities(model: Any, server: Any, *, has_events: bool, profiles: bool) -> frozenset[Capability]:
-    """Those of a running server.
+    """Returns the capabilities of a running server.
 
     Args:
-        model: its GetModelInfo.
-        server: its GetServerInfo.
-        has_events: it tells of its cache.
-        profiles: it was started with a profiler, which it does not tell itself.
+        model: Response of GetModelInfo.
+        server: Response of GetServerInfo.
+        has_events: Whether the server publishes KV events.
+        profiles: Whether the server was started with a profiler, which its responses do not contain.
     """
     if not model.is_generation:
         return frozenset({Capability.TOKEN_IDS, Capability.EMBEDDINGS})
@@ -63,7 +63,7 @@ def capabilities(model: Any, server: Any, *, has_events: bool, profiles: bool) -
 
 
 def request_facts(model: Any) -> Facts:
-    """What requests must be mapped with."""
+    """Returns the engine properties that the request mapping needs."""
     try:
         defaults = json.loads(model.default_sampling_params_json or "{}")
     except ValueError:
@@ -72,20 +72,20 @@ def request_facts(model: Any) -> Facts:
 
 
 def total_blocks(loads: Any, block_size: int) -> int:
-    """KV-cache blocks of a rank, from GetLoads; 0: the server does not say."""
+    """Returns the number of KV-cache blocks per rank from the response of GetLoads; 0 if unknown."""
     tokens = max((load.max_total_num_tokens for load in loads.loads), default=0)
     return int(tokens) // block_size if block_size else 0
 
 
 def engine_config(
-    settings: WorkerSettings, path: Path, source: str, model: Any, server: Any, loads: Any, **found: bool
+    settings: WorkerSettings, path: Path, source: str, model: Any, server: Any, loads: Any, **flags: bool
 ) -> EngineConfig:
-    """The card.
+    """Returns the description of the server.
 
     Args:
-        path: the model's tokenizer files.
-        source: what stands for them on the card.
-        found: as `capabilities` takes it.
+        path: Folder of the model's tokenizer files.
+        source: Folder or hub id of these files on the card.
+        flags: Keyword arguments of `capabilities`.
     """
     return EngineConfig(
         model=settings.spec.name,
@@ -99,7 +99,7 @@ def engine_config(
         max_sequences=int(server.max_num_seqs),
         max_batched_tokens=0,
         eos_token_ids=tuple(sorted(model.eos_token_ids)),
-        capabilities=capabilities(model, server, **found),
+        capabilities=capabilities(model, server, **flags),
         data_parallel_size=max(int(server.data_parallel_size), 1),
         role=Role[settings.role.upper()],
         engine="vllm-grpc",

@@ -1,4 +1,4 @@
-"""A connection to one vLLM gRPC server."""
+"""Client of a vLLM gRPC server."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from services.common.errors import ErrorKind, SluiceError
 from services.common.rpc.channels import open_channel
 from services.worker.engines.vllm_grpc import wire
 
-CALL_S = 10.0
-PROFILE_S = 60.0
-MOST_EMBEDDED_AT_ONCE = 64
+CALL_TIMEOUT_S = 10.0
+PROFILE_TIMEOUT_S = 60.0
+MAX_CONCURRENT_EMBEDDINGS = 64
 
-_KINDS = {
+_ERROR_KINDS = {
     grpc.StatusCode.INVALID_ARGUMENT: ErrorKind.INVALID_ARGUMENT,
     grpc.StatusCode.NOT_FOUND: ErrorKind.NOT_FOUND,
     grpc.StatusCode.RESOURCE_EXHAUSTED: ErrorKind.OVERLOADED,
@@ -30,10 +30,10 @@ _KINDS = {
 
 
 class Client:
-    """Calls with deadlines, and errors in the house's taxonomy.
+    """Calls the server with deadlines and raises its errors as SluiceError.
 
     Raises:
-        SluiceError: FAILED_PRECONDITION when the messages' package is not installed.
+        SluiceError: FAILED_PRECONDITION when the package with vLLM's messages is not installed.
     """
 
     def __init__(self, address: str) -> None:
@@ -43,7 +43,7 @@ class Client:
         except ImportError as error:
             raise SluiceError(
                 ErrorKind.FAILED_PRECONDITION,
-                "The engine vllm-grpc needs vLLM's messages: install sluice-llm[vllm-grpc].",
+                "The engine vllm-grpc needs the package with vLLM's messages: install sluice-llm[vllm-grpc].",
                 param="engine",
             ) from error
         self._pb: Any = vllm_engine_pb2
@@ -52,49 +52,49 @@ class Client:
         self._stub: Any = vllm_engine_pb2_grpc.VllmEngineStub(self.channel)
 
     async def close(self) -> None:
-        """Ends every call."""
+        """Closes the channel and cancels all calls."""
         await self.channel.close()
 
     async def model_info(self) -> Any:
-        """GetModelInfo."""
+        """Calls GetModelInfo."""
         return await self._call(self._stub.GetModelInfo, self._pb.GetModelInfoRequest())
 
     async def server_info(self) -> Any:
-        """GetServerInfo."""
+        """Calls GetServerInfo."""
         return await self._call(self._stub.GetServerInfo, self._pb.GetServerInfoRequest())
 
     async def loads(self) -> Any:
-        """GetLoads."""
+        """Calls GetLoads."""
         return await self._call(self._stub.GetLoads, self._pb.GetLoadsRequest(include=["core"]))
 
     async def healthy(self) -> bool:
-        """HealthCheck; SluiceError when it is not answered."""
-        answer = await self._call(self._stub.HealthCheck, self._pb.HealthCheckRequest())
-        return bool(answer.healthy)
+        """Calls HealthCheck; raises SluiceError when the server does not respond."""
+        response = await self._call(self._stub.HealthCheck, self._pb.HealthCheckRequest())
+        return bool(response.healthy)
 
     async def flush_cache(self) -> None:
-        """SluiceError(FAILED_PRECONDITION) while requests hold blocks."""
-        answer = await self._call(self._stub.FlushCache, self._common.FlushCacheRequest())
-        if not answer.success:
+        """Clears the prefix cache; raises SluiceError(FAILED_PRECONDITION) while requests hold blocks."""
+        response = await self._call(self._stub.FlushCache, self._common.FlushCacheRequest())
+        if not response.success:
             raise SluiceError(
-                ErrorKind.FAILED_PRECONDITION, f"vLLM cannot clear its cache: {answer.message}", code="cache_in_use"
+                ErrorKind.FAILED_PRECONDITION, f"vLLM cannot clear its cache: {response.message}", code="cache_in_use"
             )
 
     async def profile(self, start: bool) -> None:
-        """Starts or stops the profiler the server was configured with."""
+        """Starts or stops the profiler that the server was started with."""
         method = self._stub.StartProfile if start else self._stub.StopProfile
         request = self._common.StartProfileRequest() if start else self._common.StopProfileRequest()
-        answer = await self._call(method, request, PROFILE_S)
-        if not answer.success:
-            raise SluiceError(ErrorKind.FAILED_PRECONDITION, f"vLLM does not profile: {answer.message}")
+        response = await self._call(method, request, PROFILE_TIMEOUT_S)
+        if not response.success:
+            raise SluiceError(ErrorKind.FAILED_PRECONDITION, f"vLLM rejected the profiler action: {response.message}")
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Frees what requests hold; unknown ones are ignored."""
+        """Aborts requests by id; the server ignores unknown ids."""
         await self._call(self._stub.Abort, self._pb.AbortRequest(request_ids=request_ids))
 
     async def embed(self, name: str, inputs: Sequence[array[int]], timeout_s: float) -> list[bytes]:
-        """Vectors in the order of the inputs, a bounded number under way at a time."""
-        limit = asyncio.Semaphore(MOST_EMBEDDED_AT_ONCE)
+        """Returns vectors in input order; computes at most `MAX_CONCURRENT_EMBEDDINGS` at a time."""
+        limit = asyncio.Semaphore(MAX_CONCURRENT_EMBEDDINGS)
 
         async def one(index: int, token_ids: array[int]) -> bytes:
             request = self._pb.EmbedRequest(
@@ -113,18 +113,18 @@ class Client:
         return [task.result() for task in tasks]
 
     def generate(self, message: Any) -> Any:
-        """The call of one generation: an async iterator of GenerateResponse."""
+        """Returns the call of one generation, an async iterator of GenerateResponse."""
         return self._stub.Generate(message)
 
     def subscribe(self, start: int) -> Any:
-        """The call that follows KV events from a sequence number on; 0: from the beginning, or from now."""
+        """Returns the call that streams KV events from a sequence number; 0: from the oldest available, or from now."""
         return self._stub.SubscribeKvEvents(self._common.SubscribeKvEventsRequest(start_sequence_number=start))
 
     def tokenizer(self) -> Any:
-        """The call that streams the tokenizer's files as a zip archive."""
+        """Returns the call that streams the tokenizer's files as a zip archive."""
         return self._stub.GetTokenizer(self._common.GetTokenizerRequest())
 
-    async def _call(self, method: Any, request: Any, timeout_s: float = CALL_S) -> Any:
+    async def _call(self, method: Any, request: Any, timeout_s: float = CALL_TIMEOUT_S) -> Any:
         try:
             return await method(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
@@ -132,11 +132,11 @@ class Client:
 
 
 def error_of(error: grpc.aio.AioRpcError) -> SluiceError:
-    """What the server, or the lack of one, means for a request."""
-    kind = _KINDS.get(error.code(), ErrorKind.INTERNAL)
+    """Converts an error of a call into a SluiceError."""
+    kind = _ERROR_KINDS.get(error.code(), ErrorKind.INTERNAL)
     if kind is ErrorKind.ENGINE_SHUTDOWN:
-        return SluiceError(kind, "vLLM's server cannot be reached; another worker can serve the request.")
+        return SluiceError(kind, "vLLM's server cannot be reached; retry on another worker.")
     if kind is ErrorKind.INTERNAL:
         return SluiceError(kind, "vLLM's server failed on this request.")
     details = (error.details() or error.code().name).splitlines()[0][:500]
-    return SluiceError(kind, f"vLLM's server refuses the request: {details}")
+    return SluiceError(kind, f"vLLM's server rejected the request: {details}")

@@ -1,4 +1,4 @@
-"""The engine: a client of one `vllm serve --grpc`, which it starts itself unless it is given an address."""
+"""The vllm-grpc engine: a client of one `vllm serve --grpc`, which it starts unless configured with an address."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ from services.worker.engines.vllm_grpc import card, tokenizer, wire
 from services.worker.engines.vllm_grpc.client import Client, error_of
 from services.worker.engines.vllm_grpc.feed import GrpcFeed
 from services.worker.engines.vllm_grpc.options import LOOPBACK, read_server_options, serve_command
-from services.worker.engines.vllm_grpc.reading import Reading
+from services.worker.engines.vllm_grpc.response_reader import ResponseReader
 from services.worker.engines.vllm_grpc.server import Server, find_program
 from services.worker.kv_events.source import EngineCacheSource
 from services.worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
 
-POLL_S = 0.5
-SUBSCRIBE_S = 10.0
-EMBED_S = 120.0
-FAILURES = 2
-LOOKS, LOOK_AGAIN_S = 10, 0.1
+POLL_INTERVAL_S = 0.5
+SUBSCRIBE_TIMEOUT_S = 10.0
+EMBED_TIMEOUT_S = 120.0
+MAX_POLL_FAILURES = 2
+EXIT_CHECKS, EXIT_CHECK_INTERVAL_S = 10, 0.1
 
 
 class VllmGrpcEngine(LLMEngine):
-    """Each generation is a stream of its own to the server, for that is the server's interface."""
+    """Sends each generation to the server as a separate gRPC stream."""
 
     CAPABILITIES: ClassVar[frozenset[Capability]] = card.CAPABILITIES
 
@@ -69,36 +69,36 @@ class VllmGrpcEngine(LLMEngine):
         address = self._options.address or await self._start_server()
         self.on_phase("waiting for vLLM's server", None)
         self._client = client = Client(address)
-        await self._until_healthy(client)
+        await self._wait_healthy(client)
         model, server, loads = await client.model_info(), await client.server_info(), await client.loads()
         self._check_role(server)
         self._facts = card.request_facts(model)
         self.on_phase("reading the model's files", None)
-        path, source = await self._files(client)
-        found = {
+        path, source = await self._tokenizer_files(client)
+        flags = {
             "has_events": bool(model.is_generation) and await self._follow_events(client, server),
             "profiles": self._options.profiles,
         }
         self._config = await asyncio.to_thread(
-            card.engine_config, self._settings, path, source, model, server, loads, **found
+            card.engine_config, self._settings, path, source, model, server, loads, **flags
         )
         self._loads = [Load() for _ in range(self._config.data_parallel_size)]
-        self.tasks.spawn(self._watch(client), "vllm-grpc-watch")
+        self.tasks.spawn(self._poll(client), "vllm-grpc-watch")
         return self._config
 
     async def _start_server(self) -> str:
         self.on_phase("starting vLLM's server", None)
         folder = await asyncio.to_thread(self._server.make_folder)
-        port = free_port()  # vLLM cannot be told to choose one and say which
+        port = free_port()  # vLLM cannot choose a free port and report it
         command = serve_command(
             find_program(self._options.program), self._options.flags, port, kv_events_config(folder, 1)
         )
         await self._server.start(command)
         return f"{LOOPBACK}:{port}"
 
-    async def _until_healthy(self, client: Client) -> None:
+    async def _wait_healthy(self, client: Client) -> None:
         deadline = time.monotonic() + self._options.start_s
-        ended = None if self._options.address else asyncio.ensure_future(self._server.wait())
+        exited = None if self._options.address else asyncio.ensure_future(self._server.wait())
         try:
             while True:
                 try:
@@ -107,29 +107,33 @@ class VllmGrpcEngine(LLMEngine):
                 except SluiceError as error:
                     if error.kind is ErrorKind.FAILED_PRECONDITION:
                         raise
-                if ended is not None and ended.done():
+                if exited is not None and exited.done():
                     missing = crash_reason.missing_from(self._settings.spec.source)
                     raise invalid(
-                        missing or f"vLLM's server ended with {ended.result()} before it was ready; its log says why.",
+                        missing or f"vLLM's server exited with status {exited.result()} during its start; see its log.",
                         param="model" if missing else "engine_args",
                     )
                 if time.monotonic() > deadline:
-                    raise SluiceError(ErrorKind.CANNOT_CONNECT, "vLLM's server does not answer.", param="engine_args")
-                await asyncio.sleep(POLL_S)
+                    raise SluiceError(
+                        ErrorKind.CANNOT_CONNECT,
+                        "vLLM's server did not become ready; see its log.",
+                        param="engine_args",
+                    )
+                await asyncio.sleep(POLL_INTERVAL_S)
         finally:
-            if ended is not None:
-                ended.cancel()
+            if exited is not None:
+                exited.cancel()
 
     def _check_role(self, server: Any) -> None:
         if self._settings.role != "aggregated" and not server.kv_connector:
             raise invalid(
-                f"vLLM's server has no KV connector, which the role {self._settings.role} needs; start it with "
+                f"vLLM's server has no KV connector for the role {self._settings.role}; start it with "
                 "--kv-transfer-config.",
                 param="role",
             )
 
-    async def _files(self, client: Client) -> tuple[Path, str]:
-        """The tokenizer's files and their name on the card: from here, or else from the server."""
+    async def _tokenizer_files(self, client: Client) -> tuple[Path, str]:
+        """Returns the folder of the tokenizer's files and their source on the card; fetches missing files."""
         source = self._settings.spec.source
         try:
             return await asyncio.to_thread(models.resolve, source), source
@@ -140,7 +144,7 @@ class VllmGrpcEngine(LLMEngine):
         return await tokenizer.fetch_into(client, folder), str(folder)
 
     async def _follow_events(self, client: Client, server: Any) -> bool:
-        """Follows the cache of every rank, if the server tells of it."""
+        """Subscribes to the KV events of every rank; returns whether the server publishes them."""
         if not server.block_size:
             return False
         ranks = range(max(int(server.data_parallel_size), 1))
@@ -149,61 +153,61 @@ class VllmGrpcEngine(LLMEngine):
         )
         opened = asyncio.Event()
         feed = GrpcFeed(client, self._sources, opened.set)
-        following = self.tasks.spawn(feed.run(), "vllm-grpc-kv-events")
+        feed_task = self.tasks.spawn(feed.run(), "vllm-grpc-kv-events")
         try:
-            async with asyncio.timeout(SUBSCRIBE_S):
+            async with asyncio.timeout(SUBSCRIBE_TIMEOUT_S):
                 await opened.wait()
         except TimeoutError:
-            following.cancel()
+            feed_task.cancel()
             self._sources = ()
-            log.warning("vLLM's server tells nothing about its cache; start it with --kv-events-config")
+            log.warning("vLLM's server publishes no KV events; start it with --kv-events-config")
             return False
         return True
 
     async def generate(self, request: GenerateRequest, context: GenerateContext) -> AsyncGenerator[Delta, None]:
-        client = self._started()
-        if not self._takes_generations():
+        client = self._require_client()
+        if not self._is_generation():
             raise SluiceError(
                 ErrorKind.FAILED_PRECONDITION,
-                "This worker computes embeddings only.",
+                "This worker only computes embeddings; send the request to a model that generates text.",
                 param="model",
                 code="unsupported_by_engine",
             )
-        split = request.disaggregation
+        disaggregation = request.disaggregation
         handoff = None
-        if split is not None and split.role is Role.DECODE and split.handoff:
-            handoff = read_handoff(split.handoff)
+        if disaggregation is not None and disaggregation.role is Role.DECODE and disaggregation.handoff:
+            handoff = read_handoff(disaggregation.handoff)
         message = wire.write_request(request, self._facts, handoff)
         message.request_id = self._prefix + request.request_id
-        reading = Reading(request)
+        reader = ResponseReader(request)
         call = client.generate(message)
         try:
             async for response in call:
-                if (delta := reading.take(response)) is not None:
-                    if delta.finish_reason is FinishReason.ERROR and await _is_gone(client):
-                        raise _gone()
+                if (delta := reader.take(response)) is not None:
+                    if delta.finish_reason is FinishReason.ERROR and await _has_exited(client):
+                        raise _exited()
                     yield delta
-                if reading.ended:
+                if reader.ended:
                     return
-            if await _is_gone(client):
-                raise _gone()
+            if await _has_exited(client):
+                raise _exited()
             raise SluiceError(ErrorKind.STREAM_INCOMPLETE, "vLLM's server ended the stream without a finish reason.")
         except grpc.aio.AioRpcError as error:
             cause = error_of(error)
-            if cause.kind is ErrorKind.INTERNAL and await _is_gone(client):
-                cause = _gone()
+            if cause.kind is ErrorKind.INTERNAL and await _has_exited(client):
+                cause = _exited()
             raise naming_constraint(cause, request.guided) from error
         finally:
-            if not reading.ended:
+            if not reader.ended:
                 call.cancel()
-                self.tasks.spawn(self._abort_there(message.request_id), f"vllm-grpc-abort-{request.request_id}")
+                self.tasks.spawn(self._abort_on_server(message.request_id), f"vllm-grpc-abort-{request.request_id}")
 
-    async def _abort_there(self, request_id: str) -> None:
-        """Says it once more by name: a cancelled call is not heard before its server looks up."""
+    async def _abort_on_server(self, request_id: str) -> None:
+        """Aborts a request by id, because the server detects a cancelled call only with a delay."""
         try:
-            await self._started().abort([request_id])
+            await self._require_client().abort([request_id])
         except SluiceError as error:
-            log.info("vLLM's server did not take an abort", extra={"reason": error.message})
+            log.info("vLLM's server failed to abort a request", extra={"reason": error.message})
 
     async def cleanup(self) -> None:
         await self.tasks.close()
@@ -213,80 +217,83 @@ class VllmGrpcEngine(LLMEngine):
         await self._server.stop()
 
     def load(self) -> Sequence[Load]:
-        """As the server said last, and not less than what is under way from here."""
+        """Returns the server's last reported load, with at least the requests in flight from this worker."""
         if len(self._loads) > 1:
             return self._loads
-        told = self._loads[0]
-        ours = len(self._driven) - told.waiting_requests
-        return [replace(told, running_requests=ours)] if ours > told.running_requests else self._loads
+        load = self._loads[0]
+        running = len(self._generate_tasks) - load.waiting_requests
+        return [replace(load, running_requests=running)] if running > load.running_requests else self._loads
 
     def kv_event_sources(self) -> Sequence[KvEventSource]:
         return self._sources
 
     async def clear_cache(self) -> None:
-        await self._started().flush_cache()
+        await self._require_client().flush_cache()
         for source in self._sources:
             source.publish(source.translator.forget())
 
     async def embed(self, inputs: Sequence[array[int]], dimensions: int, lora: str = "") -> Embedded:
-        client = self._started()
-        if self._takes_generations():
+        client = self._require_client()
+        if self._is_generation():
             return await super().embed(inputs, dimensions, lora)
         if dimensions:
-            raise invalid("vLLM's gRPC server does not cut embeddings; leave dimensions out.", param="dimensions")
+            raise invalid("vLLM's gRPC server cannot truncate embeddings; omit dimensions.", param="dimensions")
         name = f"{self._prefix}embed-{time.monotonic_ns()}"
-        return Embedded(await client.embed(name, inputs, EMBED_S), sum(len(token_ids) for token_ids in inputs))
+        return Embedded(await client.embed(name, inputs, EMBED_TIMEOUT_S), sum(len(token_ids) for token_ids in inputs))
 
     async def control(self, action: str, arguments: Mapping[str, str]) -> dict[str, str]:
         if action in ("start_profile", "stop_profile"):
-            await self._started().profile(action == "start_profile")
+            await self._require_client().profile(action == "start_profile")
             return {}
         return await super().control(action, arguments)
 
-    def _takes_generations(self) -> bool:
+    def _is_generation(self) -> bool:
         return self._config is not None and Capability.EMBEDDINGS not in self._config.capabilities
 
-    def _started(self) -> Client:
+    def _require_client(self) -> Client:
         if self._client is None:
-            raise SluiceError(ErrorKind.UNAVAILABLE, "The engine has not started yet.", code="engine_starting")
+            raise SluiceError(
+                ErrorKind.UNAVAILABLE, "The engine is still starting; try again shortly.", code="engine_starting"
+            )
         return self._client
 
-    async def _watch(self, client: Client) -> None:
-        """Reads the load, and dies with the server or its engine."""
+    async def _poll(self, client: Client) -> None:
+        """Updates the load; raises when the server or its engine exits."""
         failures = 0
         while True:
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(POLL_INTERVAL_S)
             try:
                 if not await client.healthy():
                     break
-                self._note(wire.read_loads(await client.loads(), self._config.total_blocks if self._config else 0))
+                self._update_loads(
+                    wire.read_loads(await client.loads(), self._config.total_blocks if self._config else 0)
+                )
                 failures = 0
             except SluiceError as error:
-                # A server that is slow is the canary's business; one that cannot be reached is gone.
+                # The canary handles a slow server; here only an unreachable one counts.
                 failures += error.kind is ErrorKind.ENGINE_SHUTDOWN
-                if failures >= FAILURES:
+                if failures >= MAX_POLL_FAILURES:
                     break
-        raise _gone()
+        raise _exited()
 
-    def _note(self, loads: Sequence[Load]) -> None:
-        held = [source.translator.held() for source in self._sources]
+    def _update_loads(self, loads: Sequence[Load]) -> None:
+        cached = [source.translator.held() for source in self._sources]
         self._loads = [
-            replace(load, cached_blocks=held[rank]) if rank < len(held) else load for rank, load in enumerate(loads)
+            replace(load, cached_blocks=cached[rank]) if rank < len(cached) else load for rank, load in enumerate(loads)
         ] or [Load()]
 
 
-async def _is_gone(client: Client) -> bool:
-    """Whether a request failed because the engine is dead: its server outlives it by a moment, says that all is
-    well, and blames the request."""
-    for _ in range(LOOKS):
+async def _has_exited(client: Client) -> bool:
+    """Returns whether the engine has exited; checks repeatedly, because its server stays healthy a moment longer."""
+    for _ in range(EXIT_CHECKS):
         try:
             if not await client.healthy():
                 return True
         except SluiceError:
             return True
-        await asyncio.sleep(LOOK_AGAIN_S)
+        await asyncio.sleep(EXIT_CHECK_INTERVAL_S)
     return False
 
 
-def _gone() -> SluiceError:
-    return SluiceError(ErrorKind.ENGINE_SHUTDOWN, "vLLM's server is gone; another worker can serve the request.")
+def _exited() -> SluiceError:
+    return SluiceError(ErrorKind.ENGINE_SHUTDOWN, "vLLM's server exited; retry on another worker.")

@@ -1,4 +1,4 @@
-"""Follows SubscribeKvEvents: resumes where it was, and says so when that cannot be."""
+"""Subscribes to SubscribeKvEvents, and resumes an interrupted stream or reports the gap."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from services.worker.kv_events.source import EngineCacheSource
 
 log = logging.getLogger(__name__)
 
-FIRST_RETRY_S, LONGEST_RETRY_S = 0.1, 3.0
+FIRST_RETRY_S, MAX_RETRY_S = 0.1, 3.0
 
 
 class GrpcFeed:
-    """One stream that carries the events of all ranks, each with its own numbers.
+    """Reads one stream with the events of all ranks, each with its own sequence numbers.
 
-    A server may resume a stream or refuse to; and it may end one because it lost events itself.
+    The server may reject a resumption, and may end a stream after losing events.
 
     Args:
-        sources: by data-parallel rank.
-        on_open: called each time that the server has accepted the subscription.
+        sources: Event sources by data-parallel rank.
+        on_open: Called each time the server accepts the subscription.
     """
 
     def __init__(self, client: Client, sources: Sequence[EngineCacheSource], on_open: Callable[[], None]) -> None:
         self._client = client
         self._sources = sources
         self._on_open = on_open
-        self._resumes = True
+        self._can_resume = True
 
     async def run(self) -> None:
-        """Follows until cancelled."""
+        """Reads until cancelled; reconnects with exponential backoff."""
         retry_s = FIRST_RETRY_S
         while True:
-            heard = await self._follow()
-            retry_s = FIRST_RETRY_S if heard else min(2 * retry_s, LONGEST_RETRY_S)
+            received = await self._read_stream()
+            retry_s = FIRST_RETRY_S if received else min(2 * retry_s, MAX_RETRY_S)
             await asyncio.sleep(retry_s)
 
-    async def _follow(self) -> bool:
-        """One stream to its end; True when it carried anything."""
-        heard = False
-        start = self._next() if self._resumes else 0
+    async def _read_stream(self) -> bool:
+        """Reads one stream until it ends; returns whether it carried any message."""
+        received = False
+        start = self._next_sequence_number() if self._can_resume else 0
         for source in self._sources:
             if source.sequencer.expected == 0:
                 source.sequencer.join()
@@ -54,17 +54,17 @@ class GrpcFeed:
             await call.initial_metadata()
             self._on_open()
             async for message in call:
-                heard = True
+                received = True
                 if not message.load.load_only:
                     self._take(message)
         except grpc.aio.AioRpcError as error:
-            self._lost(error)
+            self._on_disconnect(error)
         finally:
             call.cancel()
-        return heard
+        return received
 
-    def _next(self) -> int:
-        """One stream has one cursor: with several ranks it starts anew."""
+    def _next_sequence_number(self) -> int:
+        """Returns where to resume; 0 with several ranks, because a stream has a single cursor."""
         return self._sources[0].sequencer.expected if len(self._sources) == 1 else 0
 
     def _take(self, message: Any) -> None:
@@ -77,16 +77,16 @@ class GrpcFeed:
         try:
             batch = wire.read_batch(message)
         except Exception:
-            log.warning("a batch of KV events cannot be read", extra={"rank": rank}, exc_info=True)
+            log.warning("received an invalid batch of KV events", extra={"rank": rank}, exc_info=True)
             sequencer.unreadable(message.sequence_number)
             return
         sequencer.live(message.sequence_number, batch)
 
-    def _lost(self, error: grpc.aio.AioRpcError) -> None:
+    def _on_disconnect(self, error: grpc.aio.AioRpcError) -> None:
         code = error.code()
-        log.info("the stream of KV events has ended", extra={"code": code.name, "details": error.details()})
+        log.info("the KV event stream ended", extra={"code": code.name, "details": error.details()})
         if code is grpc.StatusCode.OUT_OF_RANGE:
-            self._resumes = False
+            self._can_resume = False
         if code in (grpc.StatusCode.OUT_OF_RANGE, grpc.StatusCode.DATA_LOSS):
             for source in self._sources:
                 source.sequencer.interrupted()

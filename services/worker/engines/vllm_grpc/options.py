@@ -1,4 +1,4 @@
-"""How the engine vllm-grpc is started: against a running server, or with one of its own."""
+"""Options of the vllm-grpc engine: the address of a running server, or how to start one."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """Where the server is, or how to start it.
+    """The address of a server, or how to start one.
 
     Attributes:
         address: host:port of a running server; empty: start one.
-        program: the `vllm` to run; empty: the one of this environment.
-        start_s: seconds that the server may take to answer.
-        flags: for `vllm serve MODEL --grpc`.
+        program: Path of the `vllm` program; empty: the one of this environment.
+        start_s: Timeout in seconds for the server to become healthy.
+        flags: Flags for `vllm serve MODEL --grpc`.
     """
 
     address: str
@@ -33,36 +33,38 @@ class ServerOptions:
 
     @property
     def profiles(self) -> bool:
-        """The server gets a profiler."""
-        return _names(self.flags, "--profiler-config")
+        """Whether the server is started with a profiler."""
+        return _sets(self.flags, "--profiler-config")
 
 
 def read_server_options(settings: WorkerSettings, model: str) -> ServerOptions:
-    """SluiceError(INVALID_ARGUMENT) when the options contradict each other."""
+    """Parses --engine-args; raises SluiceError(INVALID_ARGUMENT) for conflicting options."""
     given = parse_engine_args(settings.engine_args)
     address, program = str(given.pop("address", "") or ""), str(given.pop("program", "") or "")
     start_s = given.pop("start_s", 600)
     if isinstance(start_s, bool) or not isinstance(start_s, int | float) or start_s <= 0:
-        raise invalid("Option 'start_s' of the vllm-grpc engine is a number of seconds.", param="engine_args")
+        raise invalid(
+            "Option 'start_s' of the vllm-grpc engine must be a positive number of seconds.", param="engine_args"
+        )
     if address and (given or settings.engine_flags or program):
         raise invalid(
-            "A server that runs already keeps the options it was started with: give either address or options of vLLM.",
+            "The option address cannot be combined with options of vLLM, which a running server ignores; set only one.",
             param="engine_args",
         )
     if settings.adapters:
-        raise invalid("vLLM's gRPC server cannot choose LoRA adapters; use the engine vllm.", param="adapters")
+        raise invalid("vLLM's gRPC server does not support LoRA adapters; use the engine vllm.", param="adapters")
     flags = () if address else tuple(command_line(settings, model, given))
     return ServerOptions(address, program, float(start_s), flags)
 
 
 def serve_command(program: str, flags: tuple[str, ...], port: int, events: dict[str, Any]) -> list[str]:
-    """`vllm serve` for one model on loopback; with KV events unless the flags have their own."""
+    """Returns the `vllm serve` command for one model on loopback; flags override the default KV events."""
     model, rest = flags[1], list(flags[2:])
     command = [program, "serve", model, "--grpc", "--host", LOOPBACK, "--port", str(port), *rest]
-    if not _names(rest, "--kv-events-config"):
+    if not _sets(rest, "--kv-events-config"):
         command += ["--kv-events-config", json.dumps(events)]
     return command
 
 
-def _names(flags: Iterable[str], option: str) -> bool:
+def _sets(flags: Iterable[str], option: str) -> bool:
     return any(flag.partition("=")[0].partition(".")[0] == option for flag in flags)

@@ -1,4 +1,4 @@
-"""Messages of vLLM's gRPC server ↔ plain data; besides `client` the only module here that knows them."""
+"""Converts between the messages of vLLM's gRPC server and the engine contract."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from services.worker.kv_events.events import (
 )
 from services.worker.kv_events.wire import read_extra_keys
 
-MOST_LOGPROBS = 20
-_SIGNED_32 = 1 << 31
+MAX_LOGPROBS = 20
+_SEED_LIMIT = 1 << 31
 _CONSTRAINTS = {
     "json": "json_schema",
     "regex": "regex",
@@ -40,10 +40,10 @@ _LOCALITY_REMOTE = 2
 
 
 def write_request(request: GenerateRequest, facts: Facts, handoff: Handoff | None) -> Any:
-    """A GenerateRequest of theirs.
+    """Returns vLLM's GenerateRequest.
 
     Raises:
-        SluiceError: INVALID_ARGUMENT when a value does not fit their message.
+        SluiceError: INVALID_ARGUMENT when a value is out of the message's range.
     """
     from smg_grpc_proto import vllm_engine_pb2 as pb
 
@@ -65,11 +65,11 @@ def write_request(request: GenerateRequest, facts: Facts, handoff: Handoff | Non
 
 def _write_sampling(arguments: dict[str, Any], pb: Any) -> Any:
     guided: Mapping[str, Any] = arguments.pop("structured_outputs", {})
-    if not -_SIGNED_32 <= (arguments.get("seed") or 0) < _SIGNED_32:
-        raise invalid("vLLM's gRPC server takes seeds of 32 bits only.", param="seed")
+    if not -_SEED_LIMIT <= (arguments.get("seed") or 0) < _SEED_LIMIT:
+        raise invalid("The seed is out of range; vLLM's gRPC server accepts signed 32-bit seeds.", param="seed")
     if (top := arguments.get("logprobs")) is not None:
-        # The chosen token takes one of the places, wherever it ranks.
-        arguments["logprobs"] = min(top + 1, MOST_LOGPROBS) if top else 0
+        # The chosen token occupies one entry, whatever its rank.
+        arguments["logprobs"] = min(top + 1, MAX_LOGPROBS) if top else 0
     if arguments.get("top_k", 0) < 0:
         arguments["top_k"] = 0
     message = pb.SamplingParams(**arguments)
@@ -82,17 +82,17 @@ def _write_sampling(arguments: dict[str, Any], pb: Any) -> Any:
 
 
 def read_logprobs(message: Any, token_ids: Sequence[int], top: int) -> list[PositionLogprobs]:
-    """Output log-probabilities, one entry per token."""
+    """Returns output log-probabilities, one entry per token."""
     positions = []
     for index, token_id in enumerate(token_ids):
-        own = message.token_logprobs[index] if index < len(message.token_logprobs) else LOWEST_LOGPROB
+        logprob = message.token_logprobs[index] if index < len(message.token_logprobs) else LOWEST_LOGPROB
         others = message.top_logprobs[index] if index < len(message.top_logprobs) else None
-        positions.append(_position(token_id, own, others, top))
+        positions.append(_position(token_id, logprob, others, top))
     return positions
 
 
 def read_prompt_logprobs(message: Any, top: int) -> list[PositionLogprobs]:
-    """Prompt log-probabilities; the first token's is 0, because nothing comes before it."""
+    """Returns prompt log-probabilities; that of the first token is undefined and returned as 0."""
     positions = []
     for index, token_id in enumerate(message.token_ids):
         value = message.token_logprobs[index]
@@ -101,46 +101,47 @@ def read_prompt_logprobs(message: Any, top: int) -> list[PositionLogprobs]:
     return positions
 
 
-def _position(token_id: int, own: float, others: Any, top: int) -> PositionLogprobs:
+def _position(token_id: int, logprob: float, others: Any, top: int) -> PositionLogprobs:
     pairs = sorted(zip(others.values, others.token_ids, strict=True), reverse=True) if others is not None else []
-    # Their answer has no ranks: what is within the places that were asked for ranks by its place.
-    ranks = {found: rank for rank, (_, found) in enumerate(pairs[:top], 1)}
-    chosen = TokenLogprob(token_id, max(own, LOWEST_LOGPROB), ranks.get(token_id, 0))
+    # The message has no ranks; those of the requested alternatives follow from their order.
+    ranks = {other_id: rank for rank, (_, other_id) in enumerate(pairs[:top], 1)}
+    chosen = TokenLogprob(token_id, max(logprob, LOWEST_LOGPROB), ranks.get(token_id, 0))
     return PositionLogprobs(
         chosen,
         tuple(
-            TokenLogprob(found, max(value, LOWEST_LOGPROB), rank + 1) for rank, (value, found) in enumerate(pairs[:top])
+            TokenLogprob(other_id, max(value, LOWEST_LOGPROB), rank)
+            for rank, (value, other_id) in enumerate(pairs[:top], 1)
         ),
     )
 
 
 def read_finish(message: Any) -> tuple[FinishReason, int | None, SluiceError | None]:
-    """Why a GenerateComplete says a generation ended, and the id that ended it."""
+    """Returns the finish reason of a GenerateComplete, the stop token id, and the error."""
     if message.finish_reason == "length":
         return FinishReason.LENGTH, None, None
     if message.finish_reason == "abort":
         return FinishReason.CANCELLED, None, None
     if message.finish_reason in ("stop", "repetition"):
-        named = message.WhichOneof("matched_stop") == "matched_token_id"
-        return FinishReason.STOP, message.matched_token_id if named else None, None
+        by_token = message.WhichOneof("matched_stop") == "matched_token_id"
+        return FinishReason.STOP, message.matched_token_id if by_token else None, None
     return FinishReason.ERROR, None, SluiceError(ErrorKind.INTERNAL, "The engine failed on this request.")
 
 
 def read_transfer(message: Any) -> dict[str, Any]:
-    """The KV connector's parameters in a GenerateComplete; empty: none."""
+    """Returns the KV connector's parameters of a GenerateComplete; empty if there are none."""
     if not message.HasField("kv_transfer_params_json"):
         return {}
-    found = json.loads(message.kv_transfer_params_json)
-    return found if isinstance(found, dict) else {}
+    transfer = json.loads(message.kv_transfer_params_json)
+    return transfer if isinstance(transfer, dict) else {}
 
 
 def read_vector(message: Any) -> bytes:
-    """An EmbedResponse as little-endian float32."""
+    """Returns the vector of an EmbedResponse as little-endian float32."""
     return struct.pack(f"<{len(message.embedding)}f", *message.embedding)
 
 
 def read_loads(message: Any, total_blocks: int) -> list[Load]:
-    """Loads by data-parallel rank."""
+    """Returns the loads sorted by data-parallel rank."""
     return [
         Load(
             running_requests=load.num_running_reqs,
@@ -153,7 +154,7 @@ def read_loads(message: Any, total_blocks: int) -> list[Load]:
 
 
 def read_batch(message: Any) -> EngineBatch:
-    """One KvEventBatch."""
+    """Converts one KvEventBatch."""
     events = [event for raw in message.events for event in _read_event(raw)]
     return EngineBatch(events, message.timestamp, message.dp_rank if message.HasField("dp_rank") else None)
 

@@ -1,9 +1,9 @@
-"""Output that keeps to a constraint: a text is made that satisfies it, and is then what the engine says.
+"""Generates a text that satisfies a structured output constraint.
 
-Limits: a JSON schema is read for what its keywords demand of one example (see `schema`); a regular expression is one of
-Python's without look-around, back-references, atomic groups and possessive repetitions; grammars and structural tags
-are not understood and not claimed. Whatever is out of reach, or takes more work than `Effort` allows, is refused,
-never ignored. The work is bounded, but not short: do it off the event loop.
+Supports the JSON schema keywords listed in `schema`, and Python regular expressions without look-around,
+back-references, atomic groups and possessive repetitions; does not support grammars and structural tags. Constraints
+that are unsupported or exceed `Effort` are rejected, never ignored. The work is bounded but may take a while: run it
+off the event loop.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from services.worker.engines.mock.guided.schema import Examples
 
 
 def guided_text(guided: StructuredOutput, random: Random, effort: Effort | None = None) -> str:
-    """A text that satisfies the constraint, the same one for the same state of `random`.
+    """Returns a text that satisfies the constraint, determined by the state of `random`.
 
     Args:
-        effort: what it may cost; by default what `Effort` allows, and any time.
+        effort: Budget of the work; by default without a deadline.
 
     Raises:
-        SluiceError: INVALID_ARGUMENT when the document is wrong or the mock cannot follow it.
+        SluiceError: INVALID_ARGUMENT for an invalid or unsupported constraint.
     """
     try:
         text = _text(guided, random, effort or Effort())
         text.encode()
         return text
     except UnsupportedSchema as limit:
-        raise _refused(f"The mock engine cannot follow this {guided.kind}: {limit}.") from None
+        raise _rejected(f"The mock engine does not support this {guided.kind}: {limit}.") from None
     except UnicodeEncodeError:
-        raise _refused(f"No text of Unicode satisfies this {guided.kind}.") from None
+        raise _rejected(f"This {guided.kind} matches no valid Unicode text; use valid characters.") from None
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError):
-        raise _refused(f"This {guided.kind} has a keyword with a value of the wrong kind.") from None
+        raise _rejected(f"This {guided.kind} has a keyword with a value of the wrong type.") from None
     except RecursionError:
-        raise _refused(f"This {guided.kind} is nested too deeply.") from None
+        raise _rejected(f"This {guided.kind} is nested too deeply; simplify it.") from None
 
 
-def _refused(message: str) -> SluiceError:
+def _rejected(message: str) -> SluiceError:
     return invalid(message, param="response_format", code="invalid_value")
 
 
@@ -60,4 +60,4 @@ def _text(guided: StructuredOutput, random: Random, effort: Effort) -> str:
         if len(text) > MOST_CHARACTERS:
             raise UnsupportedSchema(f"an example is longer than {MOST_CHARACTERS} characters")
         return text
-    raise UnsupportedSchema("the engine does not understand it")
+    raise UnsupportedSchema("this kind of constraint is not supported")

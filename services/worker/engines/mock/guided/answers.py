@@ -1,4 +1,4 @@
-"""Answers under a constraint, made off the event loop before their requests are queued."""
+"""Generates outputs with a structured output constraint off the event loop, before their requests are queued."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ MakeAnswer = Callable[[GenerateRequest, int, Effort], Answer]
 
 
 class GuidedAnswers:
-    """The sequences whose answers are being made.
+    """Tracks the sequences whose outputs are being generated.
 
     Args:
-        make: a request's answer of so many tokens.
-        enqueue: gives a sequence to a rank; may raise SluiceError.
-        tasks: owns the waiting.
-        limit_s: longest that one takes, seconds.
-        threads: answers made at once.
-        most: sequences at once; more are refused.
+        make: Generates the output of a request, with a maximum number of tokens.
+        enqueue: Submits a sequence to a rank; may raise SluiceError.
+        tasks: Owns the tasks.
+        limit_s: Timeout per output in seconds.
+        threads: Number of threads.
+        max_waiting: Maximum number of sequences; more are rejected.
     """
 
     def __init__(
@@ -36,53 +36,55 @@ class GuidedAnswers:
         tasks: TaskOwner,
         limit_s: float,
         threads: int,
-        most: int,
+        max_waiting: int,
     ) -> None:
         self._make = make
         self._enqueue = enqueue
         self._tasks = tasks
         self._limit_s = limit_s
-        self._most = most
-        self._compiling = GrammarCompiler(limit_s, threads)
+        self._max_waiting = max_waiting
+        self._compiler = GrammarCompiler(limit_s, threads)
         self._waiting: dict[str, tuple[Sequence, asyncio.Task[None]]] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def begin(self, sequence: Sequence) -> None:
-        """Makes the answer and queues the sequence, or ends it with the error.
+        """Generates the output and queues the sequence, or ends it with an error.
 
         Raises:
-            SluiceError: OVERLOADED when as many wait as may.
+            SluiceError: OVERLOADED when too many sequences are waiting.
         """
-        if len(self._waiting) > self._most:
-            raise overloaded(f"The engine's queue is full: {len(self._waiting)} requests wait for their grammars.")
+        if len(self._waiting) > self._max_waiting:
+            raise overloaded(
+                f"The engine's queue is full ({len(self._waiting)} requests waiting for grammars); try again later."
+            )
         request_id = sequence.request.request_id
         task = self._tasks.spawn(self._prepare(sequence), f"guided-{request_id}")
         self._waiting[request_id] = sequence, task
 
     def abort(self, request_id: str) -> None:
-        """Ends a sequence that waits as cancelled; unknown ones are ignored."""
-        if found := self._waiting.pop(request_id, None):
-            sequence, task = found
+        """Ends a waiting sequence with CANCELLED; ignores unknown requests."""
+        if entry := self._waiting.pop(request_id, None):
+            sequence, task = entry
             task.cancel()
             _end(sequence, FinishReason.CANCELLED)
 
     async def drain(self) -> None:
-        """Returns when none waits."""
+        """Waits until no sequence is waiting."""
         while self._waiting:
             await asyncio.wait([task for _, task in self._waiting.values()])
 
     def close(self) -> None:
-        """Ends all of them as cancelled."""
+        """Ends all waiting sequences with CANCELLED."""
         for request_id in tuple(self._waiting):
             self.abort(request_id)
-        self._compiling.close()
+        self._compiler.close()
 
     async def _prepare(self, sequence: Sequence) -> None:
         request = sequence.request
         try:
-            sequence.prepare(await self._compiling.run(lambda: self._answer(sequence)))
+            sequence.prepare(await self._compiler.run(lambda: self._answer(sequence)))
             self._enqueue(sequence)
         except SluiceError as error:
             _end(sequence, FinishReason.ERROR, error)

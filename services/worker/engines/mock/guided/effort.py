@@ -1,4 +1,4 @@
-"""What making one example may cost, whatever the document says."""
+"""Bounds the work to generate one example of a constraint."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ import math
 from time import monotonic
 
 MOST_STEPS = 200_000
-"""Parts of a document looked at and members copied; about a tenth of a second."""
+"""Maximum number of schema nodes visited and members copied; takes about a tenth of a second."""
 
 MOST_CHARACTERS = 262_144
-"""Of the text."""
+"""Maximum length of the text."""
 
 
 class UnsupportedSchema(Exception):
-    """No example can be made; the text says why, without a full stop."""
+    """Raised when no example can be generated; the message is a reason without a full stop."""
 
 
 class SchemaTooComplex(UnsupportedSchema):
-    """Making one costs too much; another branch of the document would not help."""
+    """Raised when the budget is exhausted, so that trying another branch is useless."""
 
 
 class Effort:
-    """Counts what one example has cost so far; every method raises TooMuch when it becomes too much.
+    """Counts the work for one example; its methods raise SchemaTooComplex when the budget is exhausted.
 
     Args:
-        deadline_s: when to give up, monotonic seconds.
+        deadline_s: Deadline in seconds of the monotonic clock.
     """
 
     def __init__(self, deadline_s: float = math.inf) -> None:
@@ -32,13 +32,13 @@ class Effort:
         self._steps = self._characters = 0
 
     def spend(self, steps: int = 1) -> None:
-        """Counts work that is about to be done."""
+        """Counts work before it is done."""
         self._steps += steps
         if self._steps > MOST_STEPS or monotonic() > self._deadline_s:
-            raise SchemaTooComplex("an example takes more work than the engine does for one request")
+            raise SchemaTooComplex("generating an example takes too much work")
 
     def write(self, characters: int) -> None:
-        """Counts characters of the text."""
+        """Counts generated characters."""
         self._characters += characters
         if self._characters > MOST_CHARACTERS:
             raise SchemaTooComplex(f"an example is longer than {MOST_CHARACTERS} characters")

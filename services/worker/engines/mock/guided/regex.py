@@ -1,8 +1,8 @@
-"""A text that a regular expression matches: every repetition as short as allowed, or a little longer.
+"""Generates a text that matches a regular expression, with repetitions of about minimal length.
 
-The expression is parsed and never compiled or run: compiling `[\\x00-\\U0010ffff]` a few hundred times takes seconds,
-and running `(a+)+b` may never end. The text matches because of how it is made; what a part can say about other parts
-(where it stands, which words it touches) is checked at the end.
+The expression is parsed but never compiled or run: compiling `[\\x00-\\U0010ffff]` a few hundred times takes seconds,
+and running `(a+)+b` may never end. The text matches by construction, except for anchors and word boundaries, which are
+checked at the end.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 
 from services.worker.engines.mock.guided.effort import Effort, UnsupportedSchema
 
-LONGEST_PATTERN = 4_096
-LONGEST_TEXT = 4_096
-_MORE = 3
+MAX_PATTERN_CHARACTERS = 4_096
+MAX_TEXT_CHARACTERS = 4_096
+_EXTRA_REPETITIONS = 3
 _PRINTABLE = [chr(number) for number in range(32, 127)]
 _CATEGORIES = {
     code.CATEGORY_DIGIT: "0123456789",
@@ -33,18 +33,18 @@ _ENDS = (code.AT_END, code.AT_END_STRING)
 
 
 def matching(pattern: str, random: Random, effort: Effort) -> str:
-    """A text that the whole pattern matches.
+    """Returns a text that the whole pattern matches.
 
     Raises:
-        OutOfReach: it is no expression of Python's, or one with parts that cannot be followed.
+        UnsupportedSchema: When the pattern is invalid or uses unsupported constructs.
     """
-    if len(pattern) > LONGEST_PATTERN:
-        raise UnsupportedSchema(f"it is longer than {LONGEST_PATTERN} characters")
+    if len(pattern) > MAX_PATTERN_CHARACTERS:
+        raise UnsupportedSchema(f"it is longer than {MAX_PATTERN_CHARACTERS} characters")
     effort.spend(len(pattern))
     try:
         tree = parser.parse(pattern)
     except (re.error, OverflowError) as error:
-        raise UnsupportedSchema(f"it is no regular expression, {error}") from None
+        raise UnsupportedSchema(f"it is not a valid regular expression, {error}") from None
     return _Writer(random, effort).text(tree)
 
 
@@ -53,21 +53,21 @@ class _Writer:
         self._random = random
         self._effort = effort
         self._characters: list[str] = []
-        self._demands: list[tuple[Any, int]] = []  # what must be true of a position
+        self._assertions: list[tuple[Any, int]] = []  # anchors and word boundaries with their positions
 
     def text(self, tree: Iterable[tuple[Any, Any]]) -> str:
         self._write(tree)
         text = "".join(self._characters)
-        if not all(_holds(demand, text, position) for demand, position in self._demands):
-            raise UnsupportedSchema("no text that it matches was found")
+        if not all(_holds(assertion, text, position) for assertion, position in self._assertions):
+            raise UnsupportedSchema("no matching text was found")
         return text
 
     def _write(self, tree: Iterable[tuple[Any, Any]]) -> None:
         for operation, argument in tree:
             self._effort.spend()
             self._write_one(operation, argument)
-            if len(self._characters) > LONGEST_TEXT:
-                raise UnsupportedSchema(f"what it matches is longer than {LONGEST_TEXT} characters")
+            if len(self._characters) > MAX_TEXT_CHARACTERS:
+                raise UnsupportedSchema(f"what it matches is longer than {MAX_TEXT_CHARACTERS} characters")
 
     def _write_one(self, operation: Any, argument: Any) -> None:
         if operation is code.LITERAL:
@@ -85,14 +85,14 @@ class _Writer:
         elif operation in (code.MAX_REPEAT, code.MIN_REPEAT):
             self._repeat(*argument)
         elif operation is code.AT:
-            self._demands.append((argument, len(self._characters)))
+            self._assertions.append((argument, len(self._characters)))
         else:
             raise UnsupportedSchema(f"{str(operation).lower().replace('_', ' ')} is not supported")
 
-    def _repeat(self, least: int, most: Any, repeated: Iterable[tuple[Any, Any]]) -> None:
-        if least > LONGEST_TEXT:
-            raise UnsupportedSchema(f"what it matches is longer than {LONGEST_TEXT} characters")
-        for _ in range(self._random.randint(least, min(int(most), least + _MORE))):
+    def _repeat(self, minimum: int, maximum: Any, repeated: Iterable[tuple[Any, Any]]) -> None:
+        if minimum > MAX_TEXT_CHARACTERS:
+            raise UnsupportedSchema(f"what it matches is longer than {MAX_TEXT_CHARACTERS} characters")
+        for _ in range(self._random.randint(minimum, min(int(maximum), minimum + _EXTRA_REPETITIONS))):
             self._effort.spend()
             self._write(repeated)
 
@@ -110,23 +110,23 @@ class _Writer:
         raise UnsupportedSchema(f"{str(kind).lower()} in a set is not supported")
 
     def _outside(self, members: list[tuple[Any, Any]]) -> str:
-        """A printable character that is in none of these, whether case counts or not."""
+        """Returns a printable character outside a set, ignoring case."""
         self._effort.spend(len(_PRINTABLE) * len(members))
-        left = [one for one in _PRINTABLE if not any(_holds_one(member, one) for member in members)]
-        left = [one for one in left if one.isalnum()] or left
-        if not left:
-            raise UnsupportedSchema("a set leaves no printable character")
-        return self._random.choice(left)
+        allowed = [char for char in _PRINTABLE if not any(_contains(member, char) for member in members)]
+        allowed = [char for char in allowed if char.isalnum()] or allowed
+        if not allowed:
+            raise UnsupportedSchema("a set excludes every printable character")
+        return self._random.choice(allowed)
 
 
-def _holds_one(member: tuple[Any, Any], character: str) -> bool:
-    """Whether a member of a set holds a printable ASCII character."""
+def _contains(member: tuple[Any, Any], character: str) -> bool:
+    """Returns whether a member of a set contains a printable ASCII character."""
     kind, value = member
     if kind is code.LITERAL:
         return character.lower() == chr(value).lower()
     if kind is code.RANGE:
-        return any(value[0] <= ord(form) <= value[1] for form in (character.lower(), character.upper()))
-    holds = {
+        return any(value[0] <= ord(variant) <= value[1] for variant in (character.lower(), character.upper()))
+    contains = {
         code.CATEGORY_DIGIT: character.isdigit(),
         code.CATEGORY_SPACE: character.isspace(),
         code.CATEGORY_WORD: _is_word(character),
@@ -134,21 +134,23 @@ def _holds_one(member: tuple[Any, Any], character: str) -> bool:
         code.CATEGORY_NOT_SPACE: not character.isspace(),
         code.CATEGORY_NOT_WORD: not _is_word(character),
     }
-    if kind is not code.CATEGORY or value not in holds:
+    if kind is not code.CATEGORY or value not in contains:
         raise UnsupportedSchema(f"{str(kind).lower()} in a set is not supported")
-    return holds[value]
+    return contains[value]
 
 
-def _holds(demand: Any, text: str, position: int) -> bool:
-    """Whether what an expression demands of a position is true there."""
-    if demand in _BEGINNINGS:
+def _holds(assertion: Any, text: str, position: int) -> bool:
+    """Returns whether an assertion holds at a position of the text."""
+    if assertion in _BEGINNINGS:
         return position == 0
-    if demand in _ENDS:
+    if assertion in _ENDS:
         return position == len(text)
-    touches = _is_word(text[position - 1 : position] if position else "") != _is_word(text[position : position + 1])
-    if demand in (code.AT_BOUNDARY, code.AT_NON_BOUNDARY):
-        return bool(text) and touches == (demand is code.AT_BOUNDARY)  # Pythons differ about \B in an empty text
-    raise UnsupportedSchema(f"{str(demand).lower().replace('_', ' ')} is not supported")
+    is_boundary = _is_word(text[position - 1 : position] if position else "") != _is_word(text[position : position + 1])
+    if assertion in (code.AT_BOUNDARY, code.AT_NON_BOUNDARY):
+        return bool(text) and is_boundary == (
+            assertion is code.AT_BOUNDARY
+        )  # Python versions differ on \B in an empty text
+    raise UnsupportedSchema(f"{str(assertion).lower().replace('_', ' ')} is not supported")
 
 
 def _is_word(character: str) -> bool:

@@ -1,10 +1,10 @@
-"""An example of a JSON schema.
+"""Generates an example of a JSON schema.
 
-Understood: type, enum, const, properties, required, additionalProperties, items, prefixItems, minItems, maxItems,
-uniqueItems, minProperties, maxProperties, minimum, maximum, exclusiveMinimum, exclusiveMaximum, multipleOf, minLength,
-maxLength, pattern, format, anyOf, oneOf, allOf and $ref within the document.
+Supported keywords: type, enum, const, properties, required, additionalProperties, items, prefixItems, minItems,
+maxItems, uniqueItems, minProperties, maxProperties, minimum, maximum, exclusiveMinimum, exclusiveMaximum, multipleOf,
+minLength, maxLength, pattern, format, anyOf, oneOf, allOf and $ref within the document.
 
-Keywords that only describe are skipped; every other keyword is out of reach.
+Annotation keywords are ignored; every other keyword is rejected.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 from services.worker.engines.mock.guided.effort import Effort, SchemaTooComplex, UnsupportedSchema
 from services.worker.engines.mock.guided.regex import matching
 
-DEEPEST = 32
-OPTIONAL_UNTIL = 3
-MOST_VALUES = 10_000
-LONGEST = 4_096
+MAX_DEPTH = 32
+MAX_OPTIONAL_DEPTH = 3
+MAX_VALUES = 10_000
+MAX_STRING_CHARACTERS = 4_096
 
-_DESCRIBE = frozenset(
+_ANNOTATIONS = frozenset(
     {"$schema", "$id", "$anchor", "$comment", "$defs", "definitions", "title", "description", "default", "examples"}
     | {"deprecated", "readOnly", "writeOnly", "strict", "name", "contentEncoding", "contentMediaType"}
 )
@@ -31,8 +31,8 @@ _KEYWORDS = {
     "string": frozenset({"minLength", "maxLength", "pattern", "format"}),
     "number": frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}),
 }
-_EVERYWHERE = frozenset({"type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref", "nullable"})
-_KNOWN = _DESCRIBE.union(_EVERYWHERE, *_KEYWORDS.values())
+_GENERAL_KEYWORDS = frozenset({"type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref", "nullable"})
+_SUPPORTED = _ANNOTATIONS.union(_GENERAL_KEYWORDS, *_KEYWORDS.values())
 _FORMATS = {
     "date": "2026-03-14",
     "time": "12:30:00Z",
@@ -49,44 +49,44 @@ _WORDS = ("river", "gate", "bridge", "lamp", "harbour", "meadow", "stone", "wind
 
 
 class Examples:
-    """Makes values.
+    """Generates values of a schema.
 
     Args:
-        root: the document that references point into.
-        effort: what all of it may cost: every loop over a part of the document, and every text, is counted before it.
+        root: The document to which references are relative.
+        effort: Budget; every loop over a part of the document, and every text, is counted in advance.
     """
 
     def __init__(self, root: Any, random: Random, effort: Effort) -> None:
         self._root = root
         self._random = random
         self._effort = effort
-        self._made = 0
+        self._value_count = 0
 
     def of(self, schema: Any, depth: int = 0) -> Any:
-        """A value that satisfies the schema; OutOfReach when none can be made."""
-        self._made += 1
-        if self._made > MOST_VALUES:
-            raise SchemaTooComplex("it demands too many values")
-        if depth > DEEPEST:
+        """Returns a value that satisfies the schema; raises UnsupportedSchema when none can be generated."""
+        self._value_count += 1
+        if self._value_count > MAX_VALUES:
+            raise SchemaTooComplex("it requires too many values")
+        if depth > MAX_DEPTH:
             raise UnsupportedSchema("it is nested too deeply")
         if schema is True:
             return self._random.choice(_WORDS)
         if not isinstance(schema, dict):
-            raise UnsupportedSchema("a part of it allows nothing or is no schema")
+            raise UnsupportedSchema("a part of it allows no value or is not a schema")
         schema = self._merged(schema, depth)
-        if unknown := sorted(schema.keys() - _KNOWN):
+        if unknown := sorted(schema.keys() - _SUPPORTED):
             raise UnsupportedSchema(f"the keyword {unknown[0][:60]!r} is not supported")
         if "const" in schema:
-            return self._given(schema["const"])
+            return self._count_value(schema["const"])
         if "enum" in schema:
-            return self._given(self._random.choice(_filled(schema["enum"], "enum")))
+            return self._count_value(self._random.choice(_non_empty_list(schema["enum"], "enum")))
         for keyword in ("anyOf", "oneOf"):
             if keyword in schema:
                 return self._any(schema, keyword, depth)
         return self._typed(schema, depth)
 
-    def _given(self, value: Any) -> Any:
-        """A value that the document spells out; it may be large, and referred to many times."""
+    def _count_value(self, value: Any) -> Any:
+        """Counts the cost of a literal value of the document, which may be large and referenced many times."""
         waiting = [value]
         while waiting:
             node = waiting.pop()
@@ -100,30 +100,33 @@ class Examples:
         return value
 
     def _merged(self, schema: dict[str, Any], depth: int) -> dict[str, Any]:
-        """The schema with its references and the parts of `allOf` folded in."""
+        """Returns the schema merged with its reference and the members of `allOf`."""
         self._effort.spend(1 + len(schema))
         if "$ref" not in schema and "allOf" not in schema:
             return schema
-        if depth > DEEPEST:
-            raise UnsupportedSchema("references run in a circle")
+        if depth > MAX_DEPTH:
+            raise UnsupportedSchema("references are circular")
         merged = {key: value for key, value in schema.items() if key not in ("$ref", "allOf")}
-        parts = [self._referred(schema["$ref"])] if "$ref" in schema else []
-        for part in (*parts, *schema.get("allOf", ())):
-            if not isinstance(part, dict):
-                raise UnsupportedSchema("allOf and $ref need schemas that are objects")
-            for key, value in self._merged(part, depth + 1).items():
-                merged[key] = self._both(key, merged[key], value) if key in merged else value
+        subschemas = [self._resolve(schema["$ref"])] if "$ref" in schema else []
+        for subschema in (*subschemas, *schema.get("allOf", ())):
+            if not isinstance(subschema, dict):
+                raise UnsupportedSchema("allOf and $ref require schemas that are objects")
+            for key, value in self._merged(subschema, depth + 1).items():
+                merged[key] = self._intersection(key, merged[key], value) if key in merged else value
         return merged
 
-    def _both(self, key: str, one: Any, other: Any) -> Any:
-        """What satisfies both values of a keyword."""
+    def _intersection(self, key: str, one: Any, other: Any) -> Any:
+        """Returns a value of a keyword that satisfies both values."""
         self._effort.spend(self._size(one) + self._size(other))
-        if one == other or key in _DESCRIBE:
+        if one == other or key in _ANNOTATIONS:
             return one
         if key == "properties":
             return {
                 **one,
-                **{name: {"allOf": [one[name], part]} if name in one else part for name, part in other.items()},
+                **{
+                    name: {"allOf": [one[name], subschema]} if name in one else subschema
+                    for name, subschema in other.items()
+                },
             }
         if key == "required":
             return list(dict.fromkeys([*one, *other]))
@@ -136,10 +139,10 @@ class Examples:
             return max(one, other)
         if key.startswith(("max", "exclusiveMax")):
             return min(one, other)
-        raise UnsupportedSchema(f"two demands on {key!r} cannot be put together")
+        raise UnsupportedSchema(f"two values of {key!r} cannot be combined")
 
     def _size(self, schema: Any) -> int:
-        """How much a branch demands, roughly; looked at as far as the effort lasts."""
+        """Returns the number of nodes of a schema, counted against the budget."""
         waiting, size = [schema], 0
         while waiting:
             node = waiting.pop()
@@ -149,28 +152,28 @@ class Examples:
                 waiting += node.values() if isinstance(node, dict) else node
         return size
 
-    def _referred(self, reference: Any) -> Any:
+    def _resolve(self, reference: Any) -> Any:
         if not isinstance(reference, str) or not reference.startswith("#"):
-            raise UnsupportedSchema("a reference leads out of the document")
-        found = self._root
-        parts = reference[1:].split("/")
-        self._effort.spend(len(parts))
-        for part in filter(None, parts):
-            name = part.replace("~1", "/").replace("~0", "~")
-            if not isinstance(found, dict) or name not in found:
-                raise UnsupportedSchema(f"the reference {reference[:80]} leads nowhere")
-            found = found[name]
-        return found
+            raise UnsupportedSchema("references outside the document are not supported")
+        target = self._root
+        segments = reference[1:].split("/")
+        self._effort.spend(len(segments))
+        for segment in filter(None, segments):
+            name = segment.replace("~1", "/").replace("~0", "~")
+            if not isinstance(target, dict) or name not in target:
+                raise UnsupportedSchema(f"the reference {reference[:80]} has no target")
+            target = target[name]
+        return target
 
     def _any(self, schema: dict[str, Any], keyword: str, depth: int) -> Any:
         rest = {key: value for key, value in schema.items() if key != keyword}
-        branches = list(_filled(schema[keyword], keyword))
+        branches = list(_non_empty_list(schema[keyword], keyword))
         self._effort.spend(len(branches))
         self._random.shuffle(branches)
-        # A recursive schema ends where a branch does: the flat ones come first once it is deep.
-        if depth > OPTIONAL_UNTIL:
+        # At depth, try small branches first, so that a recursive schema terminates.
+        if depth > MAX_OPTIONAL_DEPTH:
             branches.sort(key=self._size)
-        problem = UnsupportedSchema(f"{keyword} has no branch that can be followed")
+        problem = UnsupportedSchema(f"{keyword} has no supported branch")
         for branch in branches:
             try:
                 return self.of({**rest, "allOf": [branch]} if rest else branch, depth + 1)
@@ -183,7 +186,7 @@ class Examples:
     def _typed(self, schema: dict[str, Any], depth: int) -> Any:
         kind = schema.get("type") or _implied_type(schema)
         if isinstance(kind, list):
-            kind = self._random.choice([one for one in kind if one != "null"] or ["null"])
+            kind = self._random.choice([name for name in kind if name != "null"] or ["null"])
         match kind:
             case "object":
                 return self._object(schema, depth)
@@ -197,48 +200,48 @@ class Examples:
                 return self._random.random() < 0.5
             case "null":
                 return None
-        raise UnsupportedSchema(f"the type {str(kind)[:60]!r} is not one of JSON's")
+        raise UnsupportedSchema(f"the type {str(kind)[:60]!r} is not a JSON type")
 
     def _object(self, schema: dict[str, Any], depth: int) -> dict[str, Any]:
         properties, required = schema.get("properties", {}), dict.fromkeys(schema.get("required", []))
         self._effort.spend(len(properties) + len(required))
-        made: dict[str, Any] = {}
-        for name, part in properties.items():
+        members: dict[str, Any] = {}
+        for name, subschema in properties.items():
             if name in required:
-                made[name] = self.of(part, depth + 1)
-            elif depth < OPTIONAL_UNTIL:
+                members[name] = self.of(subschema, depth + 1)
+            elif depth < MAX_OPTIONAL_DEPTH:
                 try:
-                    made[name] = self.of(part, depth + 1)
+                    members[name] = self.of(subschema, depth + 1)
                 except SchemaTooComplex:
                     raise
                 except UnsupportedSchema:
-                    continue  # it may be left out
+                    continue  # an optional property
         for name in required:
-            if name not in made:
-                made[name] = self.of(schema.get("additionalProperties", True), depth + 1)
-        while len(made) < schema.get("minProperties", 0):
-            made[f"more{len(made)}"] = self.of(schema.get("additionalProperties", True), depth + 1)
-        if len(made) > schema.get("maxProperties", math.inf):
-            made = {name: value for name, value in made.items() if name in required}
-        self._effort.write(sum(map(len, made)))
-        return made
+            if name not in members:
+                members[name] = self.of(schema.get("additionalProperties", True), depth + 1)
+        while len(members) < schema.get("minProperties", 0):
+            members[f"more{len(members)}"] = self.of(schema.get("additionalProperties", True), depth + 1)
+        if len(members) > schema.get("maxProperties", math.inf):
+            members = {name: value for name, value in members.items() if name in required}
+        self._effort.write(sum(map(len, members)))
+        return members
 
     def _array(self, schema: dict[str, Any], depth: int) -> list[Any]:
-        first = schema.get("prefixItems", [])
-        self._effort.spend(len(first))
-        least, most = schema.get("minItems", 0), schema.get("maxItems", math.inf)
-        wanted = min(max(least, len(first), 1 if depth < OPTIONAL_UNTIL else 0), most)
-        made: list[Any] = [self.of(part, depth + 1) for part in first[: int(wanted)]]
-        for _ in range(16 * (1 + int(min(wanted, MOST_VALUES)))):
-            if len(made) >= wanted:
-                return made
+        prefix = schema.get("prefixItems", [])
+        self._effort.spend(len(prefix))
+        minimum, maximum = schema.get("minItems", 0), schema.get("maxItems", math.inf)
+        length = min(max(minimum, len(prefix), 1 if depth < MAX_OPTIONAL_DEPTH else 0), maximum)
+        items: list[Any] = [self.of(subschema, depth + 1) for subschema in prefix[: int(length)]]
+        for _ in range(16 * (1 + int(min(length, MAX_VALUES)))):
+            if len(items) >= length:
+                return items
             value = self.of(schema.get("items", True), depth + 1)
-            self._effort.spend(len(made) if schema.get("uniqueItems") else 1)
-            if not (schema.get("uniqueItems") and value in made):
-                made.append(value)
-        if len(made) < wanted:
-            raise UnsupportedSchema("an array demands more different items than were found")
-        return made
+            self._effort.spend(len(items) if schema.get("uniqueItems") else 1)
+            if not (schema.get("uniqueItems") and value in items):
+                items.append(value)
+        if len(items) < length:
+            raise UnsupportedSchema("an array requires more distinct items than were generated")
+        return items
 
     def _string(self, schema: dict[str, Any]) -> str:
         text = self._text(schema)
@@ -246,24 +249,24 @@ class Examples:
         return text
 
     def _text(self, schema: dict[str, Any]) -> str:
-        least, most = schema.get("minLength", 0), schema.get("maxLength", LONGEST)
-        if least > LONGEST or least > most:
-            raise UnsupportedSchema(f"a string would be longer than {min(most, LONGEST)} characters")
+        minimum, maximum = schema.get("minLength", 0), schema.get("maxLength", MAX_STRING_CHARACTERS)
+        if minimum > MAX_STRING_CHARACTERS or minimum > maximum:
+            raise UnsupportedSchema(f"a string would be longer than {min(maximum, MAX_STRING_CHARACTERS)} characters")
         if "pattern" in schema:
             pattern = schema["pattern"]
-            for _ in range(16):  # a pattern may match anywhere in the text; one that matches all of it will do
-                if least <= len(text := matching(pattern, self._random, self._effort)) <= most:
+            for _ in range(16):  # a pattern may match anywhere, but a text that matches entirely is enough
+                if minimum <= len(text := matching(pattern, self._random, self._effort)) <= maximum:
                     return text
-            raise UnsupportedSchema("a pattern and the length of its string do not go together")
+            raise UnsupportedSchema("no text was found with the required pattern and length")
         if "format" in schema:
             text = _FORMATS.get(schema["format"], "")
-            if not text or not least <= len(text) <= most:
+            if not text or not minimum <= len(text) <= maximum:
                 raise UnsupportedSchema(f"the format {schema['format'][:60]!r} is not supported")
             return text
         words = self._random.choice(_WORDS)
-        while len(words) < least:
+        while len(words) < minimum:
             words += " " + self._random.choice(_WORDS)
-        return words[: min(most, max(least, len(words)))]
+        return words[: min(maximum, max(minimum, len(words)))]
 
     def _number(self, schema: dict[str, Any], kind: str) -> float:
         step = schema.get("multipleOf", 1)
@@ -278,16 +281,16 @@ class Examples:
         candidates = [number * step for number in range(first, first + 10)]
         if kind == "number" and "multipleOf" not in schema:
             candidates.append((max(low, above) + min(high, below)) / 2)
-        fitting = [value for value in candidates if low <= value <= high and above < value < below]
-        if not fitting:
-            raise UnsupportedSchema("no number fits its bounds")
-        chosen: float = self._random.choice(fitting)
+        matching_values = [value for value in candidates if low <= value <= high and above < value < below]
+        if not matching_values:
+            raise UnsupportedSchema("no number was found within its bounds")
+        chosen: float = self._random.choice(matching_values)
         return int(chosen) if float(chosen).is_integer() else chosen
 
 
-def _filled(value: Any, keyword: str) -> list[Any]:
+def _non_empty_list(value: Any, keyword: str) -> list[Any]:
     if not isinstance(value, list) or not value:
-        raise UnsupportedSchema(f"{keyword} is no list or an empty one")
+        raise UnsupportedSchema(f"{keyword} is not a list, or is empty")
     return value
 
 
@@ -295,7 +298,7 @@ def _common_type(one: Any, other: Any) -> Any:
     left, right = ([kind] if isinstance(kind, str) else list(kind) for kind in (one, other))
     common = [kind for kind in left if kind in right]
     if not common:
-        raise UnsupportedSchema("allOf demands two types at once")
+        raise UnsupportedSchema("allOf requires incompatible types")
     return common
 
 

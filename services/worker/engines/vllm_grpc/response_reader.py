@@ -1,4 +1,4 @@
-"""One generation's answers, from the server's messages to deltas."""
+"""Converts the server's responses of one generation into deltas."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from services.worker.engines.vllm.handoff import Handoff
 from services.worker.engines.vllm_grpc import wire
 
 
-class Reading:
-    """Keeps what a terminal delta has to say.
+class ResponseReader:
+    """Converts responses into deltas and counts usage for the terminal one.
 
     Attributes:
-        ended: the terminal delta was given.
+        ended: Whether the terminal delta was returned.
     """
 
     def __init__(self, request: GenerateRequest) -> None:
         self.ended = False
         self._request = request
         self._begun = False
-        self._tokens = 0
-        self._cached = 0
-        self._last: int | None = None
+        self._completion_tokens = 0
+        self._cached_tokens = 0
+        self._last_token_id: int | None = None
 
     def take(self, response: Any) -> Delta | None:
-        """What one message means; None: nothing yet."""
+        """Returns the delta of one response; None if the response is empty."""
         if response.WhichOneof("response") == "complete":
             return self._complete(response.complete)
         return self._chunk(response.chunk) if response.chunk.token_ids else None
 
     def _chunk(self, chunk: Any) -> Delta:
         token_ids = list(chunk.token_ids)
-        self._tokens += len(token_ids)
-        self._last = token_ids[-1]
+        self._completion_tokens += len(token_ids)
+        self._last_token_id = token_ids[-1]
         top, prompt_top = self._request.logprobs, self._request.prompt_logprobs
         positions: Sequence[PositionLogprobs] = (
             () if top is None else wire.read_logprobs(chunk.output_logprobs, token_ids, top)
@@ -49,29 +49,29 @@ class Reading:
         if self._begun:
             return Delta(token_ids, logprobs=positions)
         self._begun = True
-        self._cached = min(chunk.cached_tokens, len(self._request.token_ids))
+        self._cached_tokens = min(chunk.cached_tokens, len(self._request.token_ids))
         prompt: Sequence[PositionLogprobs] = ()
         if prompt_top is not None:
             prompt = wire.read_prompt_logprobs(chunk.input_logprobs, prompt_top)
-        return Delta(token_ids, cached_tokens=self._cached, logprobs=positions, prompt_logprobs=prompt)
+        return Delta(token_ids, cached_tokens=self._cached_tokens, logprobs=positions, prompt_logprobs=prompt)
 
     def _complete(self, complete: Any) -> Delta:
         self.ended = True
         reason, stop_token, error = wire.read_finish(complete)
         handoff = b""
-        if reason is FinishReason.LENGTH and self._hands_over and self._last is not None:
-            reason, handoff = FinishReason.HANDOFF, Handoff(self._last, wire.read_transfer(complete)).pack()
+        if reason is FinishReason.LENGTH and self._is_prefill and self._last_token_id is not None:
+            reason, handoff = FinishReason.HANDOFF, Handoff(self._last_token_id, wire.read_transfer(complete)).pack()
         if reason is FinishReason.STOP and stop_token is None:
-            stop_token = self._last
+            stop_token = self._last_token_id
         return Delta(
             finish_reason=reason,
-            usage=Usage(len(self._request.token_ids), self._tokens, self._cached),
+            usage=Usage(len(self._request.token_ids), self._completion_tokens, self._cached_tokens),
             stop_token_id=stop_token,
             error=error,
             handoff=handoff,
         )
 
     @property
-    def _hands_over(self) -> bool:
-        split = self._request.disaggregation
-        return split is not None and split.role is Role.PREFILL
+    def _is_prefill(self) -> bool:
+        disaggregation = self._request.disaggregation
+        return disaggregation is not None and disaggregation.role is Role.PREFILL
