@@ -8,13 +8,25 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Self
 
-from services.common import models
-from services.common.errors import invalid, overloaded
-from services.worker.contract.capabilities import SAMPLING, Capability
-from services.worker.contract.engine import EngineConfig, GenerateContext, LLMEngine, Load
-from services.worker.contract.generation import Delta, GenerateRequest, Usage
-from services.worker.engines.shared.arguments import read_options
-from services.worker.settings import WorkerSettings
+from sluice.engine import (
+    SAMPLING,
+    Capability,
+    Delta,
+    EngineConfig,
+    GenerateContext,
+    GenerateRequest,
+    LLMEngine,
+    Load,
+    Usage,
+    WorkerSettings,
+    detect_processor,
+    fingerprint,
+    invalid,
+    overloaded,
+    read_json,
+    read_options,
+    resolve,
+)
 from sluice_parrot.speech import speak
 
 
@@ -56,18 +68,18 @@ class ParrotEngine(LLMEngine):
     async def start(self, worker_id: str) -> EngineConfig:
         self.on_phase("reading the model's files", None)
         settings = self._settings
-        path = await asyncio.to_thread(models.resolve, settings.spec.source)
-        config = models.read_json(path, "config.json")
+        path = await asyncio.to_thread(resolve, settings.spec.source)
+        config = read_json(path, "config.json")
         if not isinstance(config.get("vocab_size"), int):
             raise invalid(f"config.json in {path} does not say the vocab_size.", param="model")
-        eos = models.read_json(path, "generation_config.json").get("eos_token_id", config.get("eos_token_id"))
+        eos = read_json(path, "generation_config.json").get("eos_token_id", config.get("eos_token_id"))
         self._eos_token_ids = tuple(eos if isinstance(eos, list) else [eos] if isinstance(eos, int) else [])
         self._context_length = settings.context_length or config.get("max_position_embeddings", 4096)
         return EngineConfig(
             model=settings.spec.name,
             source=settings.spec.source,
-            processor=settings.spec.processor or models.detect_processor(path),
-            fingerprint=await asyncio.to_thread(models.fingerprint, path),
+            processor=settings.spec.processor or detect_processor(path),
+            fingerprint=await asyncio.to_thread(fingerprint, path),
             context_length=self._context_length,
             vocab_size=config["vocab_size"],
             block_size=0,  # no prefix cache to route on

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.worker.contract.generation import FinishReason, GenerateRequest
+from sluice.engine import (
+    FinishReason,
+    GenerateRequest,
+)
 
 
 @dataclass(frozen=True)

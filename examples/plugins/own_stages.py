@@ -6,22 +6,24 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from hashlib import sha256
 
-from services.common.errors import invalid, unavailable
-from services.common.packing import unpack_u32
-from services.gateway.core.request import TextPrompt
-from services.gateway.pipeline.config import PipelineConfig
-from services.gateway.pipeline.pipeline import Generation, Pipeline
-from services.gateway.pipeline.stages import (
+from sluice.stages import (
     Components,
     FinishReason,
+    Generation,
     GenerationRequest,
+    Pipeline,
+    PipelineConfig,
     Placement,
     PlacementRequest,
     Route,
     Sink,
     TextDelta,
+    TextPrompt,
     TokenizedPrompt,
     WorkerEntry,
+    invalid,
+    unavailable,
+    unpack_u32,
 )
 
 

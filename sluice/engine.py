@@ -1,0 +1,79 @@
+"""The contract for engines: what an engine author implements, and the types that pass through it.
+
+An engine is a class derived from `LLMEngine`, named by `sluice worker --engine MODULE:CLASS` or by the entry point
+group `sluice.engines`. `examples/engine` is one; docs/writing-an-engine.md explains it.
+"""
+
+from services.common.errors import ErrorKind, SluiceError, internal, invalid, not_found, overloaded, unavailable
+from services.common.models import detect_processor, fingerprint, read_json, resolve
+from services.worker.contract.cache_events import (
+    BlocksRemoved,
+    BlocksStored,
+    CacheCleared,
+    CacheTier,
+    KvEvent,
+    KvEventSource,
+)
+from services.worker.contract.capabilities import GUIDED, SAMPLING, Capability
+from services.worker.contract.delta_stream import DeltaStream
+from services.worker.contract.engine import Embedded, EngineConfig, GenerateContext, LLMEngine, Load, Sink
+from services.worker.contract.generation import (
+    Delta,
+    Disaggregation,
+    FinishReason,
+    GenerateRequest,
+    PositionLogprobs,
+    PromptEmbeds,
+    Role,
+    SamplingParams,
+    Stop,
+    StructuredOutput,
+    TokenLogprob,
+    Usage,
+)
+from services.worker.engines.shared.arguments import read_options
+from services.worker.settings import WorkerSettings
+
+__all__ = [
+    "GUIDED",
+    "SAMPLING",
+    "BlocksRemoved",
+    "BlocksStored",
+    "CacheCleared",
+    "CacheTier",
+    "Capability",
+    "Delta",
+    "DeltaStream",
+    "Disaggregation",
+    "Embedded",
+    "EngineConfig",
+    "ErrorKind",
+    "FinishReason",
+    "GenerateContext",
+    "GenerateRequest",
+    "KvEvent",
+    "KvEventSource",
+    "LLMEngine",
+    "Load",
+    "PositionLogprobs",
+    "PromptEmbeds",
+    "Role",
+    "SamplingParams",
+    "Sink",
+    "SluiceError",
+    "Stop",
+    "StructuredOutput",
+    "TokenLogprob",
+    "Usage",
+    "WorkerSettings",
+    "detect_processor",
+    "fingerprint",
+    "internal",
+    "invalid",
+    "not_found",
+    "overloaded",
+    "read_json",
+    "read_options",
+    "resolve",
+    "unavailable",
+]
