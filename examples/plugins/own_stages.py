@@ -60,12 +60,12 @@ class FirstConnected:
     """place: the first worker in the list that has a connection."""
 
     def __init__(self, components: Components) -> None:
-        self._catalogue = components.catalogue
-        self._fleet = components.fleet
+        self._registry = components.registry
+        self._connections = components.connections
 
     async def place(self, wanted: PlacementRequest, excluded: Collection[str] = ()) -> Placement:
-        for entry in self._catalogue.of_model(wanted.request.model):
-            link = self._fleet.find(entry.worker_id)
+        for entry in self._registry.of_model(wanted.request.model):
+            link = self._connections.find(entry.worker_id)
             if entry.worker_id not in excluded and link is not None and link.connected:
                 return Placement(Route(entry.worker_id), link)
         raise unavailable("No worker has a connection.", code="no_workers")
