@@ -42,7 +42,7 @@ test-slow: setup ## the tests that take minutes: outages under load, a million b
 	@PATH="$(CURDIR)/.venv/bin:$(CURDIR)/.venv/opt/redis/bin:$$PATH" pytest -m slow $(ARGS)
 
 test-parsers: setup ## cut 100,000 answers of every built-in parser's format in every way; ARGS="--cases 1000 --parser hermes"
-	@.venv/bin/python -m tests.support.parser_cases $(ARGS)
+	@.venv/bin/python -m tests.support.data.parser_cases $(ARGS)
 
 test-browser: setup ## drive the live view in Chromium (apt-get install chromium, or CHROMIUM=path); no network
 	@.venv/bin/pytest -m browser tests/browser $(ARGS)

@@ -26,7 +26,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the support of the tests starts the suite
 
 from benchmarks.processes import suite_of
-from tests.support.suite import Suite
+from tests.support.servers.suite import Suite
 
 MODEL = "tekken"
 PACE_S = 0.1

@@ -214,7 +214,7 @@ def flags_of(options: argparse.Namespace) -> list[str]:
 def hugging_face_folder() -> Path:
     """The default model's vocabulary as a tokenizer.json."""
     sys.path.append(str(Path(__file__).resolve().parents[1]))
-    from tests.support.big_vocabulary import build_big_model
+    from tests.support.data.big_vocabulary import build_big_model
 
     folder = Path(tempfile.mkdtemp())
     atexit.register(shutil.rmtree, folder)

@@ -29,7 +29,7 @@ from services.common.net.ports import free_port
 from services.common.rpc.channels import open_channel
 from sluice.v1 import preprocess_pb2 as pb
 from sluice.v1 import preprocess_pb2_grpc
-from tests.support.big_vocabulary import build_big_model
+from tests.support.data.big_vocabulary import build_big_model
 
 COLD = {100: 6000, 3000: 3000, 8000: 1200, 32_000: 320, 49_000: 200, 100_000: 100}
 CHATS, TURNS, CHAT_TOKENS = 8, 20, 32_000

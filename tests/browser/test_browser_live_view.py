@@ -14,9 +14,9 @@ from playwright.sync_api import Browser, Page, expect
 
 from services.common.models import DEFAULT_SOURCE
 from services.gateway.admission.keys import create, write
-from tests.support.browsing import Load, browser, listen
-from tests.support.loose_suite import LooseSuite
-from tests.support.suite import Suite
+from tests.support.clients.browsing import Load, browser, listen
+from tests.support.servers.loose_suite import LooseSuite
+from tests.support.servers.suite import Suite
 
 pytestmark = pytest.mark.browser
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from services.common.net.ports import free_port
-from tests.support import compose_suite
-from tests.support.compose_suite import Suite
+from tests.support.servers import compose_suite
+from tests.support.servers.compose_suite import Suite
 
 LOGS = Path(__file__).parents[2] / "build"
 OTHERS = {

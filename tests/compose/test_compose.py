@@ -7,8 +7,8 @@ import subprocess
 
 import pytest
 
-from tests.support.chat_load import ChatLoad
-from tests.support.compose_suite import SERVICES, Suite
+from tests.support.clients.chat_load import ChatLoad
+from tests.support.servers.compose_suite import SERVICES, Suite
 
 SCALE = {"preprocess": 2, "router": 2, "postprocess": 2, "worker": 4}
 

@@ -12,7 +12,7 @@ import pytest
 
 from services.common.net.ports import free_port
 from sluice.cli.certs import Options, make
-from tests.support.kustomized import container_of, of_kind
+from tests.support.oracles.kustomized import container_of, of_kind
 
 pytestmark = pytest.mark.compose
 

@@ -14,10 +14,10 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.chat_load import ChatLoad
-from tests.support.compose_suite import ROOT, SERVICES, Suite, get_json
-from tests.support.prometheus_queries import answers, dashboard_queries
-from tests.support.promql import series
+from tests.support.clients.chat_load import ChatLoad
+from tests.support.oracles.prometheus_queries import answers, dashboard_queries
+from tests.support.oracles.promql import series
+from tests.support.servers.compose_suite import ROOT, SERVICES, Suite, get_json
 
 OBSERVABILITY = ROOT / "deploy/observability"
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.support.chat_load import ChatLoad
-from tests.support.compose_suite import Suite
+from tests.support.clients.chat_load import ChatLoad
+from tests.support.servers.compose_suite import Suite
 
 pytestmark = pytest.mark.compose
 

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from tests.support.chat_load import ChatLoad
-from tests.support.compose_suite import REQUESTS, SERVICES, Suite
+from tests.support.clients.chat_load import ChatLoad
+from tests.support.servers.compose_suite import REQUESTS, SERVICES, Suite
 
 CHATS = 200
 EVEN = 0.6

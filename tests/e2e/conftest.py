@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.suite import Suite
+from tests.support.servers.suite import Suite
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from services.gateway.admission.keys import create, write
-from tests.support.suite import Suite
+from tests.support.servers.suite import Suite
 
 WAIT_S = 90
 STREAMS = 150

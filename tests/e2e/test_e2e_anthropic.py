@@ -10,7 +10,7 @@ import httpx
 import pydantic
 import pytest
 
-from tests.support.suite import Suite
+from tests.support.servers.suite import Suite
 
 CITY = '{"city": "Zürich 🌧️", "days": [1, 2.50]}'
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "string"}}}

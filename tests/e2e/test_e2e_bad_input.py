@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from sluice import __version__
-from tests.support.suite import Suite
+from tests.support.servers.suite import Suite
 
 USER = [{"role": "user", "content": "hi"}]
 

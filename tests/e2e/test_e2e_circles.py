@@ -14,9 +14,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.loose_suite import LooseSuite
-from tests.support.tiny_models import build_tiny_model
-from tests.support.uncollected_gateway import TOLD_IN
+from tests.support.data.tiny_models import build_tiny_model
+from tests.support.servers.loose_suite import LooseSuite
+from tests.support.servers.uncollected_gateway import TOLD_IN
 
 REQUESTS, LATE_REQUESTS = 8, 3
 FEW = 20
@@ -88,7 +88,7 @@ def suite(tmp_path_factory: pytest.TempPathFactory, told: Path) -> Iterator[Loos
             workers=1,
             postprocess=1,
             worker_flags=("--timing", "fixed", "--fixed-step-ms", "2"),
-            gateway="tests.support.uncollected_gateway",
+            gateway="tests.support.servers.uncollected_gateway",
         ) as running:
             yield running
     finally:

@@ -18,7 +18,7 @@ from langchain_openai import ChatOpenAI
 from pydantic import SecretStr
 
 from services.gateway.admission.keys import create, write
-from tests.support.suite import Suite
+from tests.support.servers.suite import Suite
 
 WAIT_S = 90
 RETRIES = 30

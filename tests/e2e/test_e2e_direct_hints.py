@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from services.gateway.http.middleware.routing_hints import ENDPOINT, PREFILL, PREFILL_RANK, RANK, SUBSET, WORKER
-from tests.support.suite import Suite
+from tests.support.servers.suite import Suite
 
 BODY = {"model": "tekken", "prompt": "hi", "max_tokens": 1}
 HERE = {"x-sluice-worker": "worker-0", "x-sluice-prefill-worker": "prefill-0"}

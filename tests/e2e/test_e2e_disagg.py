@@ -13,9 +13,9 @@ import httpx
 import pytest
 
 from sluice.v1 import router_pb2, router_pb2_grpc
-from tests.support.loose_suite import LooseSuite
-from tests.support.suite import Suite
-from tests.support.tiny_models import build_tiny_model
+from tests.support.data.tiny_models import build_tiny_model
+from tests.support.servers.loose_suite import LooseSuite
+from tests.support.servers.suite import Suite
 
 
 @pytest.fixture(scope="module")

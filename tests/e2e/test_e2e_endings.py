@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from sluice.v1 import common_pb2, router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
-from tests.support.suite import Suite
+from tests.support.servers.suite import Suite
 
 LONG = {"model": "tekken", "max_tokens": 20_000, "ignore_eos": True, "stream": True}
 USER = [{"role": "user", "content": "Go on and on about rivers."}]

@@ -9,7 +9,7 @@ import anthropic
 import openai
 import pytest
 
-from tests.support.suite import Suite
+from tests.support.servers.suite import Suite
 
 CONTEXT = 1024
 USER: Any = [{"role": "user", "content": "Tell me of rivers."}]

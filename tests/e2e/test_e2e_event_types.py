@@ -14,7 +14,7 @@ import openai.types.responses
 import pytest
 from pydantic import TypeAdapter
 
-from tests.support.suite import Suite
+from tests.support.servers.suite import Suite
 
 CALLS = '[TOOL_CALLS] [{"name": "f", "arguments": {"x": "ü 🌧"}}, {"name": "g", "arguments": {}}]'
 SCHEMA = {"type": "object", "properties": {"x": {"type": "string"}}}

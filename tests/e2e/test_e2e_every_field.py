@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.suite import Suite
-from tests.support.wrong_values import Document, Path, Wrong
+from tests.support.data.wrong_values import Document, Path, Wrong
+from tests.support.servers.suite import Suite
 
 EACH = 1_000_000 if os.environ.get("SLUICE_TEST_EVERY_VALUE") else 2
 AT_ONCE = 16

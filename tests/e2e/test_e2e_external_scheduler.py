@@ -17,7 +17,7 @@ import pytest
 from sluice_client import RouterClient, WorkerClient, by_answer, by_openai_body, unpack_u32
 
 from sluice.v1 import router_pb2, router_pb2_grpc
-from tests.support.suite import Suite
+from tests.support.servers.suite import Suite
 
 ROOT = Path(__file__).parents[2]
 SCHEDULER, CLIENT = ROOT / "examples/scheduler/scheduler.py", ROOT / "clients/python/src"

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from tests.support.suite import Suite
+from tests.support.servers.suite import Suite
 
 DEADLINE_S = 90
 BODY = {"model": "tekken", "messages": [{"role": "user", "content": "Hello."}], "max_tokens": 8}

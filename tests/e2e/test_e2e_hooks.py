@@ -9,7 +9,7 @@ from pathlib import Path
 
 import httpx
 
-from tests.support.suite import Suite
+from tests.support.servers.suite import Suite
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "plugins"
 PATH = {"PYTHONPATH": os.pathsep.join([str(EXAMPLES), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}

@@ -19,7 +19,7 @@ import pytest
 from typer.testing import CliRunner
 
 from sluice.cli.commands import app
-from tests.support.suite import SLUICE, Suite
+from tests.support.servers.suite import SLUICE, Suite
 
 WITHIN_S = 30
 

@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from sluice import metrics
-from tests.support.scraped import METRICS_EVERYWHERE, endpoints, families, value
-from tests.support.suite import Suite
+from tests.support.oracles.scraped import METRICS_EVERYWHERE, endpoints, families, value
+from tests.support.servers.suite import Suite
 
 PROCESSES = {"gateway": 1, "preprocess": 1, "router": 1, "worker": 2, "postprocess": 1}
 

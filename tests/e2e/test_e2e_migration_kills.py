@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.chat_answers import Answer, streamed, whole
-from tests.support.loose_suite import LooseSuite
-from tests.support.tiny_models import build_tiny_model
+from tests.support.clients.chat_answers import Answer, streamed, whole
+from tests.support.data.tiny_models import build_tiny_model
+from tests.support.servers.loose_suite import LooseSuite
 
 pytestmark = pytest.mark.slow
 

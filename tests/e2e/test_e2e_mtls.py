@@ -32,11 +32,11 @@ from services.gateway.admission import keys
 from sluice.cli import tokens as made_tokens
 from sluice.cli.certs import Options, make
 from sluice.v1 import router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
-from tests.support import tokens as token_files
-from tests.support.authority import Authority
-from tests.support.redis_server import RedisServer
-from tests.support.suite import Suite
-from tests.support.tiny_models import build_tiny_model
+from tests.support.data import tokens as token_files
+from tests.support.data.authority import Authority
+from tests.support.data.tiny_models import build_tiny_model
+from tests.support.servers.redis_server import RedisServer
+from tests.support.servers.suite import Suite
 
 GRPC_SERVICES = ("preprocess", "router", "postprocess", "worker")
 CALLERS = ("gateway", *GRPC_SERVICES)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import openai
 import pytest
 
-from tests.support.suite import Suite
+from tests.support.servers.suite import Suite
 
 QUESTION = [{"role": "user", "content": "Tell me about sluices — und auf Deutsch: Schleusen für Schiffe. 🚢"}]
 

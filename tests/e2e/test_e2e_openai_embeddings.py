@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from tests.support.suite import Suite
+from tests.support.servers.suite import Suite
 
 
 @pytest.fixture(scope="module")

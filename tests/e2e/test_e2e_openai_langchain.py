@@ -12,7 +12,7 @@ from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 from pydantic import BaseModel, SecretStr
 
-from tests.support.suite import Suite
+from tests.support.servers.suite import Suite
 
 CALLS = "[TOOL_CALLS] " + json.dumps([{"name": "weather", "arguments": {"city": city}} for city in ("Ulm", "Bonn")])
 

@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.support.suite import Suite
+from tests.support.servers.suite import Suite
 
 QUESTION: Any = [{"role": "user", "content": "Schiff 🚢 ahoy — und los!"}]
 PROMPT = "Schiff 🚢 ahoy"

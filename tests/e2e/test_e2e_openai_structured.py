@@ -12,7 +12,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from tests.support.suite import Suite
+from tests.support.servers.suite import Suite
 
 QUESTION: Any = [{"role": "user", "content": "Where is the heron?"}]
 

@@ -10,7 +10,7 @@ import grpc
 import httpx
 
 from sluice.v1 import worker_pb2, worker_pb2_grpc
-from tests.support.suite import Suite
+from tests.support.servers.suite import Suite
 
 ADAPTER = "poet"
 WAIT_S = 30

@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.suite import SLUICE, Suite
-from tests.support.tiny_models import build_tiny_model
+from tests.support.data.tiny_models import build_tiny_model
+from tests.support.servers.suite import SLUICE, Suite
 
 STAND_IN = Path(__file__).parents[1] / "support" / "fake_vllm_package"
 MARK = "<by the engine>"

@@ -10,7 +10,7 @@ import grpc
 import httpx
 
 from sluice.v1 import router_pb2, router_pb2_grpc
-from tests.support.suite import Suite
+from tests.support.servers.suite import Suite
 
 WAIT_S = 30
 

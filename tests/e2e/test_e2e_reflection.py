@@ -9,7 +9,7 @@ from google.protobuf.json_format import MessageToDict, ParseDict
 from google.protobuf.message_factory import GetMessageClass
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from tests.support.suite import Suite
+from tests.support.servers.suite import Suite
 
 CALLS = {
     "preprocess": ("sluice.v1.Preprocess", "Tokenize", {"model": "tekken", "text": {"text": "a b"}}, "tokenIds"),

@@ -11,7 +11,7 @@ import openai
 import pydantic
 import pytest
 
-from tests.support.suite import Suite
+from tests.support.servers.suite import Suite
 
 CITY = '{"city": "Zürich 🌧️", "days": [1, 2.50]}'
 TOOLS: Any = [

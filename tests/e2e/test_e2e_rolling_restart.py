@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.rolling_suite import RollingSuite
-from tests.support.tiny_models import build_tiny_model
+from tests.support.data.tiny_models import build_tiny_model
+from tests.support.servers.rolling_suite import RollingSuite
 
 pytestmark = pytest.mark.slow
 

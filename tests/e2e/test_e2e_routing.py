@@ -8,15 +8,14 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import grpc
 import httpx
 import pytest
 
 from sluice.v1 import router_pb2, router_pb2_grpc
-from tests.support.redis_server import RedisServer
-from tests.support.suite import Suite
+from tests.support.servers.redis_server import RedisServer
+from tests.support.servers.suite import Suite
 
 
 def long_prompt(topic: str) -> str:
@@ -84,14 +83,6 @@ async def test_prefixes_meet_and_others_go_elsewhere(fresh: Suite) -> None:
     third = ask(fresh.url, long_prompt("mountains"))
     assert third["cached"] < 100
     await until_indexed(router, 2, third["prompt"] // 16 - 8)
-
-
-@pytest.fixture
-def redis(tmp_path: Path) -> Iterator[RedisServer]:
-    server = RedisServer(tmp_path)
-    server.start()
-    yield server
-    server.stop()
 
 
 async def test_what_one_router_learned_another_uses(redis: RedisServer) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from services.common.net.ports import free_port
 from sluice.v1 import router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
-from tests.support.suite import Suite
+from tests.support.servers.suite import Suite
 
 WAIT_S = 300
 STREAMS = 200

@@ -23,7 +23,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from tests.support.suite import Suite
+from tests.support.servers.suite import Suite
 
 CI_EXAMPLES = 20
 EXAMPLES = int(os.environ.get("SLUICE_TEST_SCHEMATHESIS", CI_EXAMPLES))

@@ -13,7 +13,7 @@ import pytest
 
 from services.gateway.admission.keys import create, write
 from sluice.v1 import router_pb2, router_pb2_grpc
-from tests.support.suite import Suite
+from tests.support.servers.suite import Suite
 
 TURNS = 8
 WORKERS = 4

@@ -15,9 +15,9 @@ import httpx
 import pytest
 
 from sluice.v1 import worker_pb2, worker_pb2_grpc
-from tests.support.chat_answers import whole
-from tests.support.loose_suite import LooseSuite
-from tests.support.tiny_models import build_tiny_model
+from tests.support.clients.chat_answers import whole
+from tests.support.data.tiny_models import build_tiny_model
+from tests.support.servers.loose_suite import LooseSuite
 
 WAIT_S = 120
 TWO_LIVE = r"^sluice_gateway_live_streams(?:\{.*\})? 2\.0$"

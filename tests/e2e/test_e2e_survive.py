@@ -14,9 +14,9 @@ import httpx
 import pytest
 
 from sluice.v1 import router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
-from tests.support.chat_answers import Answer, streamed, whole
-from tests.support.loose_suite import LooseSuite
-from tests.support.tiny_models import build_tiny_model
+from tests.support.clients.chat_answers import Answer, streamed, whole
+from tests.support.data.tiny_models import build_tiny_model
+from tests.support.servers.loose_suite import LooseSuite
 
 WAIT_S = 120
 STREAMS = 200

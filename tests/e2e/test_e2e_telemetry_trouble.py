@@ -13,8 +13,8 @@ import pytest
 from services.common.errors import SluiceError
 from services.common.net.ports import free_port
 from services.common.observability.scrape_server import ScrapeEndpoint
-from tests.support.collector import env_of
-from tests.support.suite import Suite
+from tests.support.servers.collector import env_of
+from tests.support.servers.suite import Suite
 
 REQUESTS = 40
 

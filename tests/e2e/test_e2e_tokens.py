@@ -9,8 +9,8 @@ import pytest
 
 from services.preprocess.protocol import ChatRequest
 from services.preprocess.tokenizers.probes import prompt_fingerprint
-from tests.support.loaded_tokenizers import tekken
-from tests.support.suite import Suite
+from tests.support.data.loaded_tokenizers import tekken
+from tests.support.servers.suite import Suite
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Grüße 😀 </s> [INST]"}]
 

@@ -9,8 +9,8 @@ from typing import Any
 import openai
 import pytest
 
-from tests.support.suite import Suite
-from tests.support.tiny_models import build_tiny_model
+from tests.support.data.tiny_models import build_tiny_model
+from tests.support.servers.suite import Suite
 
 CITY = '{"city": "Zürich 🌧️", "days": [1, 2.50]}'
 TOOLS: Any = [

@@ -12,9 +12,9 @@ import httpx
 import pytest
 
 from sluice.v1 import worker_pb2, worker_pb2_grpc
-from tests.support.collector import Collector, ReceivedSpan, env_of
-from tests.support.spanning_engine import EACH, FIRST, SpanningEngine
-from tests.support.suite import Suite
+from tests.support.fakes.spanning_engine import EACH, FIRST, SpanningEngine
+from tests.support.servers.collector import Collector, ReceivedSpan, env_of
+from tests.support.servers.suite import Suite
 
 ENGINE = f"{SpanningEngine.__module__}:{SpanningEngine.__name__}"
 CALLER = "00f067aa0ba902b7"

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from services.common.net.ports import free_port
-from tests.support.redis_server import RedisServer
+from tests.support.servers.redis_server import RedisServer
 
 CHAT = {"model": "tekken", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
 

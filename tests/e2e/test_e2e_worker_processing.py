@@ -8,8 +8,8 @@ from typing import Any
 
 import httpx
 
-from tests.support.suite import Suite
-from tests.support.tiny_models import CHATML, build_tiny_model
+from tests.support.data.tiny_models import CHATML, build_tiny_model
+from tests.support.servers.suite import Suite
 
 DEADLINE_S = 60
 

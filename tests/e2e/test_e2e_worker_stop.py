@@ -19,7 +19,7 @@ import pytest
 
 from services.common.net.ports import free_port
 from sluice.v1 import worker_pb2, worker_pb2_grpc
-from tests.support.suite import Suite
+from tests.support.servers.suite import Suite
 
 pytestmark = pytest.mark.slow
 

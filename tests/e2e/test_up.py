@@ -15,9 +15,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.redis_server import RedisServer
-from tests.support.suite import SLUICE, command_of
-from tests.support.tracebacks import complaints
+from tests.support.oracles.tracebacks import complaints
+from tests.support.servers.redis_server import RedisServer
+from tests.support.servers.suite import SLUICE, command_of
 
 DEADLINE_S = 240
 STOPS_WITHIN_S = 20.0

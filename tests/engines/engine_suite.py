@@ -30,8 +30,8 @@ from services.common.packing import pack_u32, unpack_u32
 from services.common.rpc.channels import open_channel
 from services.common.rpc.errors import from_detail, from_rpc_error
 from sluice.v1 import common_pb2, router_pb2, worker_pb2, worker_pb2_grpc
-from tests.support.router_child import RouterChild
-from tests.support.workers import Caller
+from tests.support.servers.router_child import RouterChild
+from tests.support.servers.workers import Caller
 
 ROOT = Path(__file__).resolve().parents[2]
 CALL_S = 300

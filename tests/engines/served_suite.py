@@ -16,7 +16,7 @@ from services.common.packing import unpack_u64
 from services.common.rpc.channels import open_channel
 from sluice.v1 import router_pb2, router_pb2_grpc
 from tests.engines import engine_suite as suite
-from tests.support.loose_suite import LooseSuite
+from tests.support.servers.loose_suite import LooseSuite
 
 WAIT_S = 60
 GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0, "ignore_eos": True}

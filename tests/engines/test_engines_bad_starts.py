@@ -8,7 +8,7 @@ import pytest
 
 from tests.engines import engine_suite as suite
 from tests.engines.engine_list import ENGINES
-from tests.support.tiny_models import build_servable
+from tests.support.data.tiny_models import build_servable
 
 pytestmark = pytest.mark.engines
 

@@ -13,7 +13,7 @@ import pytest
 from services.common.net.ports import free_port
 from tests.engines import engine_suite as suite
 from tests.engines.engine_list import ENGINES
-from tests.support.tiny_models import build_servable
+from tests.support.data.tiny_models import build_servable
 
 pytestmark = pytest.mark.engines
 

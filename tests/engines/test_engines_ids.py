@@ -16,9 +16,9 @@ from services.preprocess.protocol import ChatRequest, TokenizerProtocol
 from services.preprocess.tokenizers.engine import EngineOptions, EngineTokenizer
 from services.preprocess.tokenizers.loading import load_tokenizer
 from tests.engines.servers import SERVERS, Reference, python
-from tests.support.chat_matrix import chats, plain_chats
-from tests.support.loaded_tokenizers import limits
-from tests.support.tokenizer_families import EXACT
+from tests.support.data.chat_matrix import chats, plain_chats
+from tests.support.data.loaded_tokenizers import limits
+from tests.support.data.tokenizer_families import EXACT
 
 pytestmark = pytest.mark.engines
 

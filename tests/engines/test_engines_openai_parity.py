@@ -19,8 +19,8 @@ from tokenizers import AddedToken, Tokenizer
 from services.common.net.ports import free_port
 from sluice.cli import tiny_weights
 from tests.engines.servers import ROOT, START_S, python
-from tests.support.suite import Suite
-from tests.support.tiny_models import CONTEXT_LENGTH, TURN_END, build_servable
+from tests.support.data.tiny_models import CONTEXT_LENGTH, TURN_END, build_servable
+from tests.support.servers.suite import Suite
 
 pytestmark = pytest.mark.engines
 

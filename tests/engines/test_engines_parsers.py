@@ -25,10 +25,10 @@ from services.postprocess.parsers.isolated.remote import RemoteStream
 from services.postprocess.streams.factory import CustomParsers, StreamFactory
 from services.postprocess.streams.vocabulary_registry import VocabularyRegistry, load
 from tests.engines.servers import ROOT, python
-from tests.support.engines import until
-from tests.support.marked_vocabulary import build_marked_model, markers_in
-from tests.support.parser_corpus import TOOLS, corpus
-from tests.support.parsing import ParsedDelta, said
+from tests.support.data.marked_vocabulary import build_marked_model, markers_in
+from tests.support.data.parser_corpus import TOOLS, corpus
+from tests.support.fakes.engines import until
+from tests.support.oracles.parsing import ParsedDelta, said
 
 pytestmark = pytest.mark.engines
 

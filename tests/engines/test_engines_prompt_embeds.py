@@ -17,7 +17,7 @@ import pytest_asyncio
 from tests.engines import engine_suite as suite
 from tests.engines.engine_list import ENGINES
 from tests.engines.served_suite import GREEDY, ServedModel, served
-from tests.support.tiny_models import build_servable
+from tests.support.data.tiny_models import build_servable
 
 pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="module")]
 

@@ -23,7 +23,7 @@ from services.preprocess.settings import PreprocessSettings
 from sluice.v1 import preprocess_pb2 as pb
 from sluice.v1 import preprocess_pb2_grpc
 from tests.engines.servers import python
-from tests.support.loaded_tokenizers import tiny_folder, tiny_hf
+from tests.support.data.loaded_tokenizers import tiny_folder, tiny_hf
 
 pytestmark = pytest.mark.engines
 

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from services.common.errors import ErrorKind, SluiceError
 from sluice.v1 import worker_pb2
 from tests.engines import engine_suite as suite
-from tests.support.tiny_models import ServableFolders, build_servable
+from tests.support.data.tiny_models import ServableFolders, build_servable
 
 pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="module")]
 

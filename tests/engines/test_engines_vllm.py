@@ -13,7 +13,7 @@ from services.common.errors import SluiceError
 from sluice.v1 import common_pb2, worker_pb2
 from tests.engines import engine_suite as suite
 from tests.engines import vllm_cases
-from tests.support.tiny_models import ServableFolders, build_servable
+from tests.support.data.tiny_models import ServableFolders, build_servable
 
 pytestmark = pytest.mark.engines
 

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from tests.engines import engine_suite as suite
 from tests.engines import vllm_cases
 from tests.engines.test_engines_vllm import describe
-from tests.support.tiny_models import ServableFolders, build_servable
+from tests.support.data.tiny_models import ServableFolders, build_servable
 
 pytestmark = pytest.mark.engines
 

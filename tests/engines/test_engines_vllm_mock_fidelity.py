@@ -21,7 +21,7 @@ from services.worker.engines.mock.text import Answer
 from services.worker.engines.mock.timing import FixedTiming
 from tests.engines import engine_suite as suite
 from tests.engines.test_engines_vllm import ENVIRONMENT, ROOT_FLAGS
-from tests.support.tiny_models import build_servable
+from tests.support.data.tiny_models import build_servable
 
 pytestmark = pytest.mark.engines
 

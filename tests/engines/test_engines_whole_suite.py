@@ -21,8 +21,8 @@ from services.preprocess.tokenizers.loading import load_tokenizer
 from tests.engines import engine_suite as suite
 from tests.engines.engine_list import ENGINES, FOR_EMBEDDINGS, engine_process
 from tests.engines.served_suite import GREEDY, ServedModel, served
-from tests.support.loaded_tokenizers import limits
-from tests.support.tiny_models import ServableFolders, build_servable
+from tests.support.data.loaded_tokenizers import limits
+from tests.support.data.tiny_models import ServableFolders, build_servable
 
 pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="module")]
 

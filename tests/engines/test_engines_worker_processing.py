@@ -20,8 +20,8 @@ from services.preprocess.tokenizers.probes import prompt_fingerprint
 from sluice.v1 import common_pb2, postprocess_pb2, worker_pb2
 from tests.engines import engine_suite as suite
 from tests.engines import test_engines_vllm
-from tests.support.loaded_tokenizers import limits
-from tests.support.tiny_models import build_servable
+from tests.support.data.loaded_tokenizers import limits
+from tests.support.data.tiny_models import build_servable
 
 pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="module")]
 

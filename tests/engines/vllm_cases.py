@@ -10,7 +10,7 @@ from services.common.hashing import block_hashes
 from services.common.packing import pack_u32, unpack_u64
 from sluice.v1 import router_pb2, worker_pb2
 from tests.engines import engine_suite as suite
-from tests.support.router_child import RouterChild, router_children
+from tests.support.servers.router_child import RouterChild, router_children
 
 BLOCK = 32
 WAIT_S = 60

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sluice.cli.doctor import redis as redis_checks
 from sluice.cli.doctor.finding import State
-from tests.support.redis_server import RedisServer
+from tests.support.servers.redis_server import RedisServer
 
 
 @contextmanager

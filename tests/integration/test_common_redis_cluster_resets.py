@@ -20,8 +20,8 @@ from services.common.redis.target import parse
 from services.router.store.base import StoreUnavailable
 from services.router.store.redis import RedisStore
 from services.router.store.redis_client import RedisClient
-from tests.support.redis_server import RedisServer
-from tests.support.redis_topologies import SLOTS, ask, wait_for
+from tests.support.servers.redis_server import RedisServer
+from tests.support.servers.redis_topologies import SLOTS, ask, wait_for
 
 ONE = Script("return 1")
 RESET_AT_CLOSE = struct.pack("ii", 1, 0)

@@ -14,9 +14,9 @@ from services.common.redis.target import parse
 from services.router.store.base import StoreUnavailable
 from services.router.store.redis import RedisStore
 from services.router.workers.worker import Role, Worker
-from tests.support.redis_name import RedisName
-from tests.support.redis_server import RedisServer
-from tests.support.redis_topologies import ask
+from tests.support.servers.redis_name import RedisName
+from tests.support.servers.redis_server import RedisServer
+from tests.support.servers.redis_topologies import ask
 
 WORKER = Worker("a", "a:1", 1, "m", Role.AGGREGATED, 16, "sluice-xxh3-v1", 100, 1, b"")
 COUNT = Script("return redis.call('INCR', KEYS[1])")

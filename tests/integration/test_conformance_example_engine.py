@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.support.tiny_models import build_tiny_model
+from tests.support.data.tiny_models import build_tiny_model
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "engine"

@@ -11,12 +11,12 @@ import pytest
 import pytest_asyncio
 
 from sluice.conformance import Patience, Target, Verdict, Watcher, run, select
-from tests.support.broken_routers import FLAWS as SPOILED
-from tests.support.broken_routers import spoiling
-from tests.support.broken_workers import Honest, broken
-from tests.support.tiny_models import build_tiny_model
-from tests.support.worker_flaws import FLAWS
-from tests.support.workers import hosted
+from tests.support.data.tiny_models import build_tiny_model
+from tests.support.fakes.broken_routers import FLAWS as SPOILED
+from tests.support.fakes.broken_routers import spoiling
+from tests.support.fakes.broken_workers import Honest, broken
+from tests.support.fakes.worker_flaws import FLAWS
+from tests.support.servers.workers import hosted
 
 ELSEWHERE = {*SPOILED, "drain"}
 ALWAYS = ("one-terminal", "usage", "load-returns")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,30 +15,22 @@ from services.gateway.admission.keys import ApiKey
 from services.gateway.admission.limits import Limit, Limiter, LimitsUnavailable
 from services.gateway.admission.local_limiter import LocalLimiter
 from services.gateway.admission.redis_limiter import RedisLimiter
-from tests.support.redis_server import RedisServer
+from tests.support.servers.redis_server import RedisServer
 
 KEY = ApiKey("0" * 12, "k", "")
 PATIENT_S = 20.0  # of a machine that is busy with other tests
 
 
-@pytest.fixture(scope="module")
-def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    server = RedisServer(tmp_path_factory.mktemp("limits"))
-    server.start()
-    yield server
-    server.stop()
-
-
 @pytest.fixture(params=["memory", "redis", "steady"])
 async def limiter(
-    request: pytest.FixtureRequest, redis: RedisServer, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, shared_redis: RedisServer, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Limiter]:
     prefix = tmp_path_factory.mktemp("prefix").name
     made: Limiter
     if request.param == "memory":
         made = LocalLimiter()
     else:
-        made = RedisLimiter(redis.url, prefix, PATIENT_S)
+        made = RedisLimiter(shared_redis.url, prefix, PATIENT_S)
         if request.param == "steady":
             made = FallbackLimiter(made)
     yield made
@@ -111,19 +103,21 @@ async def test_keys_do_not_share(limiter: Limiter) -> None:
     assert (await limiter.enter(one, "c")).refused_by is Limit.REQUESTS
 
 
-async def test_two_gateways_share_one_limit(redis: RedisServer) -> None:
+async def test_two_gateways_share_one_limit(shared_redis: RedisServer) -> None:
     key = replace(KEY, requests_per_minute=10, concurrency=8)
-    gateways = [RedisLimiter(redis.url, "two", PATIENT_S) for _ in range(2)]
+    gateways = [RedisLimiter(shared_redis.url, "two", PATIENT_S) for _ in range(2)]
     decisions = await asyncio.gather(*(gateways[number % 2].enter(key, f"r{number}") for number in range(30)))
     assert sum(decision.refused_by is None for decision in decisions) == 8
     for gateway in gateways:
         await gateway.close()
 
 
-async def test_places_of_a_gateway_that_died_come_back(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_places_of_a_gateway_that_died_come_back(
+    shared_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("services.gateway.admission.redis_limiter.LEASE_S", 3.0)
     key = replace(KEY, concurrency=1)
-    shared = RedisLimiter(redis.url, "died", PATIENT_S)
+    shared = RedisLimiter(shared_redis.url, "died", PATIENT_S)
     await shared.enter(key, "a")
     async with asyncio.timeout(PATIENT_S):
         while (await shared.enter(key, "b")).refused_by:  # noqa: ASYNC110

@@ -25,8 +25,8 @@ from services.gateway.streams.migration_policy import MigrationPolicy
 from services.gateway.streams.stream import GenerationStream
 from services.gateway.workers import connections as connections
 from services.worker.contract import handoff
-from tests.support.survival import Client, ObservedStream, Stage, asking, staged, until
-from tests.support.tiny_models import build_tiny_model
+from tests.support.data.tiny_models import build_tiny_model
+from tests.support.servers.survival import Client, ObservedStream, Stage, asking, staged, until
 
 CALLS = (
     "<think>Rivers and gates 🌦.</think>I will look that up."

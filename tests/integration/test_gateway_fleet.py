@@ -16,7 +16,7 @@ from services.gateway.streams.manager import StreamManager
 from services.gateway.workers import connections as fleet_module
 from services.gateway.workers.connections import ConnectionManager
 from sluice.v1 import postprocess_pb2, postprocess_pb2_grpc
-from tests.support.engines import until
+from tests.support.fakes.engines import until
 
 
 class Host(postprocess_pb2_grpc.PostprocessServicer):

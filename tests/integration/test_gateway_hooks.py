@@ -12,8 +12,8 @@ from services.gateway.core import routing_hints as hints
 from services.gateway.core.request import FinishReason, StopParams
 from services.gateway.pipeline.config import PipelineConfig
 from services.worker.engines.mock.vocabulary import load_vocabulary
-from tests.support.survival import asking, staged
-from tests.support.tiny_models import build_tiny_model
+from tests.support.data.tiny_models import build_tiny_model
+from tests.support.servers.survival import asking, staged
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "plugins"
 PROMPT = "Tell me of rivers."

@@ -24,7 +24,7 @@ from services.gateway.http.keepalive import KeepaliveMonitor
 from services.gateway.http.server import HttpServer
 from services.gateway.http.sse import EventStream
 from services.gateway.http.write_scheduler import WriteScheduler
-from tests.support.raw_http import MALFORMED, UNKNOWN_METHOD, WAIT_S, answer, post
+from tests.support.clients.raw_http import MALFORMED, UNKNOWN_METHOD, WAIT_S, answer, post
 
 PIECE = "x" * 1000
 

@@ -21,7 +21,7 @@ from services.gateway.http.connection import Bounds
 from services.gateway.http.errors import error_response, plain_error_response
 from services.gateway.http.granian_server import GranianServer
 from services.gateway.http.server import HttpServer
-from tests.support.raw_http import MALFORMED, UNKNOWN_METHOD, WAIT_S, answer, everything, post
+from tests.support.clients.raw_http import MALFORMED, UNKNOWN_METHOD, WAIT_S, answer, everything, post
 
 HEADER_BYTES = 16 << 10
 BOUNDS = Bounds(header_bytes=HEADER_BYTES, header_timeout_s=1.0, body_timeout_s=1.0)

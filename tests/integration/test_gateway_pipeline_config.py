@@ -19,8 +19,8 @@ from services.gateway.pipeline.config import PipelineConfig
 from services.gateway.streams.migration_policy import MigrationPolicy
 from services.gateway.workers import connections as connections
 from services.worker.engines.mock.vocabulary import load_vocabulary
-from tests.support.survival import asking, staged
-from tests.support.tiny_models import build_tiny_model
+from tests.support.data.tiny_models import build_tiny_model
+from tests.support.servers.survival import asking, staged
 
 COMBINATIONS = list(
     product(("frontend", "engine"), ("frontend", "engine"), ("discover", "direct", "query-only"), (True, False))

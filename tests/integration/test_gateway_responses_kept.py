@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from uuid import uuid4
 
@@ -13,22 +13,14 @@ from services.common.errors import ErrorKind, SluiceError
 from services.common.tasks import TaskOwner
 from services.gateway.apis.responses.redis_store import RedisStore
 from services.gateway.apis.responses.store import MemoryStore, ResponseStore, StoredResponse
-from tests.support.redis_server import RedisServer
+from tests.support.servers.redis_server import RedisServer
 
 ONE = StoredResponse(b'{"id":"resp_1"}', '[{"text":"Grüße 🚢"}]'.encode())
 Make = Callable[[int, int, float], ResponseStore]
 
 
-@pytest.fixture(scope="module")
-def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    server = RedisServer(tmp_path_factory.mktemp("redis"))
-    server.start()
-    yield server
-    server.stop()
-
-
 @pytest.fixture(params=["memory", "redis"])
-async def make(request: pytest.FixtureRequest, redis: RedisServer) -> AsyncIterator[Make]:
+async def make(request: pytest.FixtureRequest, shared_redis: RedisServer) -> AsyncIterator[Make]:
     """Makes stores of one kind, each empty."""
     tasks = TaskOwner()
     stores: list[ResponseStore] = []
@@ -38,7 +30,7 @@ async def make(request: pytest.FixtureRequest, redis: RedisServer) -> AsyncItera
             store: ResponseStore = MemoryStore(most, most_bytes, longest_s)
         else:
             prefix = f"t{uuid4().hex}"
-            store = RedisStore(redis.url, most, most_bytes, longest_s, tasks, prefix, timeout_s=20)
+            store = RedisStore(shared_redis.url, most, most_bytes, longest_s, tasks, prefix, timeout_s=20)
         stores.append(store)
         return store
 
@@ -103,9 +95,9 @@ async def test_what_is_too_old_is_forgotten(make: Make) -> None:
     assert await store.find("a", "resp_1") is None
 
 
-async def test_gateways_share_what_redis_keeps(redis: RedisServer) -> None:
+async def test_gateways_share_what_redis_keeps(shared_redis: RedisServer) -> None:
     tasks = TaskOwner()
-    one, other = (RedisStore(redis.url, 10, 1 << 20, 60, tasks, "shared", timeout_s=20) for _ in range(2))
+    one, other = (RedisStore(shared_redis.url, 10, 1 << 20, 60, tasks, "shared", timeout_s=20) for _ in range(2))
     one.keep("a", "resp_1", ONE)
     await settled(one)
     assert await other.find("a", "resp_1") == ONE

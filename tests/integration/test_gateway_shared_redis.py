@@ -17,8 +17,8 @@ from services.gateway.admission.limits import LimitsUnavailable
 from services.gateway.admission.redis_limiter import RedisLimiter
 from services.gateway.apis.responses.redis_store import RedisStore
 from services.gateway.apis.responses.store import StoredResponse
-from tests.support.mutual_redis import MutualRedis
-from tests.support.redis_topologies import RedisCluster, RedisSentinels
+from tests.support.servers.mutual_redis import MutualRedis
+from tests.support.servers.redis_topologies import RedisCluster, RedisSentinels
 
 PATIENT_S = 20.0
 AT_ONCE = 64

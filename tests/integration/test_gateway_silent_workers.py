@@ -13,8 +13,8 @@ import pytest
 from services.gateway.core.request import StopParams
 from services.gateway.streams.migration import MigrationPolicy
 from services.gateway.streams.watchdog import WorkerWatchdog
-from tests.support.survival import Stage, asking, staged, until
-from tests.support.tiny_models import build_tiny_model
+from tests.support.data.tiny_models import build_tiny_model
+from tests.support.servers.survival import Stage, asking, staged, until
 
 SILENCE_S = 3.0
 STEPS = {"timing": "fixed", "fixed_step_ms": 10.0, "speedup": 1.0}

@@ -14,8 +14,8 @@ from services.postprocess.detokenize.stream import FinishReason, Limits, StreamO
 from services.postprocess.parsers.base import Parser, ParserContext
 from services.postprocess.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 from services.postprocess.streams.factory import CustomParsers, StreamFactory
-from tests.support.parsing import said
-from tests.support.vocabularies import tekken
+from tests.support.data.vocabularies import tekken
+from tests.support.oracles.parsing import said
 
 TEXT = (Path(__file__).parents[2] / "docs/parsers.md").read_text()
 ANSWER = 'Look: [[get_weather {"city": "Zürich"}]] and [[g {}]] [[cut'

@@ -12,8 +12,8 @@ import pytest
 from services.postprocess.detokenize.stream import FinishReason, Limits, StreamOptions
 from services.postprocess.parsers.isolated.remote import RemoteStream
 from services.postprocess.streams.factory import CustomParsers, StreamFactory
-from tests.support.parsing import TOOLS, ParsedDelta, said
-from tests.support.vocabularies import tekken
+from tests.support.data.vocabularies import tekken
+from tests.support.oracles.parsing import TOOLS, ParsedDelta, said
 
 PACKAGE = Path(__file__).parents[1] / "support" / "fake_vllm_package"
 OPTIONS = StreamOptions("m", tool_parser="vllm:hermes", tools_json=json.dumps(TOOLS).encode())

@@ -16,10 +16,10 @@ from services.postprocess.parsers.isolated import host
 from services.postprocess.parsers.isolated.host import ParserHost
 from services.postprocess.parsers.isolated.remote import RemoteStream
 from services.postprocess.streams.factory import AnyParsed, CustomParsers, StreamFactory
-from tests.support.parsing import ParsedDelta, said
-from tests.support.vocabularies import tekken
+from tests.support.data.vocabularies import tekken
+from tests.support.oracles.parsing import ParsedDelta, said
 
-SHOUTING = "tests.support.own_parsers:Shouting"
+SHOUTING = "tests.support.fakes.own_parsers:Shouting"
 OPTIONS = StreamOptions("m", tool_parser=SHOUTING)
 WAIT_S = 60
 
@@ -198,7 +198,9 @@ async def test_special_tokens_that_an_own_parser_names_are_seen(stream_factory: 
     assert (await listener.heard()).content == "A [TOOL_CALLS] B"
 
 
-@pytest.mark.parametrize("name", ["tests.support.own_parsers:Broken", "tests.support.own_parsers:Gone", "no.module:X"])
+@pytest.mark.parametrize(
+    "name", ["tests.support.fakes.own_parsers:Broken", "tests.support.fakes.own_parsers:Gone", "no.module:X"]
+)
 async def test_a_class_that_is_no_parser_is_refused_at_the_start(name: str) -> None:
     stream_factory = StreamFactory(Limits(), CustomParsers([name]))
     with pytest.raises(SluiceError, match="does not start"):
@@ -207,7 +209,7 @@ async def test_a_class_that_is_no_parser_is_refused_at_the_start(name: str) -> N
 
 
 async def test_only_listed_classes_can_be_named(stream_factory: StreamFactory) -> None:
-    options = StreamOptions("m", tool_parser="tests.support.own_parsers:Broken")
+    options = StreamOptions("m", tool_parser="tests.support.fakes.own_parsers:Broken")
     with pytest.raises(SluiceError, match=r"not available; there is auto, deepseek_r1.*Shouting") as caught:
         stream_factory.plan(options, tekken().vocabulary, "")
     assert caught.value.code == "no_such_parser"

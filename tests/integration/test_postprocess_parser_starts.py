@@ -17,10 +17,10 @@ from services.postprocess.parsers.isolated import host
 from services.postprocess.parsers.isolated.engine_host import EngineHost
 from services.postprocess.parsers.isolated.host import ParserHost
 from services.postprocess.streams.factory import CustomParsers, StreamFactory
-from tests.support.parsing import said
-from tests.support.vocabularies import tekken
+from tests.support.data.vocabularies import tekken
+from tests.support.oracles.parsing import said
 
-SHOUTING = "tests.support.own_parsers:Shouting"
+SHOUTING = "tests.support.fakes.own_parsers:Shouting"
 OPTIONS = StreamOptions("m", tool_parser=SHOUTING)
 WAIT_S = 20
 

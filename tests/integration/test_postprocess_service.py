@@ -23,8 +23,8 @@ from services.postprocess import service as postprocess
 from services.postprocess.settings import PostprocessSettings
 from services.postprocess.streams.factory import INLINE_TOKENS
 from sluice.v1 import common_pb2, postprocess_pb2, postprocess_pb2_grpc
-from tests.support.tiny_models import build_tiny_model
-from tests.support.vocabularies import byte_level
+from tests.support.data.tiny_models import build_tiny_model
+from tests.support.data.vocabularies import byte_level
 
 WAIT_S = 60
 TEXT = "What is the weather in Paris today? 😀🎉 你好世界 Grüße. "

@@ -14,7 +14,7 @@ from services.common.rpc.replicas import ReplicaSet
 from services.preprocess.protocol import ChatRequest
 from sluice.v1 import preprocess_pb2 as pb
 from sluice.v1 import preprocess_pb2_grpc
-from tests.support.loaded_tokenizers import tiny_folder, tiny_hf
+from tests.support.data.loaded_tokenizers import tiny_folder, tiny_hf
 
 REQUESTS, CONCURRENCY, KILL_AFTER = 300, 16, 80
 

@@ -31,8 +31,8 @@ from services.preprocess.tokenizers.loading import load_tokenizer
 from services.preprocess.tokenizers.registry import ModelRegistry
 from sluice.v1 import preprocess_pb2 as pb
 from sluice.v1 import preprocess_pb2_grpc
-from tests.support.loaded_tokenizers import limits, tekken, tiny_folder, tiny_hf
-from tests.support.tiny_models import build_tiny_model
+from tests.support.data.loaded_tokenizers import limits, tekken, tiny_folder, tiny_hf
+from tests.support.data.tiny_models import build_tiny_model
 
 USER = {"role": "user", "content": "What is the weather in Paris today?"}
 TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {}}}}

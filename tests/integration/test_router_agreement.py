@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +15,11 @@ from services.router.kv_index.events import BlockOp, EventBatch, Kind, Tier
 from services.router.store.redis import RedisStore
 from services.router.workers.worker import Role, Worker, WorkerRank
 from sluice.v1 import router_pb2
-from tests.support.redis_server import RedisServer
-from tests.support.router_child import router_children
-from tests.support.router_cluster import BLOCK, MODEL, FakeWorker, RouterProcess, routers, until
+from tests.support.servers.redis_server import RedisServer
+from tests.support.servers.router_child import router_children
+from tests.support.servers.router_cluster import BLOCK, MODEL, FakeWorker, RouterProcess, routers, until
 
 RESERVE = router_pb2.RouteQueryRequest.MODE_SELECT_AND_RESERVE
-
-
-@pytest.fixture
-def redis(tmp_path: Path) -> Iterator[RedisServer]:
-    server = RedisServer(tmp_path)
-    server.start()
-    yield server
-    server.stop()
 
 
 async def dump(router: RouterProcess) -> list[tuple[Any, ...]]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -16,19 +15,11 @@ from services.gateway.clients.router import RouterClient
 from services.gateway.core.request import Route, TokenizedPrompt
 from services.gateway.workers.registry import WorkerRegistry
 from sluice.v1 import router_pb2
-from tests.support.redis_server import RedisServer
-from tests.support.router_cluster import BLOCK, MODEL, FakeWorker, RouterProcess, routers, until
+from tests.support.servers.redis_server import RedisServer
+from tests.support.servers.router_cluster import BLOCK, MODEL, FakeWorker, RouterProcess, routers, until
 
 RESERVE = router_pb2.RouteQueryRequest.MODE_SELECT_AND_RESERVE
 LEASE_MS = 3_000
-
-
-@pytest.fixture
-def redis(tmp_path: Path) -> Iterator[RedisServer]:
-    server = RedisServer(tmp_path)
-    server.start()
-    yield server
-    server.stop()
 
 
 @pytest.fixture

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
+from collections.abc import AsyncIterator
 
 import pytest
 from redis.asyncio import Redis
@@ -14,22 +13,14 @@ from services.common.packing import pack_u64
 from services.router.reservations.cost import CostModel
 from services.router.scheduling.queries import Prompt, Query, Route
 from services.router.store.redis import RedisStore
-from tests.support.redis_server import RedisServer
-from tests.support.replication import MODEL, Engine, Replica
-from tests.support.router_cluster import until
+from tests.support.oracles.replication import MODEL, Engine, Replica
+from tests.support.servers.redis_server import RedisServer
+from tests.support.servers.router_cluster import until
 
 REPLICAS = 10
 WORKERS = 8
 CALLS = 10_000
 BLOCKS = 4
-
-
-@pytest.fixture
-def redis(tmp_path: Path) -> Iterator[RedisServer]:
-    server = RedisServer(tmp_path)
-    server.start()
-    yield server
-    server.stop()
 
 
 @pytest.fixture

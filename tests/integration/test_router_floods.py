@@ -8,7 +8,7 @@ from services.common.hashing import block_hashes
 from services.common.packing import pack_u32, pack_u64
 from services.router.registration.flood_guard import LEAST_HASHES
 from sluice.v1 import common_pb2, router_pb2
-from tests.support.router_cluster import BLOCK, MODEL, FakeWorker, RouterProcess, routers, until
+from tests.support.servers.router_cluster import BLOCK, MODEL, FakeWorker, RouterProcess, routers, until
 
 PROMPT = list(range(640))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 from typing import TypeAlias
@@ -16,8 +16,8 @@ from redis.asyncio import Redis
 
 from services.router.kv_index.events import Kind, Tier
 from services.router.store.redis import RedisStore
-from tests.support.redis_server import RedisServer
-from tests.support.replication import MODEL, Content, Engine, Replica, stored_content
+from tests.support.oracles.replication import MODEL, Content, Engine, Replica, stored_content
+from tests.support.servers.redis_server import RedisServer
 
 EXAMPLES = int(os.environ.get("SLUICE_TEST_EXAMPLES", "1000"))
 REPLICAS = 3
@@ -40,19 +40,11 @@ _others = st.tuples(
 histories = st.lists(st.one_of(_caches, _caches, _others), min_size=5, max_size=60)
 
 
-@pytest.fixture(scope="module")
-def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    server = RedisServer(tmp_path_factory.mktemp("redis"))
-    server.start()
-    yield server
-    server.stop()
-
-
 @dataclass
 class World:
     """The replicas, the workers and their Redis."""
 
-    redis: RedisServer
+    shared_redis: RedisServer
     replicas: list[Replica] = field(default_factory=list)
     engines: list[Engine] = field(default_factory=list)
     away: bool = False
@@ -145,10 +137,10 @@ def expected_keys(content: Content) -> set[str]:
     return keys
 
 
-async def play(redis: RedisServer, history: list[Step]) -> None:
-    world = World(redis)
-    store = RedisStore(redis.url, timeout_s=10, random=Random(1))
-    async with Redis(port=redis.port) as raw:
+async def play(shared_redis: RedisServer, history: list[Step]) -> None:
+    world = World(shared_redis)
+    store = RedisStore(shared_redis.url, timeout_s=10, random=Random(1))
+    async with Redis(port=shared_redis.port) as raw:
         await raw.flushall()
         await world.start()
         try:
@@ -183,12 +175,12 @@ def _given(examples: int, derandomize: bool) -> Callable[[Test], Test]:
 
 @_given(100, derandomize=True)
 def test_whatever_happens_the_replicas_and_redis_agree_with_the_workers(
-    redis: RedisServer, history: list[Step]
+    shared_redis: RedisServer, history: list[Step]
 ) -> None:
-    asyncio.run(asyncio.wait_for(play(redis, history), 180))
+    asyncio.run(asyncio.wait_for(play(shared_redis, history), 180))
 
 
 @pytest.mark.slow
 @_given(EXAMPLES, derandomize=False)
-def test_whatever_happens_they_agree_in_many_more_histories(redis: RedisServer, history: list[Step]) -> None:
-    asyncio.run(asyncio.wait_for(play(redis, history), 180))
+def test_whatever_happens_they_agree_in_many_more_histories(shared_redis: RedisServer, history: list[Step]) -> None:
+    asyncio.run(asyncio.wait_for(play(shared_redis, history), 180))

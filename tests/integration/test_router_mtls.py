@@ -11,8 +11,8 @@ from services.common.rpc.channels import open_channel
 from services.common.security.tls import channel_credentials
 from services.common.settings import TlsSettings
 from sluice.v1 import router_pb2, router_pb2_grpc
-from tests.support.authority import Authority
-from tests.support.router_cluster import routers
+from tests.support.data.authority import Authority
+from tests.support.servers.router_cluster import routers
 
 
 async def list_workers(address: str, shown: TlsSettings | None) -> router_pb2.ListWorkersResponse:

@@ -6,7 +6,6 @@ import asyncio
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,22 +15,14 @@ from services.router.kv_index.events import Snapshot
 from services.router.store.redis import RedisStore
 from services.router.workers.worker import Role, Worker
 from sluice.v1 import router_pb2
-from tests.support.redis_server import RedisServer
-from tests.support.router_child import RouterChild, router_children
-from tests.support.router_cluster import BLOCK, MODEL, FakeWorker, until
+from tests.support.servers.redis_server import RedisServer
+from tests.support.servers.router_child import RouterChild, router_children
+from tests.support.servers.router_cluster import BLOCK, MODEL, FakeWorker, until
 
 RESERVE = router_pb2.RouteQueryRequest.MODE_SELECT_AND_RESERVE
 AWAY_S = 20
 CALLERS = 16
 MILLION = 1_000_000
-
-
-@pytest.fixture
-def redis(tmp_path: Path) -> Iterator[RedisServer]:
-    server = RedisServer(tmp_path)
-    server.start()
-    yield server
-    server.stop()
 
 
 def query(request_id: str, tokens: list[int]) -> router_pb2.RouteQueryRequest:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +14,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from services.common.hashing import block_hashes
 from services.common.packing import pack_u32
 from sluice.v1 import router_pb2
-from tests.support.redis_server import RedisServer
-from tests.support.router_cluster import BLOCK, MODEL, FakeWorker, RouterProcess, routers, until
+from tests.support.servers.redis_server import RedisServer
+from tests.support.servers.router_cluster import BLOCK, MODEL, FakeWorker, RouterProcess, routers, until
 
 RESERVE = router_pb2.RouteQueryRequest.MODE_SELECT_AND_RESERVE
 PROMPT = list(range(2_000))
 OTHER = list(range(9_000, 11_000))
-
-
-@pytest.fixture
-def redis(tmp_path: Path) -> Iterator[RedisServer]:
-    server = RedisServer(tmp_path)
-    server.start()
-    yield server
-    server.stop()
 
 
 @pytest.fixture

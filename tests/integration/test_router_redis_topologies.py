@@ -17,9 +17,9 @@ from services.router.reservations.table import ReservationParams
 from services.router.store.base import Lease, StoreUnavailable
 from services.router.store.redis import RedisStore
 from services.router.workers.worker import Role, Worker, WorkerRank
-from tests.support.redis_server import RedisServer
-from tests.support.redis_topologies import RedisCluster, RedisSentinels, ask
-from tests.support.router_cluster import until
+from tests.support.servers.redis_server import RedisServer
+from tests.support.servers.redis_topologies import RedisCluster, RedisSentinels, ask
+from tests.support.servers.router_cluster import until
 
 A = WorkerRank("a", 0)
 OFFERS = [Offer(A, 10, 10, 0, 10_000, 10_000)]

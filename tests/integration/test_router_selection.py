@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -22,19 +22,11 @@ from services.preprocess.settings import PreprocessSettings
 from services.preprocess.thread_pool import ComputePool
 from services.preprocess.tokenizers.registry import ModelRegistry
 from sluice.v1 import common_pb2, preprocess_pb2, preprocess_pb2_grpc, router_pb2
-from tests.support.loaded_tokenizers import tekken
-from tests.support.redis_server import RedisServer
-from tests.support.router_cluster import BLOCK, MODEL, FakeWorker, RouterProcess, routers, until
+from tests.support.data.loaded_tokenizers import tekken
+from tests.support.servers.redis_server import RedisServer
+from tests.support.servers.router_cluster import BLOCK, MODEL, FakeWorker, RouterProcess, routers, until
 
 RESERVE = router_pb2.RouteQueryRequest.MODE_SELECT_AND_RESERVE
-
-
-@pytest.fixture(scope="module")
-def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    server = RedisServer(tmp_path_factory.mktemp("redis"))
-    server.start()
-    yield server
-    server.stop()
 
 
 def prompt(*tokens: int) -> router_pb2.PromptRef:
@@ -82,8 +74,10 @@ async def _lists(router: RouterProcess, count: int | None = None) -> bool:
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["memory", "redis"])
-async def test_sessions_stay_where_they_were_at_every_replica(shared: bool, redis: RedisServer, tmp_path: Path) -> None:
-    more = {"redis_url": redis.url, "redis_prefix": tmp_path.name, "redis_timeout_s": 10} if shared else {}
+async def test_sessions_stay_where_they_were_at_every_replica(
+    shared: bool, shared_redis: RedisServer, tmp_path: Path
+) -> None:
+    more = {"redis_url": shared_redis.url, "redis_prefix": tmp_path.name, "redis_timeout_s": 10} if shared else {}
     async with routers(2 if shared else 1, drain_s=5, **more) as replicas:
         workers = await attached(replicas[0], "a", "b")
         for replica in replicas:
@@ -99,9 +93,11 @@ async def test_sessions_stay_where_they_were_at_every_replica(shared: bool, redi
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["memory", "redis"])
-async def test_overload_is_shed_with_a_time_to_come_again(shared: bool, redis: RedisServer, tmp_path: Path) -> None:
+async def test_overload_is_shed_with_a_time_to_come_again(
+    shared: bool, shared_redis: RedisServer, tmp_path: Path
+) -> None:
     """One worker, blocks of 4, 64 of them, threshold 0.2: the surplus is refused, by all replicas together."""
-    more = {"redis_url": redis.url, "redis_prefix": tmp_path.name, "redis_timeout_s": 10} if shared else {}
+    more = {"redis_url": shared_redis.url, "redis_prefix": tmp_path.name, "redis_timeout_s": 10} if shared else {}
     async with routers(2 if shared else 1, drain_s=5, busy_kv_share=0.2, **more) as replicas:
         await attached(replicas[0], "a", block_size=4, total_blocks=64)
         for replica in replicas:
@@ -131,9 +127,9 @@ async def test_with_the_threshold_off_nobody_is_refused() -> None:
 
 @pytest.mark.parametrize("shared", [False, True], ids=["memory", "redis"])
 async def test_those_who_wait_are_served_in_order_and_who_leaves_is_not(
-    shared: bool, redis: RedisServer, tmp_path: Path
+    shared: bool, shared_redis: RedisServer, tmp_path: Path
 ) -> None:
-    more = {"redis_url": redis.url, "redis_prefix": tmp_path.name, "redis_timeout_s": 10} if shared else {}
+    more = {"redis_url": shared_redis.url, "redis_prefix": tmp_path.name, "redis_timeout_s": 10} if shared else {}
     async with routers(drain_s=5, busy_requests=1, **more) as (router,):
         await attached(router, "a")
         running = await router.stub.RouteQuery(query(prompt(1, 2), "r0"))
@@ -163,9 +159,9 @@ async def _idle(router: RouterProcess) -> bool:
 
 @pytest.mark.parametrize("shared", [False, True], ids=["memory", "redis"])
 async def test_growing_prompts_go_to_one_prefill_worker_outside_the_decode_set(
-    shared: bool, redis: RedisServer, tmp_path: Path
+    shared: bool, shared_redis: RedisServer, tmp_path: Path
 ) -> None:
-    more = {"redis_url": redis.url, "redis_prefix": tmp_path.name, "redis_timeout_s": 10} if shared else {}
+    more = {"redis_url": shared_redis.url, "redis_prefix": tmp_path.name, "redis_timeout_s": 10} if shared else {}
     async with routers(drain_s=5, **more) as (router,):
         prefill = await attached(router, "p1", "p2", role=common_pb2.WORKER_ROLE_PREFILL)
         await attached(router, "d1", "d2", role=common_pb2.WORKER_ROLE_DECODE)

@@ -14,7 +14,7 @@ from services.common.hashing import block_hashes
 from services.common.packing import pack_u32, pack_u64, unpack_u64
 from services.common.rpc.errors import from_rpc_error
 from sluice.v1 import common_pb2, router_pb2
-from tests.support.router_cluster import BLOCK, MODEL, FakeWorker, RouterProcess, routers, until
+from tests.support.servers.router_cluster import BLOCK, MODEL, FakeWorker, RouterProcess, routers, until
 
 RESERVE = router_pb2.RouteQueryRequest.MODE_SELECT_AND_RESERVE
 

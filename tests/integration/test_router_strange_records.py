@@ -18,9 +18,9 @@ from services.router.store import redis as redis_store
 from services.router.store.base import StoredModel
 from services.router.store.redis import RedisStore
 from services.router.sync import synchronizer as keeper
-from tests.support.redis_server import RedisServer
-from tests.support.redis_topologies import ask
-from tests.support.routing import Cluster, worker
+from tests.support.servers.redis_server import RedisServer
+from tests.support.servers.redis_topologies import ask
+from tests.support.servers.routing import Cluster, worker
 
 EPOCH = "1".zfill(20)
 STORED = encode_ops([BlockOp(Kind.STORED, Tier.DEVICE, pack_u64([7, 8]))])

@@ -15,7 +15,7 @@ import grpc
 import pytest
 
 from sluice.v1 import router_pb2, router_pb2_grpc
-from tests.support.collector import Collector
+from tests.support.servers.collector import Collector
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.authority import Authority
+from tests.support.data.authority import Authority
 
 
 def said(service: str, *flags: str) -> str:

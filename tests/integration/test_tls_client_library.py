@@ -12,7 +12,7 @@ from sluice_client import Tls
 from services.common.rpc.server import GrpcServer
 from services.common.settings import GrpcServiceSettings
 from sluice.v1 import worker_pb2
-from tests.support.authority import Authority
+from tests.support.data.authority import Authority
 
 
 async def handshake(server: GrpcServer, context: ssl.SSLContext) -> None:

@@ -21,7 +21,7 @@ from services.common.rpc.probe import probe_http
 from services.common.security.settings import HttpsSettings
 from services.common.security.tls import https_context
 from services.gateway.http.server import HttpServer
-from tests.support.authority import Authority
+from tests.support.data.authority import Authority
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from services.common.errors import SluiceError
 from services.common.observability.scrape_server import ScrapeEndpoint
 from services.common.security.tls import metrics_context
 from services.common.settings import TlsSettings
-from tests.support.authority import Authority
+from tests.support.data.authority import Authority
 
 
 @contextmanager

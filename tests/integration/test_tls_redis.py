@@ -14,9 +14,9 @@ from services.common.redis.target import Credentials, parse
 from services.common.redis.tls import RenewingConnection, RenewingSentinelConnection
 from services.router.store.base import StoreUnavailable
 from services.router.store.redis import RedisStore
-from tests.support.authority import Authority
-from tests.support.mutual_redis import MutualRedis
-from tests.support.redis_topologies import RedisSentinels
+from tests.support.data.authority import Authority
+from tests.support.servers.mutual_redis import MutualRedis
+from tests.support.servers.redis_topologies import RedisSentinels
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from services.common.rpc.server import GrpcServer
 from services.common.security.tls import PeerCredentials, channel_credentials
 from services.common.settings import GrpcServiceSettings, TlsSettings
 from sluice.v1 import worker_pb2, worker_pb2_grpc
-from tests.support.authority import Authority
+from tests.support.data.authority import Authority
 
 
 @pytest.fixture(autouse=True)

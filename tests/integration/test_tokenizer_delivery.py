@@ -34,9 +34,9 @@ from services.router import __main__ as router
 from services.router.settings import RouterSettings
 from services.worker.server import WorkerServer
 from sluice.v1 import postprocess_pb2, postprocess_pb2_grpc, preprocess_pb2, preprocess_pb2_grpc
-from tests.support.loaded_tokenizers import tekken, tiny_folder, tiny_hf
-from tests.support.tiny_models import build_tiny_model
-from tests.support.workers import hosted
+from tests.support.data.loaded_tokenizers import tekken, tiny_folder, tiny_hf
+from tests.support.data.tiny_models import build_tiny_model
+from tests.support.servers.workers import hosted
 
 STAND_IN = Path(__file__).parents[1] / "support" / "fake_vllm_package"
 TOOLS = b'[{"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}]'

@@ -17,9 +17,9 @@ from services.worker.contract.engine import GenerateContext
 from services.worker.contract.generation import Delta, FinishReason, GenerateRequest, Usage
 from services.worker.server import WorkerServer
 from sluice.v1 import common_pb2, worker_pb2_grpc
-from tests.support.engines import ScriptedEngine
-from tests.support.tiny_models import build_tiny_model
-from tests.support.workers import Caller, generation, hosted, stub_of
+from tests.support.data.tiny_models import build_tiny_model
+from tests.support.fakes.engines import ScriptedEngine
+from tests.support.servers.workers import Caller, generation, hosted, stub_of
 
 REQUESTS = 8
 STEPS = 3

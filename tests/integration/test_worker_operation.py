@@ -25,10 +25,10 @@ from services.worker.engines.mock import MockEngine
 from services.worker.server import WorkerServer
 from services.worker.settings import WorkerSettings
 from sluice.v1 import common_pb2, router_pb2, router_pb2_grpc, worker_pb2
-from tests.support.engines import until
-from tests.support.router_cluster import routers
-from tests.support.tiny_models import build_tiny_model
-from tests.support.workers import Caller, generation, hosted, stub_of
+from tests.support.data.tiny_models import build_tiny_model
+from tests.support.fakes.engines import until
+from tests.support.servers.router_cluster import routers
+from tests.support.servers.workers import Caller, generation, hosted, stub_of
 
 Action = worker_pb2.ControlRequest
 

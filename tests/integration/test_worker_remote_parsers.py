@@ -24,10 +24,10 @@ from services.worker.contract.generation import Delta, FinishReason, GenerateReq
 from services.worker.generation.response_sink import ResponseSink, SinkParams
 from services.worker.generation.text_delta import TextDelta
 from services.worker.local_processing.batch_detokenizer import BatchDetokenizer
-from tests.support.engines import until
-from tests.support.tiny_models import build_tiny_model
+from tests.support.data.tiny_models import build_tiny_model
+from tests.support.fakes.engines import until
 
-SHOUTING = "tests.support.own_parsers:Shouting"
+SHOUTING = "tests.support.fakes.own_parsers:Shouting"
 PROMPT = (0, 20, 21, 1)
 
 

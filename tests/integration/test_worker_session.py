@@ -17,9 +17,9 @@ from services.common.rpc.errors import from_rpc_error
 from services.worker.server import WorkerServer
 from services.worker.serving import outbox
 from sluice.v1 import common_pb2, worker_pb2, worker_pb2_grpc
-from tests.support.engines import until
-from tests.support.tiny_models import build_tiny_model
-from tests.support.workers import Caller, generation, hosted, stub_of
+from tests.support.data.tiny_models import build_tiny_model
+from tests.support.fakes.engines import until
+from tests.support.servers.workers import Caller, generation, hosted, stub_of
 
 LENGTH = common_pb2.FINISH_REASON_LENGTH
 STOP = common_pb2.FINISH_REASON_STOP

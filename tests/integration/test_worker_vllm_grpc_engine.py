@@ -18,9 +18,9 @@ from services.worker.contract.engine import EngineConfig, GenerateContext
 from services.worker.contract.generation import Delta, FinishReason, GenerateRequest, Stop
 from services.worker.engines.vllm_grpc import VllmGrpcEngine
 from services.worker.settings import WorkerSettings
-from tests.support.engines import until
-from tests.support.fake_vllm import BLOCK, FakeVllm, fake_vllm
-from tests.support.tiny_models import build_tiny_model
+from tests.support.data.tiny_models import build_tiny_model
+from tests.support.fakes.engines import until
+from tests.support.fakes.fake_vllm import BLOCK, FakeVllm, fake_vllm
 
 PROMPT = list(range(10, 20))
 

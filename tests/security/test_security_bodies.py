@@ -20,10 +20,20 @@ from services.common.errors import ErrorKind, SluiceError
 from services.gateway.apis.openai.json_schema import check_schema
 from services.gateway.http.body_budgets import BodySettings
 from services.gateway.http.json_values import check_values
-from tests.support import hostile_bodies
-from tests.support.bodies import BUDGETS, read
-from tests.support.hostile_bodies import CHAT, CONSTRAINTS, COUNTED, GROWING, LONG, MESSAGES, MIB, OVER_BUDGET, Hostile
-from tests.support.suite import Suite
+from tests.support.data import hostile_bodies
+from tests.support.data.bodies import BUDGETS, read
+from tests.support.data.hostile_bodies import (
+    CHAT,
+    CONSTRAINTS,
+    COUNTED,
+    GROWING,
+    LONG,
+    MESSAGES,
+    MIB,
+    OVER_BUDGET,
+    Hostile,
+)
+from tests.support.servers.suite import Suite
 
 REFUSED = {**COUNTED, **LONG, **CONSTRAINTS}
 MOST_CALLS = 10_000

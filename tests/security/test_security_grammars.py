@@ -35,10 +35,10 @@ from services.worker.engines.vllm import library
 from services.worker.engines.vllm.engine import VllmEngine
 from services.worker.generation.validation import validate_grammar_size
 from services.worker.settings import WorkerSettings
-from tests.support.engines import RecordingSink, request, until
-from tests.support.hostile_grammars import GRAMMARS, regex, schema
-from tests.support.suite import Suite
-from tests.support.tiny_models import build_tiny_model
+from tests.support.data.hostile_grammars import GRAMMARS, regex, schema
+from tests.support.data.tiny_models import build_tiny_model
+from tests.support.fakes.engines import RecordingSink, request, until
+from tests.support.servers.suite import Suite
 
 # The mock engine's own samplers.
 

@@ -16,9 +16,9 @@ from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_a
 
 from services.common.packing import pack_u32
 from sluice.v1 import common_pb2, postprocess_pb2, worker_pb2
-from tests.support.honest_clients import HonestClients
-from tests.support.hostile_worker import HostileWorker
-from tests.support.suite import Suite
+from tests.support.clients.honest_clients import HonestClients
+from tests.support.fakes.hostile_worker import HostileWorker
+from tests.support.servers.suite import Suite
 
 FRAMES, SLOW_FRAMES = 10_000, 100_000
 FRAMES_A_STEP = 5_000

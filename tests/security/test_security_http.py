@@ -27,8 +27,8 @@ from services.gateway.http.connection import Bounds
 from services.gateway.http.middleware.hosts import HostMiddleware, host_policy
 from services.gateway.http.server import HttpServer
 from services.gateway.settings import GatewaySettings
-from tests.support.lone_gateway import LoneGateway
-from tests.support.raw_http import WAIT_S, answer
+from tests.support.clients.raw_http import WAIT_S, answer
+from tests.support.servers.lone_gateway import LoneGateway
 
 MOST_MIB = 300
 PROMPT_S = 5.0

@@ -36,10 +36,10 @@ from sluice.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from tests.support.authority import Authority
-from tests.support.callers import Calls, now_us
-from tests.support.router_cluster import FakeWorker, routers, until
-from tests.support.tokens import accept
+from tests.support.clients.callers import Calls, now_us
+from tests.support.data.authority import Authority
+from tests.support.data.tokens import accept
+from tests.support.servers.router_cluster import FakeWorker, routers, until
 
 REFUSED = (ErrorKind.UNAUTHENTICATED, ErrorKind.PERMISSION_DENIED)
 

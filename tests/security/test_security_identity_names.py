@@ -30,8 +30,8 @@ from sluice.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from tests.support.callers import now_us, ready_routers, refusal
-from tests.support.router_cluster import FakeWorker, until
+from tests.support.clients.callers import now_us, ready_routers, refusal
+from tests.support.servers.router_cluster import FakeWorker, until
 
 
 class TextLog:

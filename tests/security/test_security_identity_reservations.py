@@ -13,9 +13,9 @@ from services.common.security.tls import PeerCredentials
 from services.gateway.clients.router import RouterClient
 from services.gateway.core.request import TokenizedPrompt
 from sluice.v1 import router_pb2, router_pb2_grpc
-from tests.support.callers import Calls, now_us, ready_routers
-from tests.support.router_cluster import MODEL, FakeWorker, until
-from tests.support.tokens import accept, shows
+from tests.support.clients.callers import Calls, now_us, ready_routers
+from tests.support.data.tokens import accept, shows
+from tests.support.servers.router_cluster import MODEL, FakeWorker, until
 
 
 @asynccontextmanager

@@ -20,7 +20,7 @@ from sluice.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from tests.support.router_cluster import until
+from tests.support.servers.router_cluster import until
 
 
 async def reflects(settings: GrpcServiceSettings) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +24,13 @@ from sluice.v1 import (
     router_pb2_grpc,
     worker_pb2,
 )
-from tests.support.authority import Authority
-from tests.support.callers import A_DAY_US, Calls, addresses, attach_soon, now_us, ready_routers, refusal
-from tests.support.redis_server import RedisServer
-from tests.support.router_cluster import MODEL, FakeWorker, RouterProcess, routers, until
-from tests.support.tiny_models import build_tiny_model
-from tests.support.tokens import accept
-from tests.support.workers import generation, hosted, stub_of
-
-
-@pytest.fixture(scope="module")
-def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    server = RedisServer(tmp_path_factory.mktemp("redis"))
-    server.start()
-    yield server
-    server.stop()
+from tests.support.clients.callers import A_DAY_US, Calls, addresses, attach_soon, now_us, ready_routers, refusal
+from tests.support.data.authority import Authority
+from tests.support.data.tiny_models import build_tiny_model
+from tests.support.data.tokens import accept
+from tests.support.servers.redis_server import RedisServer
+from tests.support.servers.router_cluster import MODEL, FakeWorker, RouterProcess, routers, until
+from tests.support.servers.workers import generation, hosted, stub_of
 
 
 @pytest.fixture(params=["memory", "redis"])
@@ -47,7 +38,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
     """Settings of routers that keep their state in memory, or in a Redis under a prefix of their own."""
     if request.param == "memory":
         return {}
-    return {"redis_url": request.getfixturevalue("redis").url, "redis_prefix": tmp_path.name}
+    return {"redis_url": request.getfixturevalue("shared_redis").url, "redis_prefix": tmp_path.name}
 
 
 @pytest.fixture(scope="module")
@@ -113,9 +104,9 @@ async def test_worker_id_is_taken_for_every_model(store: dict[str, Any]) -> None
 
 
 async def test_same_process_moves_to_another_replica_while_its_old_stream_is_open(
-    redis: RedisServer, tmp_path: Path
+    shared_redis: RedisServer, tmp_path: Path
 ) -> None:
-    async with ready_routers(2, redis_url=redis.url, redis_prefix=tmp_path.name) as (one, two):
+    async with ready_routers(2, redis_url=shared_redis.url, redis_prefix=tmp_path.name) as (one, two):
         worker = FakeWorker("w1", epoch=now_us())
         await worker.attach(one)
         old = worker.call
@@ -142,9 +133,9 @@ async def test_restarted_worker_whose_old_stream_broke_registers_at_once(store: 
         await after.detach()
 
 
-async def test_worker_id_is_free_after_its_lease(redis: RedisServer, tmp_path: Path) -> None:
+async def test_worker_id_is_free_after_its_lease(shared_redis: RedisServer, tmp_path: Path) -> None:
     """Also for a process that started earlier: the epochs of two processes are not of one clock."""
-    settings = {"redis_url": redis.url, "redis_prefix": tmp_path.name, "lease_ms": 600}
+    settings = {"redis_url": shared_redis.url, "redis_prefix": tmp_path.name, "lease_ms": 600}
     async with ready_routers(2, **settings) as (one, two):
         first = FakeWorker("w1", epoch=now_us() + 1_000_000)
         first.registration.lease_key = b""
@@ -164,14 +155,14 @@ async def test_worker_id_is_free_after_its_lease(redis: RedisServer, tmp_path: P
 
 
 async def test_replica_without_its_store_lets_no_other_process_take_an_id(tmp_path: Path) -> None:
-    redis = RedisServer(tmp_path)
-    redis.start()
-    async with ready_routers(redis_url=redis.url, redis_timeout_s=0.3) as (router,):
+    shared_redis = RedisServer(tmp_path)
+    shared_redis.start()
+    async with ready_routers(redis_url=shared_redis.url, redis_timeout_s=0.3) as (router,):
         honest = FakeWorker("w1", epoch=now_us())
         await honest.attach(router)
         honest.keep_beating()
         await until(lambda: _knows(router, "w1"))
-        redis.stop()
+        shared_redis.stop()
         assert (await refusal(router, FakeWorker("w1", epoch=now_us()))).code == "worker_id_taken"
         assert honest.ended is None
         await honest.detach()

@@ -29,9 +29,9 @@ from services.gateway.workers.capabilities import able
 from services.gateway.workers.registry import WorkerEntry
 from sluice.cli.commands import app
 from sluice.cli.up.plan import BadFlag
-from tests.support.suite import Suite
-from tests.support.survival import asking, staged
-from tests.support.tiny_models import build_tiny_model
+from tests.support.data.tiny_models import build_tiny_model
+from tests.support.servers.suite import Suite
+from tests.support.servers.survival import asking, staged
 
 WAIT_S = 60
 CHAT, COMPLETIONS, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"

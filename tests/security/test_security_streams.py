@@ -14,12 +14,12 @@ import pytest
 from services.common.errors import ErrorKind
 from services.gateway.core.request import GenerationRequest, SamplingParams, StopParams
 from sluice.v1 import common_pb2, postprocess_pb2, worker_pb2
-from tests.support.honest_clients import HonestClients
-from tests.support.hostile_worker import HostileWorker, extra, rows
-from tests.support.suite import Suite
-from tests.support.survival import Client, asking, staged, until
-from tests.support.tiny_models import build_tiny_model
-from tests.support.wrong_values import Document
+from tests.support.clients.honest_clients import HonestClients
+from tests.support.data.tiny_models import build_tiny_model
+from tests.support.data.wrong_values import Document
+from tests.support.fakes.hostile_worker import HostileWorker, extra, rows
+from tests.support.servers.suite import Suite
+from tests.support.servers.survival import Client, asking, staged, until
 
 FALSY: tuple[Any, ...] = (0, 0.0, "", [], {}, False)
 USER = [{"role": "user", "content": "hi"}]

@@ -40,11 +40,11 @@ from services.preprocess.tokenizers.hf import HfTokenizer
 from services.preprocess.tokenizers.loading import load_tokenizer
 from sluice.v1 import preprocess_pb2 as pb
 from sluice.v1 import preprocess_pb2_grpc
-from tests.support.big_vocabulary import build_big_model
-from tests.support.loaded_tokenizers import limits, tiny_folder, tiny_hf
-from tests.support.tiny_models import build_tiny_model
-from tests.support.tokenizer_families import EXACT
-from tests.support.workers import hosted
+from tests.support.data.big_vocabulary import build_big_model
+from tests.support.data.loaded_tokenizers import limits, tiny_folder, tiny_hf
+from tests.support.data.tiny_models import build_tiny_model
+from tests.support.data.tokenizer_families import EXACT
+from tests.support.servers.workers import hosted
 
 CHAT = ChatRequest([{"role": "user", "content": "hi"}])
 LIMIT_S = 0.5

@@ -21,11 +21,11 @@ from services.preprocess.encoders.options import EncoderOptions
 from services.preprocess.protocol import TokenizerProtocol
 from services.preprocess.tokenizers.hf import HfTokenizer
 from services.preprocess.tokenizers.mistral import MistralTokenizer
-from tests.support.growth import growth
-from tests.support.loaded_tokenizers import limits
-from tests.support.parsing import TOOLS, said
-from tests.support.tokenizer_families import EXACT
-from tests.support.vocabularies import tekken
+from tests.support.data.loaded_tokenizers import limits
+from tests.support.data.tokenizer_families import EXACT
+from tests.support.data.vocabularies import tekken
+from tests.support.oracles.growth import growth
+from tests.support.oracles.parsing import TOOLS, said
 
 TIMES = 8
 PARSED_BOUND = 3.0

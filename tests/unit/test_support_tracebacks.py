@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.support.tracebacks import complaints
+from tests.support.oracles.tracebacks import complaints
 
 GRPC = """preprocess  | Traceback (most recent call last):
 preprocess  |   File "src/python/grpcio/grpc/_cython/_cygrpc/aio/server.pyx.pxi", line 812, in _schedule_rpc_coro

@@ -19,7 +19,7 @@ from sluice.cli.main import main
 from sluice.cli.up import tls as tls_flags
 from sluice.cli.up.plan import BadFlag, plan
 from sluice.cli.up.plan import Options as UpOptions
-from tests.support.authority import Authority
+from tests.support.data.authority import Authority
 
 IDENTITIES = {name: f"spiffe://sluice/{name}" for name in tls_flags.SERVICES} | {"client": "spiffe://sluice/operator"}
 

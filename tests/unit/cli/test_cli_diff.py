@@ -12,7 +12,7 @@ from sluice.cli import diff
 from sluice.cli.diff import Side, first_difference
 from sluice.cli.main import main
 from sluice.cli.up.plan import BadFlag
-from tests.support.loaded_tokenizers import tiny_folder
+from tests.support.data.loaded_tokenizers import tiny_folder
 
 
 def run(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> int:

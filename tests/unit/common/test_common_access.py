@@ -14,7 +14,7 @@ from services.common.rpc.auth_interceptor import AccessInterceptor
 from services.common.rpc.bearer_channel import BearerChannel
 from services.common.security.bearer_tokens import AcceptedTokens, ShownTokens, accepted_tokens, digest_of, shown_tokens
 from services.common.security.identity import Caller
-from tests.support.tokens import accept, replace
+from tests.support.data.tokens import accept, replace
 
 NONE = SecretStr("")
 METHOD = "/sluice.v1.Router/ListWorkers"

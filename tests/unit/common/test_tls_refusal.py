@@ -11,7 +11,7 @@ from services.common.security.certificate_check import refusal
 from services.common.security.tls import Identity, server_credentials
 from services.common.settings import TlsSettings
 from sluice.cli.certs import Options, make
-from tests.support.authority import Authority
+from tests.support.data.authority import Authority
 
 
 def served(trust: TlsSettings) -> ssl.SSLContext:

@@ -17,7 +17,7 @@ from services.common.security.tls import PeerCredentials, channel_credentials
 from services.common.settings import ServiceSettings
 from services.worker.settings import WorkerSettings
 from sluice.v1 import postprocess_pb2, preprocess_pb2, router_pb2, worker_pb2
-from tests.support.tokens import accept
+from tests.support.data.tokens import accept
 
 EVERY_RPC = {
     f"{service.name}/{method.name}": f"/{service.full_name}/{method.name}"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.promql import RULES, faults, run_promtool
+from tests.support.oracles.promql import RULES, faults, run_promtool
 
 TESTS = RULES.with_name("sluice.test.yaml")
 

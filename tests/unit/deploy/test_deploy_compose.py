@@ -20,7 +20,7 @@ from services.preprocess.settings import PreprocessSettings
 from services.router.settings import RouterSettings
 from services.worker.settings import WorkerSettings
 from sluice.cli import tokens as made_tokens
-from tests.support.promql import run_promtool
+from tests.support.oracles.promql import run_promtool
 
 ROOT = Path(__file__).resolve().parents[3]
 COMPOSE = ROOT / "deploy/compose"

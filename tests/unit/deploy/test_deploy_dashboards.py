@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.promql import OBSERVABILITY, faults, run_promtool
+from tests.support.oracles.promql import OBSERVABILITY, faults, run_promtool
 
 FOLDER = OBSERVABILITY / "dashboards"
 VARIABLE = re.compile(r"label_values\((\w+), (\w+)\)")

@@ -8,7 +8,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from tests.support.kustomized import (
+from tests.support.oracles.kustomized import (
     OVERLAYS,
     ROOT,
     SETTINGS,

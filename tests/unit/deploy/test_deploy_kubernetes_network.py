@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.kustomized import (
+from tests.support.oracles.kustomized import (
     OVERLAYS,
     Object,
     matches,

@@ -14,7 +14,7 @@ import yaml
 from services.common.rpc.health import LIVE
 from services.common.settings import SECRETS_DIR, GrpcServiceSettings, TlsSettings
 from sluice.cli import tokens as made_tokens
-from tests.support.kustomized import (
+from tests.support.oracles.kustomized import (
     KUBERNETES,
     OVERLAYS,
     ROOT,

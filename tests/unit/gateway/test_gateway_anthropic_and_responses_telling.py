@@ -22,7 +22,7 @@ from services.gateway.apis.responses.resource import Resource, Shown, output_of
 from services.gateway.apis.responses.schemas import ResponsesRequest
 from services.gateway.core.request import Finish, FinishReason, SamplingParams
 from services.gateway.http.sse import EventStream
-from tests.support.bodies import BUDGETS
+from tests.support.data.bodies import BUDGETS
 
 TextDelta = tuple[str, str]
 Cuts = list[tuple[int, bool]]

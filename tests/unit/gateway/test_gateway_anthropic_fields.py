@@ -16,7 +16,7 @@ from services.gateway.apis.anthropic.schemas import CountTokensRequest, Messages
 from services.gateway.apis.anthropic.translate import Able, Translated, translate
 from services.gateway.apis.anthropic.validation import check
 from services.gateway.core.request import ChatPrompt
-from tests.support.bodies import BUDGETS
+from tests.support.data.bodies import BUDGETS
 
 VALUES: list[Any] = [
     None,

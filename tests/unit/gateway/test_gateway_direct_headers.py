@@ -11,7 +11,7 @@ from services.gateway.apis.openai.validation import check
 from services.gateway.core import routing_hints as hints
 from services.gateway.core.routing_hints import RoutingHints
 from services.gateway.http.middleware.routing_hints import of_headers
-from tests.support.bodies import BUDGETS
+from tests.support.data.bodies import BUDGETS
 
 
 @pytest.mark.parametrize(

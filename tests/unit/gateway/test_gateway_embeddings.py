@@ -32,7 +32,7 @@ from services.gateway.workers.connections import ConnectionManager
 from services.gateway.workers.embeddings import INPUTS_PER_CALL, EmbedClient, all_or_none
 from services.gateway.workers.registry import WorkerEntry, WorkerRegistry
 from sluice.v1 import common_pb2, worker_pb2
-from tests.support.bodies import BUDGETS
+from tests.support.data.bodies import BUDGETS
 
 
 class Stub:

@@ -41,7 +41,7 @@ from services.gateway.streams.migration_policy import MigrationPolicy
 from services.gateway.streams.postprocess_pool import MOST_REPLAYS
 from services.gateway.streams.stream import GenerationStream
 from sluice.v1 import worker_pb2
-from tests.support.bodies import BUDGETS
+from tests.support.data.bodies import BUDGETS
 from tests.unit.gateway.test_gateway_survive import EOS, MAX_TOKENS, PROMPT, REQUEST, Sink, WorkerTable
 
 

@@ -19,7 +19,7 @@ from services.gateway.apis.openai.token_schemas import DetokenizeRequest, Tokeni
 from services.gateway.apis.openai.translate import chat_request, completion_requests
 from services.gateway.apis.openai.validation import check
 from services.gateway.core.request import EmbedsPrompt, GenerationRequest, TokenPrompt
-from tests.support.bodies import BUDGETS
+from tests.support.data.bodies import BUDGETS
 
 BODIES: dict[type[BaseModel], dict[str, Any]] = {
     ChatCompletionRequest: {"model": "m", "messages": [{"role": "user", "content": "hi"}]},

@@ -16,7 +16,7 @@ from services.gateway.apis.openai.validation import check
 from services.gateway.clients.preprocess import PreprocessClient
 from services.gateway.core.request import GenerationRequest, Prompt, TextPrompt, TokenizedPrompt, TokenPrompt
 from services.gateway.workers.registry import WorkerEntry
-from tests.support.bodies import BUDGETS
+from tests.support.data.bodies import BUDGETS
 
 ENTRY = WorkerEntry("w", "127.0.0.1:1", 1, "m", 16, 20, 256, frozenset(), 0)
 

@@ -17,7 +17,7 @@ from services.gateway.apis.openai.tool_choice import forced_call
 from services.gateway.apis.openai.translate import chat_request, completion_requests
 from services.gateway.apis.openai.validation import check
 from services.gateway.core.request import GenerationRequest, StructuredOutput
-from tests.support.bodies import BUDGETS
+from tests.support.data.bodies import BUDGETS
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 TEXT = '{"type":"object","properties":{"a":{"type":"integer"}},"required":["a"]}'

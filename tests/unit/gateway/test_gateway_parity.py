@@ -16,7 +16,7 @@ from services.gateway.workers.tokenizer_parity import (
 )
 from services.preprocess.protocol import ChatRequest
 from services.preprocess.tokenizers.probes import PROBES, prompt_fingerprint
-from tests.support.loaded_tokenizers import tekken, tiny_hf
+from tests.support.data.loaded_tokenizers import tekken, tiny_hf
 
 
 def worker(fingerprint: str = "", prompts: str = "") -> SimpleNamespace:

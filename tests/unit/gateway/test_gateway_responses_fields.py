@@ -16,7 +16,7 @@ from services.gateway.apis.responses.items import SEALED, read_items, reasoning_
 from services.gateway.apis.responses.schemas import InputTokensRequest, ResponsesRequest
 from services.gateway.apis.responses.tools import read_tools
 from services.gateway.apis.responses.translate import Translated, translate
-from tests.support.bodies import BUDGETS
+from tests.support.data.bodies import BUDGETS
 
 VALUES: list[Any] = [
     None,

@@ -12,7 +12,7 @@ from services.gateway.apis.openai.schemas import ChatCompletionRequest, Completi
 from services.gateway.apis.openai.translate import chat_request, completion_requests
 from services.gateway.apis.openai.validation import check
 from services.gateway.core.request import ChatPrompt, GenerationRequest, TextPrompt, TokenPrompt
-from tests.support.bodies import BUDGETS
+from tests.support.data.bodies import BUDGETS
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}

@@ -29,7 +29,7 @@ from services.gateway.metrics import GatewayMetrics
 from services.gateway.streams.manager import StreamManager
 from services.gateway.streams.postprocess_pool import MOST_REPLAYS, REPLACED
 from services.gateway.streams.stream import GenerationStream
-from tests.support.fake_links import FakeLink
+from tests.support.fakes.fake_links import FakeLink
 
 EOS = 2
 MAX_TOKENS = 40

@@ -24,7 +24,7 @@ from services.gateway.core.request import (
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.streams.manager import StreamManager
 from services.gateway.streams.stream import GenerationStream
-from tests.support.fake_links import FakeLink
+from tests.support.fakes.fake_links import FakeLink
 
 REQUEST = GenerationRequest("r", "m", TextPrompt("x"), 1, SamplingParams(seed=5), StopParams())
 PROMPT = TokenizedPrompt(b"\1\0\0\0" * 4, b"", "", b"", b"", 100, b"")

@@ -12,8 +12,8 @@ import pytest
 from services.common.errors import ErrorKind
 from services.postprocess.detokenize.stream import Finish, FinishReason, StreamOptions
 from services.postprocess.streams.session import SessionLimits
-from tests.support.post_client import session_of
-from tests.support.vocabularies import tekken
+from tests.support.clients.post_client import session_of
+from tests.support.data.vocabularies import tekken
 
 OPTIONS = StreamOptions("m")
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}

@@ -1,4 +1,4 @@
-"""Defects that can be put back (tests/support/parser_defects.py) still fit the code, and the document names them."""
+"""Defects that can be put back (`parser_defects`) still fit the code, and the document names them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.parser_defects import DEFECTS, ROOT, Defect, put_back
+from tests.support.data.parser_defects import DEFECTS, ROOT, Defect, put_back
 
 DOCUMENT = ROOT / "docs" / "parsers.md"
 

@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 from services.common.errors import ErrorKind, SluiceError
 from services.postprocess.detokenize.detokenizer import LibraryDetokenizer
 from services.postprocess.detokenize.vocabulary import Vocabulary
-from tests.support.vocabularies import ALL, TABLES, by_library, byte_fallback, byte_level, metaspace, tekken, word_piece
+from tests.support.data.vocabularies import (
+    ALL,
+    TABLES,
+    by_library,
+    byte_fallback,
+    byte_level,
+    metaspace,
+    tekken,
+    word_piece,
+)
 
 TEXT = "Hello world, ça va? 👩‍👩‍👧 日本語 é\n"
 

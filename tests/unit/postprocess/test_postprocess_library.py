@@ -15,8 +15,8 @@ from services.postprocess.detokenize.vocabulary import ParserNames, Vocabulary
 from services.postprocess.parsers.registry import Registry
 from services.postprocess.settings import PostprocessSettings
 from services.postprocess.streams.vocabulary_registry import VocabularyRegistry, load
-from tests.support.tiny_models import build_tiny_model
-from tests.support.vocabularies import byte_level
+from tests.support.data.tiny_models import build_tiny_model
+from tests.support.data.vocabularies import byte_level
 
 SPECS = [ModelSpec("m", "anywhere")]
 

@@ -23,8 +23,8 @@ from services.postprocess.parsers.registry import REASONING_PARSERS, TOOL_PARSER
 from services.postprocess.settings import PostprocessSettings
 from services.postprocess.streams.factory import CustomParsers, StreamFactory
 from services.postprocess.streams.vocabulary_registry import VocabularyRegistry, chosen, load
-from tests.support.parsing import TOOLS
-from tests.support.vocabularies import tekken
+from tests.support.data.vocabularies import tekken
+from tests.support.oracles.parsing import TOOLS
 
 BOTH = Registry(engines=ENGINES)
 

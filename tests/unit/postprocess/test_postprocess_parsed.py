@@ -29,9 +29,9 @@ from services.postprocess.streams.parser_selection import plan_of
 from services.postprocess.streams.session import PostSession, SessionLimits
 from services.postprocess.streams.vocabulary_registry import VocabularyRegistry, load
 from services.postprocess.wire import to_text_batch
-from tests.support.parsing import TOOLS, ParsedDelta, said
-from tests.support.tiny_models import CHATML
-from tests.support.vocabularies import byte_level, tekken, word_piece
+from tests.support.data.tiny_models import CHATML
+from tests.support.data.vocabularies import byte_level, tekken, word_piece
+from tests.support.oracles.parsing import TOOLS, ParsedDelta, said
 
 CALL = '{"name": "get_weather", "arguments": {"city": "Zürich 🌧️ 👩‍👩‍👧", "n": [1, 2.50]}}'
 ANSWER = f"<think>\nBedenke: 你好 🧑‍🚀\n</think>\n\nHier 😀:\n<tool_call>\n{CALL}\n</tool_call>"

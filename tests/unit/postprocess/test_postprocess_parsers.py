@@ -10,7 +10,7 @@ from services.postprocess.detokenize.vocabulary import ParserNames
 from services.postprocess.parsers.base import ParserContext
 from services.postprocess.parsers.events import CallArguments, CallStart
 from services.postprocess.parsers.registry import build
-from tests.support.parsing import TOOLS, ParsedDelta, parsed
+from tests.support.oracles.parsing import TOOLS, ParsedDelta, parsed
 
 CITY = '{"city": "Zürich 🌧️"}'
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from services.postprocess.detokenize.vocabulary import ParserNames
 from services.postprocess.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
-from tests.support import parser_cases
-from tests.support.parser_cases import label
-from tests.support.parsing import COMMON, MARKUP, RECORDED, parsed
+from tests.support.data import parser_cases
+from tests.support.data.parser_cases import label
+from tests.support.oracles.parsing import COMMON, MARKUP, RECORDED, parsed
 
 CASES = 1000
 """Cases of each parser; `make test-parsers` runs 100,000."""

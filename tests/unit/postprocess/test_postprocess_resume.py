@@ -15,9 +15,9 @@ from services.common.errors import ErrorKind
 from services.postprocess.detokenize.stream import FinishReason, StreamOptions
 from services.postprocess.streams.factory import INLINE_TOKENS
 from services.postprocess.streams.resume import Resume
-from tests.support.parsing import RECORDED, TOOLS
-from tests.support.post_client import Client, session_of
-from tests.support.vocabularies import ALL, Known, tekken
+from tests.support.clients.post_client import Client, session_of
+from tests.support.data.vocabularies import ALL, Known, tekken
+from tests.support.oracles.parsing import RECORDED, TOOLS
 
 ROW = array("I", [1])
 PLAIN = StreamOptions("m", eos_token_ids=frozenset([2]))

@@ -20,7 +20,7 @@ from services.postprocess.detokenize.vocabulary import Vocabulary
 from services.postprocess.metrics import Metrics
 from services.postprocess.streams.session import Batch, PostSession, SessionLimits
 from services.postprocess.streams.vocabulary_registry import VocabularyRegistry
-from tests.support.vocabularies import tekken
+from tests.support.data.vocabularies import tekken
 
 OPTIONS = StreamOptions("m", eos_token_ids=frozenset([2]))
 LIMITS = SessionLimits(max_streams=4, max_message_tokens=50, max_waiting_tokens=10, max_backlog=100)

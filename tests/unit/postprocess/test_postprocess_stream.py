@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from services.common.errors import SluiceError
 from services.postprocess.detokenize.stream import Finish, FinishReason, Limits, Stream, StreamOptions
 from services.postprocess.detokenize.vocabulary import Vocabulary
-from tests.support.vocabularies import ALL, byte_level, tekken
+from tests.support.data.vocabularies import ALL, byte_level, tekken
 
 TEXT = "The rain 😀 falls.\nUser: 你好世界, softly. </end> quick brown fox"
 EOS, UNKNOWN = 2, 2**31

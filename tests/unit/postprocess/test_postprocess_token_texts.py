@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from services.common.errors import SluiceError
 from services.postprocess.detokenize.stream import FinishReason, Limits, Stream, StreamOptions
 from services.postprocess.detokenize.token_texts import TokenTexts
-from tests.support.post_client import Client, session_of
-from tests.support.vocabularies import ALL, TABLES, tekken
+from tests.support.clients.post_client import Client, session_of
+from tests.support.data.vocabularies import ALL, TABLES, tekken
 
 OPTIONS = StreamOptions("m", eos_token_ids=frozenset([2]), token_texts=True)
 ROW = array("I", [1])

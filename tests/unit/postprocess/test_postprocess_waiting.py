@@ -17,7 +17,7 @@ from services.postprocess.streams import pending as waiting
 from services.postprocess.streams.factory import StreamFactory
 from services.postprocess.streams.session import PostSession, SessionLimits
 from services.postprocess.streams.vocabulary_registry import VocabularyRegistry
-from tests.support.vocabularies import tekken
+from tests.support.data.vocabularies import tekken
 
 OPTIONS = StreamOptions("m", eos_token_ids=frozenset([2]))
 WAIT_S = 30

@@ -11,8 +11,8 @@ from services.postprocess.parsers.base import Parser, ParserContext
 from services.postprocess.parsers.events import Content, Event
 from services.postprocess.parsers.watchdog import HELD_AT_MOST, WATCH
 from services.postprocess.streams.parsed import ParsedStream
-from tests.support.parsing import ParsedDelta, said
-from tests.support.vocabularies import tekken
+from tests.support.data.vocabularies import tekken
+from tests.support.oracles.parsing import ParsedDelta, said
 
 
 class Stuck(Parser):

@@ -15,9 +15,9 @@ from services.preprocess.encoders.options import EncoderOptions
 from services.preprocess.encoders.samples import SAMPLES
 from services.preprocess.tokenizers.hf import HfTokenizer
 from services.preprocess.tokenizers.mistral import MistralTokenizer
-from tests.support.big_vocabulary import build_big_model
-from tests.support.loaded_tokenizers import limits, tekken, tiny_folder, tiny_hf
-from tests.support.tokenizer_families import EXACT
+from tests.support.data.big_vocabulary import build_big_model
+from tests.support.data.loaded_tokenizers import limits, tekken, tiny_folder, tiny_hf
+from tests.support.data.tokenizer_families import EXACT
 
 SLOW = EncoderOptions(fast_backend=False, cache_bytes=0)
 

@@ -23,8 +23,8 @@ from services.preprocess.tokenizers.hf import HfTokenizer
 from services.preprocess.tokenizers.loading import load_tokenizer
 from services.preprocess.tokenizers.mistral import MistralTokenizer
 from services.preprocess.validation import as_json, parse_chat
-from tests.support.loaded_tokenizers import limits, tekken, tiny_folder, tiny_hf
-from tests.support.tiny_models import TURN_END
+from tests.support.data.loaded_tokenizers import limits, tekken, tiny_folder, tiny_hf
+from tests.support.data.tiny_models import TURN_END
 
 USER = {"role": "user", "content": "hi"}
 GENEROUS_S = 60.0

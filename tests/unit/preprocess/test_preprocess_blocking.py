@@ -14,7 +14,7 @@ from services.preprocess.thread_pool import ComputePool
 from services.preprocess.tokenizers.loading import load_tokenizer
 from services.preprocess.tokenizers.registry import ModelRegistry
 from sluice.v1 import preprocess_pb2
-from tests.support.loaded_tokenizers import tiny_folder
+from tests.support.data.loaded_tokenizers import tiny_folder
 
 MESSAGES = b'[{"role": "user", "content": "hi"}]'
 

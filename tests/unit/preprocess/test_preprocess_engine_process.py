@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def process(mode: str = "ready", limit_s: float = 60, start_s: float = 60, **more: Any) -> EngineProcess:
-    command = [sys.executable, "-P", str(ROOT / "tests/support/fake_engine.py"), str(ROOT / "services"), mode]
+    command = [sys.executable, "-P", str(ROOT / "tests/support/fakes/fake_engine.py"), str(ROOT / "services"), mode]
     return EngineProcess(command, limit_s, limit_s + start_s, start_s, **more)
 
 

@@ -27,7 +27,7 @@ def mode(tmp_path: Path) -> Path:
 @pytest.fixture
 def tokenizer(tmp_path: Path, mode: Path) -> Iterator[EngineTokenizer]:
     interpreter = tmp_path / "python"
-    fake = ROOT / "tests/support/fake_engine.py"
+    fake = ROOT / "tests/support/fakes/fake_engine.py"
     interpreter.write_text(f'#!/bin/sh\nexec "{sys.executable}" -P "{fake}" "{ROOT / "services"}" "$(cat "{mode}")"\n')
     interpreter.chmod(0o755)
     (tmp_path / "model").mkdir()

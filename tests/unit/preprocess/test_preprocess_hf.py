@@ -12,8 +12,8 @@ from tokenizers import Tokenizer
 from services.common.errors import ErrorKind, SluiceError
 from services.preprocess.protocol import ChatRequest
 from services.preprocess.tokenizers.hf import HfTokenizer
-from tests.support.loaded_tokenizers import limits, tiny_folder, tiny_hf
-from tests.support.tiny_models import CHATML, CONTEXT_LENGTH, build_tiny_model
+from tests.support.data.loaded_tokenizers import limits, tiny_folder, tiny_hf
+from tests.support.data.tiny_models import CHATML, CONTEXT_LENGTH, build_tiny_model
 
 USER = {"role": "user", "content": "What is the weather?"}
 TOOL = {"type": "function", "function": {"name": "get_weather", "description": "Grüße <b>"}}

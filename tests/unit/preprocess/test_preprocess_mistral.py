@@ -17,7 +17,7 @@ from services.preprocess.encoders.mistral_plain import PlainEncoder
 from services.preprocess.encoders.options import EncoderOptions
 from services.preprocess.protocol import ChatRequest
 from services.preprocess.tokenizers.mistral import MistralTokenizer
-from tests.support.loaded_tokenizers import tekken
+from tests.support.data.loaded_tokenizers import tekken
 
 USER = {"role": "user", "content": "What is the weather?"}
 TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {}}}}

@@ -12,7 +12,7 @@ from services.common.errors import SluiceError
 from services.common.models import ModelSpec
 from services.preprocess.protocol import ChatRequest, TokenizerProtocol
 from services.preprocess.tokenizers.loading import load_tokenizer
-from tests.support.loaded_tokenizers import limits, tiny_folder
+from tests.support.data.loaded_tokenizers import limits, tiny_folder
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "preprocessing.md"
 

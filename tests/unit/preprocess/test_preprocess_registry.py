@@ -12,7 +12,7 @@ from services.common.models import ModelSpec
 from services.preprocess.protocol import ChatRequest, TokenizerProtocol
 from services.preprocess.tokenizers.loading import load_tokenizer
 from services.preprocess.tokenizers.registry import ModelRegistry
-from tests.support.loaded_tokenizers import limits, tiny_folder, tiny_hf
+from tests.support.data.loaded_tokenizers import limits, tiny_folder, tiny_hf
 
 SPECS = [ModelSpec("b", "B"), ModelSpec("a", "A")]
 

@@ -16,9 +16,9 @@ from services.preprocess.encoders.segment_cache import ENTRY_OVERHEAD, SegmentCa
 from services.preprocess.protocol import ChatRequest, TokenizerProtocol
 from services.preprocess.tokenizers.hf import HfTokenizer
 from services.preprocess.tokenizers.mistral import MistralTokenizer
-from tests.support.conversations import conversations, turns
-from tests.support.loaded_tokenizers import limits
-from tests.support.tokenizer_families import EXACT
+from tests.support.data.conversations import conversations, turns
+from tests.support.data.loaded_tokenizers import limits
+from tests.support.data.tokenizer_families import EXACT
 
 LIMIT = 4000
 SMALL_CACHE = 100_000

@@ -15,7 +15,7 @@ from services.router.store.base import Store
 from services.router.store.memory import MemoryStore, unix_ms
 from services.router.store.redis import RedisStore
 from services.router.workers.worker import WorkerRank
-from tests.support.redis_server import RedisServer
+from tests.support.servers.redis_server import RedisServer
 
 M = "m"
 A = WorkerRank("a", 0)

@@ -7,7 +7,7 @@ from contextlib import suppress
 from services.common.tasks import TaskOwner
 from services.router.reservations.table import AllBusy
 from services.router.scheduling.admission_queue import AdmissionQueues
-from tests.support.circles import circles_of
+from tests.support.oracles.circles import circles_of
 
 TIMES = 20
 

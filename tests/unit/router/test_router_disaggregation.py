@@ -16,7 +16,7 @@ from services.router.scheduling.disaggregation import FEW_UNCACHED, DisaggRules
 from services.router.scheduling.queries import Route
 from services.router.scheduling.thresholds import Thresholds
 from services.router.workers.worker import Role, Worker, WorkerRank
-from tests.support.routing import BLOCK, Cluster, prompt, tokens, worker
+from tests.support.servers.routing import BLOCK, Cluster, prompt, tokens, worker
 
 NEVER_S = 3600.0
 

@@ -11,7 +11,7 @@ from services.router.reservations.cost import Load
 from services.router.scheduling.queries import Prompt, Query
 from services.router.scheduling.request_limits import MOST_MS, MOST_NAME, MOST_TOKENS
 from services.router.workers.worker import WorkerRank
-from tests.support.routing import COST, Cluster, prompt, worker
+from tests.support.servers.routing import COST, Cluster, prompt, worker
 
 ABSURD: list[tuple[dict[str, Any], str]] = [
     ({"prompt": Prompt(prompt_tokens=MOST_TOKENS + 1)}, "prompt.prompt_tokens"),

@@ -14,7 +14,7 @@ from services.router.sync.load_reconciler import LoadReconciler, Reported
 from services.router.sync.model_state import ModelState
 from services.router.workers.worker import WorkerRank
 from sluice.v1 import common_pb2, router_pb2
-from tests.support.routing import Cluster, prompt, worker
+from tests.support.servers.routing import Cluster, prompt, worker
 
 AFTER_S = 30.0
 

@@ -15,7 +15,7 @@ from services.router.store.redis import RedisStore
 from services.router.sync.model_state import ModelState
 from services.router.workers.registry import Registry
 from services.router.workers.worker import Role, Worker
-from tests.support.redis_server import RedisServer
+from tests.support.servers.redis_server import RedisServer
 
 WORKERS = 8
 BLOCKS = 160_000

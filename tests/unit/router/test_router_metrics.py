@@ -7,7 +7,7 @@ from services.common.observability.instruments import read
 from services.common.packing import pack_u64
 from services.router.scheduling.decisions import Outcome
 from services.router.workers.worker import KV_EVENTS, WorkerRank
-from tests.support.routing import BLOCK, Cluster, prompt, tokens, worker
+from tests.support.servers.routing import BLOCK, Cluster, prompt, tokens, worker
 
 
 async def test_decisions_and_their_outcomes_are_measured() -> None:

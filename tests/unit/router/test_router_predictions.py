@@ -18,7 +18,7 @@ from services.router.reservations.cost import Load
 from services.router.router import RouterConfig
 from services.router.scheduling.decisions import Outcome
 from services.router.workers.worker import KV_EVENTS, WorkerRank
-from tests.support.routing import BLOCK, Cluster, prompt, tokens, worker
+from tests.support.servers.routing import BLOCK, Cluster, prompt, tokens, worker
 
 A, B = WorkerRank("a", 0), WorkerRank("b", 0)
 LIVES = Lifetimes(silent_s=100, bridge_s=2, computing_s=10, most_blocks=50)
@@ -250,7 +250,7 @@ async def test_a_query_that_books_nothing_predicts_nothing(cluster: Cluster) -> 
 async def test_credit_zero_turns_them_off(cluster: Cluster) -> None:
     from dataclasses import replace
 
-    from tests.support.routing import COST
+    from tests.support.servers.routing import COST
 
     off = replace(COST, predicted_credit=0.0)
     await cluster.ask(prompt(SHARED), request_id="r1", cost=off)

@@ -18,7 +18,7 @@ from services.router.router import Router
 from services.router.scheduling.policies import Candidate, Demand, Shelf, all_policies, shortlist
 from services.router.store.memory import MemoryStore
 from services.router.workers.worker import Role, WorkerRank
-from tests.support.routing import BLOCK, COST, Cluster, prompt, tokens, worker
+from tests.support.servers.routing import BLOCK, COST, Cluster, prompt, tokens, worker
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from services.router.store.base import StoreUnavailable
 from services.router.store.local_affinity import LocalSessionAffinity
 from services.router.store.memory import MemoryStore
 from services.router.workers.worker import WorkerRank
-from tests.support.routing import Cluster, prompt, worker
+from tests.support.servers.routing import Cluster, prompt, worker
 
 A, B = WorkerRank("a", 0), WorkerRank("b", 0)
 

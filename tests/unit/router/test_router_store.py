@@ -35,8 +35,8 @@ from services.router.store.memory import MemoryStore, unix_ms
 from services.router.store.redis import RedisStore
 from services.router.workers.claims import Claim, Hold, Taken
 from services.router.workers.worker import Role, Worker, WorkerRank
-from tests.support.redis_server import RedisServer
-from tests.support.redis_topologies import RedisCluster
+from tests.support.servers.redis_server import RedisServer
+from tests.support.servers.redis_topologies import RedisCluster
 
 M = "org/model"
 A, B, C = WorkerRank("a", 0), WorkerRank("b", 0), WorkerRank("c", 0)

@@ -14,8 +14,8 @@ from services.router.router import RouterConfig
 from services.router.scheduling.queries import Route
 from services.router.scheduling.thresholds import CLOSED, Thresholds
 from services.router.workers.worker import WorkerRank
-from tests.support.router_cluster import until
-from tests.support.routing import BLOCK, Cluster, prompt, worker
+from tests.support.servers.router_cluster import until
+from tests.support.servers.routing import BLOCK, Cluster, prompt, worker
 
 A = WorkerRank("a", 0)
 

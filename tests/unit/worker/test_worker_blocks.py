@@ -11,7 +11,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from services.worker.contract.cache_events import CacheCleared
 from services.worker.engines.mock.blocks import BlockPool
-from tests.support.engines import replay
+from tests.support.fakes.engines import replay
 
 
 def filled(pool: BlockPool, hashes: Iterable[int]) -> list[int]:

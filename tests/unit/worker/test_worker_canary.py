@@ -20,8 +20,8 @@ from services.worker.generation.response_sink import StreamResponseSink
 from services.worker.serving.canary import UNHEALTHY, Canary
 from services.worker.serving.worker import Worker
 from services.worker.settings import WorkerSettings
-from tests.support.engines import CONFIG, ScriptedEngine, request, until
-from tests.support.tiny_models import build_tiny_model
+from tests.support.data.tiny_models import build_tiny_model
+from tests.support.fakes.engines import CONFIG, ScriptedEngine, request, until
 
 TRY_S = 0.2
 

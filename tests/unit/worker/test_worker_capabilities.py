@@ -20,7 +20,7 @@ from services.worker.contract.generation import (
 )
 from services.worker.contract.required_capabilities import demands
 from services.worker.generation.validation import validate, validate_embedding
-from tests.support.engines import CONFIG, request
+from tests.support.fakes.engines import CONFIG, request
 
 BARE = replace(CONFIG, capabilities=frozenset({"token_ids"}), adapters=("polite",))
 USES: list[tuple[Capability, str, dict[str, Any]]] = [

@@ -21,7 +21,7 @@ from services.worker.generation.response_sink import ContractViolation, Response
 from services.worker.serving.outbox import Outbox
 from services.worker.serving.session import SessionResponseSink
 from services.worker.serving.worker import Worker
-from tests.support.engines import ScriptedEngine, request
+from tests.support.fakes.engines import ScriptedEngine, request
 
 Act = Callable[[Sink], None]
 

@@ -23,8 +23,8 @@ from services.worker.serving.control import ASLEEP, Controls
 from services.worker.serving.embedding import embed
 from services.worker.serving.worker import Worker
 from services.worker.settings import WorkerSettings
-from tests.support.engines import CONFIG, ScriptedEngine, request
-from tests.support.tiny_models import build_tiny_model
+from tests.support.data.tiny_models import build_tiny_model
+from tests.support.fakes.engines import CONFIG, ScriptedEngine, request
 
 
 @pytest.fixture(scope="module")

@@ -32,8 +32,8 @@ from services.worker.engines.mock.transfer import Transfer
 from services.worker.generation.response_sink import StreamResponseSink
 from services.worker.serving.worker import Worker
 from services.worker.settings import WorkerSettings
-from tests.support.engines import request, until
-from tests.support.tiny_models import build_tiny_model
+from tests.support.data.tiny_models import build_tiny_model
+from tests.support.fakes.engines import request, until
 
 PROMPT = range(3, 60)
 

@@ -22,7 +22,7 @@ from services.worker.contract.generation import (
 )
 from services.worker.generation.response_sink import StreamResponseSink
 from services.worker.serving.worker import Worker
-from tests.support.engines import RecordingSink, ScriptedEngine, request
+from tests.support.fakes.engines import RecordingSink, ScriptedEngine, request
 
 STOP = Delta((7,), FinishReason.STOP, Usage(4, 1, 0), stop_token_id=7)
 

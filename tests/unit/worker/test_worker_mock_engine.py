@@ -21,8 +21,8 @@ from services.worker.engines import BUILT_IN, engine_names, find_engine
 from services.worker.engines.mock import MockEngine
 from services.worker.engines.mock.timing import MAX_LAG_S, StepPacer
 from services.worker.settings import WorkerSettings
-from tests.support.engines import RecordingSink, replay, request, until
-from tests.support.tiny_models import CONTEXT_LENGTH, build_tiny_model
+from tests.support.data.tiny_models import CONTEXT_LENGTH, build_tiny_model
+from tests.support.fakes.engines import RecordingSink, replay, request, until
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,8 @@ from services.worker.contract.generation import FinishReason
 from services.worker.engines.mock import MockEngine
 from services.worker.engines.mock.faults import CRASH_CODE, Faults
 from services.worker.settings import WorkerSettings
-from tests.support.engines import RecordingSink, request, until
-from tests.support.tiny_models import build_tiny_model
+from tests.support.data.tiny_models import build_tiny_model
+from tests.support.fakes.engines import RecordingSink, request, until
 
 
 @pytest.fixture(scope="module")

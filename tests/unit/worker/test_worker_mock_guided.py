@@ -16,7 +16,7 @@ from services.common.errors import ErrorKind, SluiceError
 from services.worker.contract.generation import FinishReason, SamplingParams, StructuredOutput
 from services.worker.engines.mock.guided import guided_text
 from services.worker.engines.mock.text import TextGenerator
-from tests.support.engines import EOS, WordVocabulary, request
+from tests.support.fakes.engines import EOS, WordVocabulary, request
 
 TREE = {
     "$defs": {

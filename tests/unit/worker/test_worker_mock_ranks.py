@@ -14,8 +14,8 @@ from services.worker.engines.mock import MockEngine
 from services.worker.generation.response_sink import StreamResponseSink
 from services.worker.serving.worker import Worker
 from services.worker.settings import WorkerSettings
-from tests.support.engines import replay, request
-from tests.support.tiny_models import build_tiny_model
+from tests.support.data.tiny_models import build_tiny_model
+from tests.support.fakes.engines import replay, request
 
 RANKS = 3
 PROMPT = [7 + number % 50 for number in range(64)]

@@ -21,8 +21,8 @@ from services.worker.generation.tracing import LINK
 from services.worker.serving.engine_metrics import EngineMetrics
 from services.worker.serving.worker import Worker
 from services.worker.settings import WorkerSettings
-from tests.support.engines import ScriptedEngine, request
-from tests.support.tiny_models import build_tiny_model
+from tests.support.data.tiny_models import build_tiny_model
+from tests.support.fakes.engines import ScriptedEngine, request
 
 EARLIER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 PARENT = "00-1af7651916cd43dd8448eb211c80319c-c7ad6b7169203331-01"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from services.common.errors import ErrorKind, SluiceError
 from services.preprocess.validation import parse_chat
 from services.worker.local_processing.body import read_body
-from tests.support.chat_matrix import chats
+from tests.support.data.chat_matrix import chats
 
 USER = {"role": "user", "content": "Hello"}
 

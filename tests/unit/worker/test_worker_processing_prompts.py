@@ -21,8 +21,8 @@ from services.worker.local_processing.completing import completed
 from services.worker.local_processing.preparing import PromptPreparation
 from services.worker.local_processing.prompts import PromptMaker
 from services.worker.processing_options import PromptBounds
-from tests.support.engines import until
-from tests.support.loaded_tokenizers import tiny_hf
+from tests.support.data.loaded_tokenizers import tiny_hf
+from tests.support.fakes.engines import until
 
 MESSAGES = [{"role": "user", "content": "What is the weather?"}]
 TOOLS = [{"type": "function", "function": {"name": "f"}}]

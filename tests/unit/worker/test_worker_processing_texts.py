@@ -36,7 +36,7 @@ from services.worker.generation.text_delta import TextDelta
 from services.worker.local_processing import batch_detokenizer as texts_module
 from services.worker.local_processing.batch_detokenizer import BatchDetokenizer
 from services.worker.local_processing.loading import load_texts
-from tests.support.loaded_tokenizers import tiny_folder, tiny_hf
+from tests.support.data.loaded_tokenizers import tiny_folder, tiny_hf
 
 TOOLS = b'[{"type": "function", "function": {"name": "get_weather"}}]'
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'

@@ -14,7 +14,7 @@ from services.worker.engines.sglang import sampling as sglang
 from services.worker.engines.shared.sampling_fields import ENGINE_OPTIONS, NOT_OURS
 from services.worker.engines.vllm import fields as vllm_fields
 from services.worker.engines.vllm import sampling as vllm
-from tests.support.engines import request
+from tests.support.fakes.engines import request
 
 SAMPLING: dict[str, Any] = {
     "temperature": 0.5,

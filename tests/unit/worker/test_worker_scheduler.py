@@ -17,7 +17,7 @@ from services.worker.engines.mock.scheduler import Scheduler, Step
 from services.worker.engines.mock.sequence import Sequence, State
 from services.worker.engines.mock.text import Answer
 from services.worker.engines.mock.timing import FixedTiming, ModelledTiming, decode_ms, prefill_ms
-from tests.support.engines import replay, request
+from tests.support.fakes.engines import replay, request
 
 BLOCK = 4
 

@@ -13,7 +13,7 @@ from services.worker.serving import outbox
 from services.worker.serving.outbox import PAGE_TOKENS, Outbox, Page
 from services.worker.serving.session import WorkerSession
 from services.worker.serving.worker import Worker
-from tests.support.engines import ScriptedEngine, request
+from tests.support.fakes.engines import ScriptedEngine, request
 
 ANSWER = [Delta((5, 6), cached_tokens=4), Delta((7,), FinishReason.STOP, Usage(4, 3, 4), stop_token_id=7)]
 

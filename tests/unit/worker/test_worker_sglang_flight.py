@@ -16,7 +16,7 @@ from services.worker.contract.generation import FinishReason
 from services.worker.engines.sglang.children import ChildWatch
 from services.worker.engines.sglang.events import EventFeeds
 from services.worker.engines.sglang.request_state import LOWEST_LOGPROB, RequestState, abort_error, positions
-from tests.support.engines import RecordingSink, request, until
+from tests.support.fakes.engines import RecordingSink, request, until
 
 STOPPED = {"type": "stop", "matched": 9}
 LENGTH = {"type": "length", "length": 3}

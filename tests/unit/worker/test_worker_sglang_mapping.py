@@ -25,7 +25,7 @@ from services.worker.engines.sglang.handoff import FAKE_BOOTSTRAP_HOST, Bootstra
 from services.worker.engines.sglang.options import Flags, command_line
 from services.worker.engines.sglang.sampling import Facts, choice_grammar, engine_request, stop_ids
 from services.worker.settings import WorkerSettings
-from tests.support.engines import request
+from tests.support.fakes.engines import request
 
 FACTS = Facts(context_length=100, defaults={}, has_priorities=True)
 FLAGS = Flags(

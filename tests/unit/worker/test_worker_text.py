@@ -13,8 +13,8 @@ from services.common import models
 from services.worker.contract.generation import FinishReason, SamplingParams
 from services.worker.engines.mock.text import LONGEST, SHORTEST, TextGenerator
 from services.worker.engines.mock.vocabulary import MockVocabulary, declared_context_length, load_vocabulary
-from tests.support.engines import BOS, EOS, TURN, WordVocabulary, request
-from tests.support.tiny_models import CONTEXT_LENGTH, build_tiny_model
+from tests.support.data.tiny_models import CONTEXT_LENGTH, build_tiny_model
+from tests.support.fakes.engines import BOS, EOS, TURN, WordVocabulary, request
 
 ENOUGH = 1_000
 

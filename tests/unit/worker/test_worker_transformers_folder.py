@@ -18,7 +18,7 @@ from services.worker.engines.transformers.starting import start_engine
 from services.worker.engines.transformers.step import Listener
 from services.worker.settings import WorkerSettings
 from sluice.cli import tiny_weights
-from tests.support.tiny_models import CONTEXT_LENGTH, ServableFolders, build_servable
+from tests.support.data.tiny_models import CONTEXT_LENGTH, ServableFolders, build_servable
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from services.worker.contract.generation import SamplingParams, StructuredOutput
 from services.worker.engines.transformers.sampling import History, SamplingPlan, plan_of
-from tests.support.engines import request
+from tests.support.fakes.engines import request
 
 EOS = (1, 2)
 UNSET = SamplingParams()

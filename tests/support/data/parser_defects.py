@@ -1,7 +1,7 @@
 """Puts known defects of other systems' postprocessing back into a copy of this one, and sees a test fail on each.
 
-    python -m tests.support.parser_defects            # all of them, a few minutes
-    python -m tests.support.parser_defects emoji
+    python -m tests.support.data.parser_defects            # all of them, a few minutes
+    python -m tests.support.data.parser_defects emoji
 
 The defects are those that made other gateways corrupt, drop or delay what a model said; see docs/parsers.md.
 """
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 COPIED = ("services", "sluice", "tests", "pyproject.toml")
 UNIT = "tests/unit/postprocess/test_postprocess_"
 PARSERS, SWITCHBOARD = f"{UNIT}parsers.py", "tests/unit/gateway/test_gateway_switchboard.py"

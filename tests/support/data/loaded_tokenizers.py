@@ -11,7 +11,7 @@ from services.preprocess.limits import Limits
 from services.preprocess.tokenizers.hf import HfTokenizer
 from services.preprocess.tokenizers.loading import load_tokenizer
 from services.preprocess.tokenizers.mistral import MistralTokenizer
-from tests.support.tiny_models import build_tiny_model
+from tests.support.data.tiny_models import build_tiny_model
 
 
 @cache

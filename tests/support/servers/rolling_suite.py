@@ -15,7 +15,7 @@ from typing import Self
 import httpx
 
 from services.common.net.ports import free_port
-from tests.support.redis_server import RedisServer
+from tests.support.servers.redis_server import RedisServer
 
 READY_S = 120
 DRAIN_S = "5"

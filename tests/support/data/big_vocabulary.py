@@ -11,7 +11,7 @@ from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 from tokenizers import pre_tokenizers
 
 from services.common.models import DEFAULT_SOURCE, resolve
-from tests.support.tiny_models import CHATML, SPECIAL_TOKENS
+from tests.support.data.tiny_models import CHATML, SPECIAL_TOKENS
 
 CONTEXT_LENGTH = 131_072
 

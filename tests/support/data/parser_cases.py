@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from services.postprocess.detokenize.vocabulary import ParserNames
-from tests.support.parsing import COMMON, MARKUP, RECORDED, WORDS, parsed, pieces_of
+from tests.support.oracles.parsing import COMMON, MARKUP, RECORDED, WORDS, parsed, pieces_of
 
 CHUNK = 500
 """Cases that a process does at a time."""
@@ -95,7 +95,7 @@ def sweep(pool: multiprocessing.pool.Pool, names: Names, seed: int, cases: int) 
     for outcome in pool.imap_unordered(_run, _chunks(names, seed, cases)):
         if outcome.failure:
             print(
-                f"\n{label(names)}: FAILED; again with\n  python -m tests.support.parser_cases {outcome.failure}",
+                f"\n{label(names)}: FAILED; again with\n  python -m tests.support.data.parser_cases {outcome.failure}",
                 flush=True,
             )
             return outcome.failure

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from tests.support.compose_suite import get_json
+from tests.support.servers.compose_suite import get_json
 
 BUILT_IN = {"__rate_interval": "1m", "__interval": "30s", "__range": "5m", "__interval_ms": "30000", "__range_s": "300"}
 

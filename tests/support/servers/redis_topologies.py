@@ -11,7 +11,7 @@ from redis import Redis
 
 from services.common.net.ports import free_port
 from services.common.settings import TlsSettings
-from tests.support.redis_server import RedisServer
+from tests.support.servers.redis_server import RedisServer
 
 SLOTS = 16_384
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
-from tests.support.tiny_models import CHATML, CORPUS, build_tiny_model
+from tests.support.data.tiny_models import CHATML, CORPUS, build_tiny_model
 
 LLAMA = (
     "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"

@@ -13,7 +13,7 @@ import pytest
 from services.common.observability.declarations import Declared
 from sluice import metrics
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 OBSERVABILITY = ROOT / "deploy" / "observability"
 RULES = OBSERVABILITY / "rules" / "sluice.yaml"
 

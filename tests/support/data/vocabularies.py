@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 from services.common.models import DEFAULT_SOURCE, resolve
 from services.postprocess.detokenize import hf, mistral
 from services.postprocess.detokenize.vocabulary import Vocabulary
-from tests.support.tiny_models import build_tiny_model
+from tests.support.data.tiny_models import build_tiny_model
 
 WORDS = ("▁", "▁Hello", "▁world", "▁a", "a", "b", "lo", "é", "▁é", "\n", "stop", "▁st", "op", ".")
 

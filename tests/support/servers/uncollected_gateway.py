@@ -13,7 +13,7 @@ from types import FrameType
 
 from services.common import runner
 from services.gateway.__main__ import main
-from tests.support.circles import circles
+from tests.support.oracles.circles import circles
 
 TOLD_IN = "UNCOLLECTED"
 

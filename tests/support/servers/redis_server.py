@@ -12,7 +12,7 @@ from pathlib import Path
 from services.common.net.ports import free_port
 
 NO_PERSISTENCE = ("--save", "", "--appendonly", "no")
-BUNDLED = Path(__file__).parents[2] / ".venv" / "opt" / "redis" / "bin" / "redis-server"
+BUNDLED = Path(__file__).parents[3] / ".venv" / "opt" / "redis" / "bin" / "redis-server"
 
 
 def redis_binary() -> str:

@@ -19,7 +19,7 @@ from services.preprocess.settings import PreprocessSettings
 from services.router.settings import RouterSettings
 from services.worker.settings import WorkerSettings
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 KUBERNETES = ROOT / "deploy" / "kubernetes"
 OVERLAYS = sorted(folder.name for folder in (KUBERNETES / "overlays").iterdir())
 SETTINGS: dict[str, type[ServiceSettings]] = {

@@ -13,7 +13,7 @@ from services.router.registration.stream_messages import Replies, Report, Said, 
 from services.router.router import Router, RouterConfig
 from services.router.store.redis import RedisStore
 from services.router.workers.worker import Role, Worker, WorkerRank
-from tests.support.redis_server import RedisServer
+from tests.support.servers.redis_server import RedisServer
 
 MODEL = "m"
 CAPACITY = 1_000

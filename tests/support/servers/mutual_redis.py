@@ -8,8 +8,8 @@ from redis.asyncio import Redis
 
 from services.common.net.ports import free_port
 from services.common.redis.target import Credentials
-from tests.support.authority import Authority
-from tests.support.redis_server import RedisServer
+from tests.support.data.authority import Authority
+from tests.support.servers.redis_server import RedisServer
 
 
 class MutualRedis:

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from tests.support.tiny_models import CORPUS
+from tests.support.data.tiny_models import CORPUS
 
 SYSTEMS = ("", "Be brief.", "You are a helpful assistant.\n\nAnswer in German. Grüße 😀", "  spaces at both ends \n")
 _PIECES = (

@@ -1,7 +1,8 @@
 """Tiny model folders for tests: what `sluice tiny-model` makes, its embedding variant and LoRA adapters.
 
-``python -m tests.support.tiny_models OUT`` writes folders that engines can serve: OUT/model generates, OUT/embedder is
-the same model with the files that say how its hidden states become an embedding, OUT/adapter and OUT/adapter-2 LoRA.
+``python -m tests.support.data.tiny_models OUT`` writes folders that engines can serve: OUT/model generates,
+OUT/embedder is the same model with the files that say how its hidden states become an embedding, OUT/adapter and
+OUT/adapter-2 are LoRA adapters.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ from services.postprocess.streams.vocabulary_registry import VocabularyRegistry
 from services.worker.engines.mock.vocabulary import MockVocabulary, load_vocabulary
 from services.worker.server import WorkerServer
 from sluice.v1 import postprocess_pb2, postprocess_pb2_grpc, worker_pb2, worker_pb2_grpc
-from tests.support.workers import hosted
+from tests.support.servers.workers import hosted
 
 WAIT_S = 60
 CONTEXT = 4096

@@ -14,7 +14,7 @@ from typing import Any
 
 from services.common.net.ports import free_port
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 COMPOSE = ROOT / "deploy/compose"
 STANDINS = ROOT / "tests/compose/standins"
 TAG = "compose-test"

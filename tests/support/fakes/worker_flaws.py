@@ -12,7 +12,7 @@ import grpc
 from services.common.errors import ErrorKind, SluiceError
 from services.common.packing import unpack_u32
 from sluice.v1 import common_pb2, worker_pb2
-from tests.support.broken_workers import (
+from tests.support.fakes.broken_workers import (
     Action,
     Extra,
     Honest,

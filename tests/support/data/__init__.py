@@ -1,0 +1,1 @@
+"""Models, vocabularies, bodies and corpora that tests build."""

@@ -1,0 +1,1 @@
+"""Engines, links and peers that behave as a test needs, mostly wrongly."""

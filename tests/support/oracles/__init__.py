@@ -1,0 +1,1 @@
+"""Independent statements of what is right: references that results are compared with."""

@@ -1,0 +1,1 @@
+"""Real processes and services that tests start: Redis, suites, routers, workers."""
