@@ -21,9 +21,9 @@ from services.gateway.apis.common.block_runner import BlockAnswerRunner
 from services.gateway.apis.openai.embeddings import EmbeddingEndpoints
 from services.gateway.apis.openai.endpoints import OpenAIEndpoints
 from services.gateway.apis.openai.tokens import TokenEndpoints
-from services.gateway.apis.responses.builder import build_store
 from services.gateway.apis.responses.endpoints import ResponsesEndpoints
 from services.gateway.apis.responses.routes import add_responses
+from services.gateway.apis.responses.store import build_store
 from services.gateway.app import create_app
 from services.gateway.clients.token_bytes import TokenPieces
 from services.gateway.http.body_memory import BodyMemory

@@ -215,7 +215,7 @@ def test_errors_are_the_clients_own(client: anthropic.Anthropic) -> None:
     assert bad.value.type == "invalid_request_error"
     with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
         client.messages.create(model="tekken", max_tokens=5, messages=[{"role": "user", "content": "word " * 200_000}])
-    with pytest.raises(anthropic.BadRequestError, match="is not a valid version"):
+    with pytest.raises(anthropic.BadRequestError, match="is not a supported version"):
         client.messages.create(
             model="tekken", max_tokens=5, messages=asking("x"), extra_headers={"anthropic-version": "2020-01-01"}
         )

@@ -43,7 +43,7 @@ async def make(request: pytest.FixtureRequest, shared_redis: RedisServer) -> Asy
 async def settled(store: ResponseStore) -> None:
     """Waits until what was kept is where it belongs."""
     for _ in range(6000):
-        if not isinstance(store, RedisStore) or not store._waiting:
+        if not isinstance(store, RedisStore) or not store._pending:
             return
         await asyncio.sleep(0.005)
     raise AssertionError("it is still on its way")
@@ -51,22 +51,22 @@ async def settled(store: ResponseStore) -> None:
 
 async def test_what_is_kept_is_found_by_its_owner_at_once_and_later(make: Make) -> None:
     store = make(10, 1 << 20, 60)
-    store.keep("a", "resp_1", ONE)
+    store.put("a", "resp_1", ONE)
     assert await store.find("a", "resp_1") == ONE
     await settled(store)
     assert await store.find("a", "resp_1") == ONE
     assert await store.find("b", "resp_1") is None
     assert await store.find("a", "resp_2") is None
-    assert not await store.drop("b", "resp_1")
-    assert await store.drop("a", "resp_1")
-    assert not await store.drop("a", "resp_1")
+    assert not await store.delete("b", "resp_1")
+    assert await store.delete("a", "resp_1")
+    assert not await store.delete("a", "resp_1")
     assert await store.find("a", "resp_1") is None
 
 
 async def test_the_oldest_of_too_many_are_forgotten(make: Make) -> None:
     store = make(3, 1 << 20, 60)
     for index in range(5):
-        store.keep("a", f"resp_{index}", ONE)
+        store.put("a", f"resp_{index}", ONE)
         await settled(store)
     found = [await store.find("a", f"resp_{index}") is not None for index in range(5)]
     assert found == [False, False, True, True, True]
@@ -75,18 +75,18 @@ async def test_the_oldest_of_too_many_are_forgotten(make: Make) -> None:
 async def test_too_many_bytes_push_out_the_oldest_and_nothing_is_larger_than_all(make: Make) -> None:
     store = make(100, 10_000, 60)
     for name, size in (("resp_1", 4_000), ("resp_2", 4_000), ("resp_3", 4_000), ("resp_4", 20_000)):
-        store.keep("a", name, StoredResponse(b"x" * size, b"[]"))
+        store.put("a", name, StoredResponse(b"x" * size, b"[]"))
         await settled(store)
     found = [await store.find("a", f"resp_{index}") is not None for index in (1, 2, 3, 4)]
     assert found == [False, True, True, False]
-    store.keep("a", "resp_2", StoredResponse(b"y", b"[]"))
+    store.put("a", "resp_2", StoredResponse(b"y", b"[]"))
     await settled(store)
     assert await store.find("a", "resp_3") is not None, "one that is kept anew counts once"
 
 
 async def test_what_is_too_old_is_forgotten(make: Make) -> None:
     store = make(10, 1 << 20, 0.05)
-    store.keep("a", "resp_1", ONE)
+    store.put("a", "resp_1", ONE)
     await settled(store)
     for _ in range(3000):
         if await store.find("a", "resp_1") is None:
@@ -98,10 +98,10 @@ async def test_what_is_too_old_is_forgotten(make: Make) -> None:
 async def test_gateways_share_what_redis_keeps(shared_redis: RedisServer) -> None:
     tasks = TaskOwner()
     one, other = (RedisStore(shared_redis.url, 10, 1 << 20, 60, tasks, "shared", timeout_s=20) for _ in range(2))
-    one.keep("a", "resp_1", ONE)
+    one.put("a", "resp_1", ONE)
     await settled(one)
     assert await other.find("a", "resp_1") == ONE
-    assert await other.drop("a", "resp_1")
+    assert await other.delete("a", "resp_1")
     assert await one.find("a", "resp_1") is None
     await tasks.close()
     await one.close()
@@ -114,10 +114,10 @@ async def test_redis_that_is_away_is_a_typed_error_and_keeping_does_not_wait(
     tasks = TaskOwner()
     server = RedisServer(tmp_path)
     store = RedisStore(server.url, 10, 1 << 20, 60, tasks)
-    store.keep("a", "resp_1", ONE)
+    store.put("a", "resp_1", ONE)
     assert await store.find("a", "resp_1") == ONE
     await settled(store)
-    assert "not kept" in caplog.text
+    assert "not stored" in caplog.text
     with pytest.raises(SluiceError) as caught:
         await store.find("a", "resp_1")
     assert caught.value.kind is ErrorKind.UNAVAILABLE

@@ -60,7 +60,7 @@ async def test_a_response_is_found_by_the_other_gateway(place: FieldReader) -> N
         RedisStore(place[0], AT_ONCE, 1 << 20, 60, tasks, "kept", PATIENT_S, credentials=place[1]) for _ in range(2)
     )
     for number in range(AT_ONCE):
-        here.keep("me", f"resp_{number}", StoredResponse(b"%d" % number, b"[]"))
+        here.put("me", f"resp_{number}", StoredResponse(b"%d" % number, b"[]"))
     for number in range(AT_ONCE):
         for _ in range(2000):
             found = await there.find("me", f"resp_{number}")

@@ -9,7 +9,7 @@ import orjson
 
 from services.gateway.apis.anthropic import validation as anthropic_checking
 from services.gateway.apis.anthropic.schemas import MessagesRequest
-from services.gateway.apis.anthropic.translate import Able
+from services.gateway.apis.anthropic.translate import EngineCapabilities
 from services.gateway.apis.anthropic.translate import translate as translate_message
 from services.gateway.apis.openai.embedding_schemas import EmbeddingRequest
 from services.gateway.apis.openai.schema_meter import SchemaMeter
@@ -55,7 +55,9 @@ def _responses(body: dict[str, Any], budgets: BodyBudgets) -> object:
 
 def _messages(body: dict[str, Any], budgets: BodyBudgets) -> object:
     fields = anthropic_checking.check(MessagesRequest, body, budgets)
-    return translate_message(fields, "msg_1", Able(guided=True, budget=True), budgets).generation
+    return translate_message(
+        fields, "msg_1", EngineCapabilities(structured_output=True, thinking_budget=True), budgets
+    ).generation
 
 
 _READERS: dict[str, Read] = {

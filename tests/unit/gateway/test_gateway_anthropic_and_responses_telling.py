@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from services.common.errors import ErrorKind, SluiceError
 from services.gateway.apis.anthropic.dialect import AnthropicDialect, error_event_body
 from services.gateway.apis.anthropic.event_encoder import MessageEventEncoder
-from services.gateway.apis.anthropic.message import whole
+from services.gateway.apis.anthropic.message import full_message
 from services.gateway.apis.common.sinks import CollectedTurn, EventEncoder, StreamedTurn, Turn
 from services.gateway.apis.openai.validation import check
 from services.gateway.apis.responses.event_encoder import ResponseEventEncoder
-from services.gateway.apis.responses.resource import Resource, Shown, output_of
+from services.gateway.apis.responses.resource import OutputOptions, Resource, output_of
 from services.gateway.apis.responses.schemas import ResponsesRequest
 from services.gateway.core.request import Finish, FinishReason, SamplingParams
 from services.gateway.http.sse import EventStream
@@ -90,7 +90,7 @@ def collected(said: list[TextDelta], cuts: Cuts, end: Finish) -> CollectedTurn:
     return turn
 
 
-def responding(shown: Shown) -> tuple[StreamedTurn, Resource, list[dict[str, Any]]]:
+def responding(shown: OutputOptions) -> tuple[StreamedTurn, Resource, list[dict[str, Any]]]:
     fields = check(ResponsesRequest, {"model": "m", "input": "hi"}, BUDGETS)
     resource = Resource("resp_1", fields, SamplingParams(), None)
     ended: list[dict[str, Any]] = []
@@ -105,11 +105,11 @@ def without_ids(output: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def test_a_streamed_response_is_the_whole_one(
     said: list[TextDelta], cuts: Cuts, end: Finish, summary: bool, sealed: bool
 ) -> None:
-    shown = Shown(summary, sealed)
+    shown = OutputOptions(summary, sealed)
     turn, resource, ended = responding(shown)
     events = heard(turn, said, cuts, end)
     other = collected(said, cuts[::-1], end)
-    expected = resource.ended(output_of(other.transcript.blocks, shown), end, other.counts)
+    expected = resource.completed(output_of(other.transcript.blocks, shown), end, other.counts)
     final = events[-1]["response"]
     assert without_ids(final["output"]) == without_ids(expected["output"])
     assert {**final, "output": [], "completed_at": 0} == {**expected, "output": [], "completed_at": 0}
@@ -168,7 +168,7 @@ def test_a_streamed_message_is_the_whole_one(
     encoder = MessageEventEncoder("msg_1", "m", lambda error: error_event_body(error, "req_1"), **shown)
     events = heard(streamed(encoder), said, cuts, end)
     other = collected(said, cuts[::-1], end)
-    expected = whole("msg_1", "m", other.transcript.blocks, end, other.counts, **shown)
+    expected = full_message("msg_1", "m", other.transcript.blocks, end, other.counts, **shown)
     assert [events[0]["type"], events[-2]["type"], events[-1]["type"]] == [
         "message_start",
         "message_delta",
@@ -195,7 +195,7 @@ def _parsed(arguments: str) -> Any:
 
 
 def test_a_stream_that_breaks_says_so() -> None:
-    turn, _, ended = responding(Shown())
+    turn, _, ended = responding(OutputOptions())
     events = heard(turn, [("text", "abc")], [(1, True)], BROKEN)
     assert events[-1]["type"] == "response.failed"
     assert events[-1]["response"]["error"]["code"] == "server_error"
@@ -213,13 +213,13 @@ def test_a_stream_that_breaks_says_so() -> None:
 
 
 def test_what_breaks_before_anything_is_said_is_an_error_of_http() -> None:
-    turn, _, _ = responding(Shown())
+    turn, _, _ = responding(OutputOptions())
     turn.fail(BROKEN)
     assert turn.failure is BROKEN
     waiting = CollectedTurn(same)
     waiting.fail(BROKEN)
     with pytest.raises(SluiceError, match="All workers are gone"):
-        waiting.ended()
+        waiting.result()
 
 
 async def answer_of(path: str, status: int, body: bytes, headers: list[tuple[bytes, bytes]]) -> tuple[Any, Any, Any]:

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from services.common.errors import ErrorKind, SluiceError, invalid
 from services.gateway.apis.anthropic.blocks import read_chat
 from services.gateway.apis.anthropic.schemas import CountTokensRequest, MessagesRequest
-from services.gateway.apis.anthropic.translate import Able, Translated, translate
+from services.gateway.apis.anthropic.translate import EngineCapabilities, TranslatedRequest, translate
 from services.gateway.apis.anthropic.validation import check
 from services.gateway.core.request import ChatPrompt
 from tests.support.data.bodies import BUDGETS
@@ -45,16 +45,16 @@ VALUES: list[Any] = [
 ]
 USER = {"role": "user", "content": "hi"}
 TOOL = {"name": "f", "input_schema": {"type": "object"}}
-ABLE = Able(guided=True, budget=True)
+CAPABILITIES = EngineCapabilities(structured_output=True, thinking_budget=True)
 BODIES: dict[type[BaseModel], dict[str, Any]] = {
     MessagesRequest: {"model": "m", "max_tokens": 2000, "messages": [USER]},
     CountTokensRequest: {"model": "m", "messages": [USER]},
 }
 
 
-def request_of(kind: type[BaseModel], body: dict[str, Any]) -> Translated:
+def request_of(kind: type[BaseModel], body: dict[str, Any]) -> TranslatedRequest:
     fields: Any = check(kind, body, BUDGETS)
-    return translate(fields, "msg_1", ABLE, BUDGETS)
+    return translate(fields, "msg_1", CAPABILITIES, BUDGETS)
 
 
 @pytest.mark.parametrize("kind", list(BODIES))

@@ -285,7 +285,7 @@ def test_chunks_are_valid_json_whatever_the_text() -> None:
         chunk = json.loads((before + json.dumps('"\\\n\u2028😀').encode() + after).removeprefix(b"data: "))
         assert chunk["model"] == 'm"\\'
         assert chunk["choices"][0]["index"] == 3
-        closing = json.loads(form.closing(0, Finish(FinishReason.STOP, stop_string='"x')).removeprefix(b"data: "))
+        closing = json.loads(form.finish_chunk(0, Finish(FinishReason.STOP, stop_string='"x')).removeprefix(b"data: "))
         assert closing["choices"][0]["stop_reason"] == '"x'
 
 
@@ -364,7 +364,7 @@ def test_a_whole_answer_carries_reasoning_and_calls() -> None:
     sink.tool_call(1, "y", "g", "{}")
     sink.tool_call(0, "", "", "}")
     sink.finish(Finish(FinishReason.TOOL_CALLS))
-    choice = ChatFormat("chatcmpl-1", 1, "m", False).whole(choices.answers(), {})["choices"][0]
+    choice = ChatFormat("chatcmpl-1", 1, "m", False).full_response(choices.results(), {})["choices"][0]
     assert choice["finish_reason"] == "tool_calls"
     assert "degraded" not in choice
     message = choice["message"]

@@ -194,7 +194,7 @@ async def test_engines_may_say_something_of_the_first_token_or_not(count: int) -
 
 
 async def test_only_the_prompt_leaves_the_answer_out() -> None:
-    assembler, choice = make(Pieces(), only_prompt=True)
+    assembler, choice = make(Pieces(), prompt_only=True)
     assembler.echo("Hi")
     assembler.begin(array("I", [5]), [1])
     assembler.tokens([b"!"], [0])

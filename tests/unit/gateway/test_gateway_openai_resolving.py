@@ -8,8 +8,8 @@ import pytest
 
 from services.common.errors import SluiceError, invalid
 from services.common.packing import pack_u32, unpack_u32
-from services.gateway.apis.openai.error_params import client_names, renamed
-from services.gateway.apis.openai.prompt_transforms import needs_resolving, resolve
+from services.gateway.apis.openai.error_params import client_names, with_client_name
+from services.gateway.apis.openai.prompt_transforms import needs_tokenizer, resolve
 from services.gateway.apis.openai.schemas import CompletionRequest
 from services.gateway.apis.openai.translate import completion_requests
 from services.gateway.apis.openai.validation import check
@@ -41,7 +41,7 @@ class Preprocess:
 async def resolved(preprocess: Preprocess, **fields: Any) -> GenerationRequest:
     checked = check(CompletionRequest, {"model": "m", "prompt": "abc", **fields}, BUDGETS)
     request = completion_requests(checked, "r", 8, BUDGETS)[0]
-    assert needs_resolving(checked)
+    assert needs_tokenizer(checked)
     return await resolve(request, checked, ENTRY, cast(PreprocessClient, preprocess))
 
 
@@ -96,5 +96,5 @@ def test_errors_of_workers_name_the_clients_field() -> None:
         ("lora", "lora_path"),
         ("temperature", "temperature"),
     ):
-        error = renamed(invalid(f"Leave out {said}.", param=said, code="c"), names)
+        error = with_client_name(invalid(f"Leave out {said}.", param=said, code="c"), names)
         assert (error.param, error.message, error.code) == (heard, f"Leave out {heard}.", "c")

@@ -81,18 +81,18 @@ def test_one_row_whatever_its_stride() -> None:
         (file(described((0, 4)), packed()), "shape"),
         (file(described((4, 3), (1, 4)), packed()), "contiguous"),
         (file(described(offset=4), packed()), "longer"),
-        (file(described(), packed()[:-1]), "bytes of numbers"),
-        (file(described(), packed() + b"more"), "parts"),
+        (file(described(), packed()[:-1]), "bytes of values"),
+        (file(described(), packed() + b"more"), "entries"),
         (file(described(), packed(), b"big"), "little-endian"),
-        (file(described(), packed(), compression=zipfile.ZIP_DEFLATED), "parts"),
+        (file(described(), packed(), compression=zipfile.ZIP_DEFLATED), "entries"),
         (file(described(kind="LongStorage"), packed()), "floating-point"),
         (file(described(kind="DoubleStorage"), struct.pack("<12d", *[1e300] * 12)), "too large"),
         (file(b"\x80\x02X\x02\x00\x00\x00hi.", packed()), "one tensor"),
-        (file(b"\x80\x02.", packed()), "whole file"),
-        (file(b"", packed()), "whole file"),
-        (file(b"(" * 4_096 + b".", packed()), "parts"),
-        (file(described(), packed())[:-30], "whole file"),
-        (b"PK\x03\x04" + b"PK\x01\x02" * 1_000, "more parts"),
+        (file(b"\x80\x02.", packed()), "complete file"),
+        (file(b"", packed()), "complete file"),
+        (file(b"(" * 4_096 + b".", packed()), "entries"),
+        (file(described(), packed())[:-30], "complete file"),
+        (b"PK\x03\x04" + b"PK\x01\x02" * 1_000, "more entries"),
     ],
 )
 def test_what_is_no_table(data: bytes, says: str) -> None:
@@ -122,7 +122,7 @@ def test_a_pickle_is_not_run(tmp_path: Path, protocol: int) -> None:
 
 
 def test_names_that_tensors_do_not_need_are_told() -> None:
-    with pytest.raises(NotReadableError, match=r"posix system.*nothing of it was run"):
+    with pytest.raises(NotReadableError, match=r"posix system.*it was not executed"):
         read_tensor(file(b"\x80\x02cposix\nsystem\nX\x04\x00\x00\x00true\x85R.", packed()))
 
 

@@ -15,7 +15,7 @@ from services.gateway.apis.responses.conversation import conversation
 from services.gateway.apis.responses.items import SEALED, read_items, reasoning_text, seal
 from services.gateway.apis.responses.schemas import InputTokensRequest, ResponsesRequest
 from services.gateway.apis.responses.tools import read_tools
-from services.gateway.apis.responses.translate import Translated, translate
+from services.gateway.apis.responses.translate import TranslatedRequest, translate
 from tests.support.data.bodies import BUDGETS
 
 VALUES: list[Any] = [
@@ -47,7 +47,7 @@ MESSAGE = {"role": "user", "content": "hi"}
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
 
 
-def request_of(kind: type[BaseModel], body: dict[str, Any]) -> Translated:
+def request_of(kind: type[BaseModel], body: dict[str, Any]) -> TranslatedRequest:
     fields: Any = check(kind, body, BUDGETS)
     tools = read_tools(fields.tools, fields.tool_choice, BUDGETS.list_items)
     items = read_items("earlier" if fields.input is None else fields.input, BUDGETS.list_items)

@@ -45,7 +45,7 @@ class Keeping(RuleBasedStateMachine):
     @rule(owner=OWNERS, response_id=IDS, size=st.integers(0, 24 * PER_RESPONSE))
     def keep(self, owner: str, response_id: str, size: int) -> None:
         kept = StoredResponse(b"x" * size, b"[]")
-        self.store.keep(owner, response_id, kept)
+        self.store.put(owner, response_id, kept)
         self.known[owner, response_id] = (self.now, kept)
         found = at_once(self.store.find(owner, response_id))
         assert (found == kept) == (kept.size <= OF_OWNER[1])
@@ -61,7 +61,7 @@ class Keeping(RuleBasedStateMachine):
     @rule(owner=OWNERS, response_id=IDS)
     def drop(self, owner: str, response_id: str) -> None:
         was_there = at_once(self.store.find(owner, response_id)) is not None
-        assert at_once(self.store.drop(owner, response_id)) == was_there
+        assert at_once(self.store.delete(owner, response_id)) == was_there
         assert at_once(self.store.find(owner, response_id)) is None
 
     @rule(seconds=st.floats(0.1, 6))
@@ -84,9 +84,9 @@ TestKeeping = Keeping.TestCase
 
 async def test_one_key_that_keeps_much_pushes_out_its_own_responses_only() -> None:
     store = MemoryStore(10, 1 << 20, 60)
-    store.keep("quiet", "resp_q", StoredResponse(b"{}", b"[]"))
+    store.put("quiet", "resp_q", StoredResponse(b"{}", b"[]"))
     for index in range(100):
-        store.keep("loud", f"resp_{index}", StoredResponse(b"{}", b"[]"))
+        store.put("loud", f"resp_{index}", StoredResponse(b"{}", b"[]"))
     assert await store.find("quiet", "resp_q") is not None
     assert await store.find("loud", "resp_99") is not None
     assert await store.find("loud", "resp_0") is None
@@ -94,12 +94,12 @@ async def test_one_key_that_keeps_much_pushes_out_its_own_responses_only() -> No
 
 
 async def test_a_tenant_at_its_bound_takes_nothing_from_one_that_keeps_more_bytes() -> None:
-    store = MemoryStore(10, 30 * PER_RESPONSE, 60, of_owner=(4, 16 * PER_RESPONSE))
+    store = MemoryStore(10, 30 * PER_RESPONSE, 60, owner_limits=(4, 16 * PER_RESPONSE))
     large = StoredResponse(b"x" * (3 * PER_RESPONSE - 2), b"[]")  # 4 * PER_RESPONSE with what keeping costs
     for index in range(5):
-        store.keep("other", f"resp_{index}", large)
+        store.put("other", f"resp_{index}", large)
     for index in range(100):
-        store.keep("loud", f"resp_{index}", StoredResponse(b"{}", b"[]"))
+        store.put("loud", f"resp_{index}", StoredResponse(b"{}", b"[]"))
     assert [await store.find("other", f"resp_{index}") is not None for index in range(5)] == [False, *[True] * 4]
     assert [await store.find("loud", f"resp_{index}") is not None for index in (95, 96, 99)] == [False, True, True]
 
@@ -107,14 +107,14 @@ async def test_a_tenant_at_its_bound_takes_nothing_from_one_that_keeps_more_byte
 async def test_of_tenants_that_keep_the_same_the_one_that_adds_loses_its_own() -> None:
     store = MemoryStore(4, 1 << 20, 60)
     for owner, name in (("a", "resp_1"), ("a", "resp_2"), ("b", "resp_3"), ("b", "resp_4"), ("b", "resp_5")):
-        store.keep(owner, name, StoredResponse(b"{}", b"[]"))
+        store.put(owner, name, StoredResponse(b"{}", b"[]"))
     assert await store.find("a", "resp_1") is not None
     assert await store.find("b", "resp_3") is None
 
 
 async def test_nothing_is_kept_where_nothing_shall_be() -> None:
     store = MemoryStore(0, 1 << 20, 60)
-    store.keep("a", "resp_1", StoredResponse(b"{}", b"[]"))
+    store.put("a", "resp_1", StoredResponse(b"{}", b"[]"))
     assert await store.find("a", "resp_1") is None
     assert store.size == 0
 

@@ -1,1 +1,1 @@
-"""Anthropic's Messages API: what its requests say, and how answers are written."""
+"""Anthropic's Messages API: requests, translation to chat requests, and responses."""

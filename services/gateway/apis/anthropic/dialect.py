@@ -1,6 +1,6 @@
-"""What Anthropic's clients send and expect around their requests: headers, ids, and errors in Anthropic's form.
+"""Middleware for Anthropic's conventions: version header, request ids, and the error format.
 
-Errors arise in many places; here, outside of all of them, they get the form that the path's clients know.
+Errors arise in many layers; this outermost layer rewrites all of them to Anthropic's format.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from services.common.errors import SluiceError
 
 VERSIONS = ("2023-06-01", "2026-10-21")
-"""Of the API; what the second one removed (`temperature`, `top_p`, `top_k`) is taken in both: models here use it."""
+"""Accepted API versions. `temperature`, `top_p` and `top_k`, which the second one removed, work with both."""
 REQUEST_ID = b"request-id"
 _PATHS = "/v1/messages"
 _TYPES = {
@@ -32,22 +32,22 @@ _TYPES = {
 
 
 def error_type(status: int) -> str:
-    """Anthropic's word for an HTTP status."""
+    """Returns Anthropic's error type for an HTTP status."""
     return _TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
 
 
 def error_body(status: int, message: str, request_id: str) -> dict[str, Any]:
-    """`{"type": "error", "error": {"type", "message"}, "request_id"}`."""
+    """Returns `{"type": "error", "error": {"type", "message"}, "request_id"}`."""
     return {"type": "error", "error": {"type": error_type(status), "message": message}, "request_id": request_id}
 
 
 def error_event_body(error: SluiceError, request_id: str) -> dict[str, Any]:
-    """The same for an error in the middle of a stream."""
+    """Returns the error body for an error in the middle of a stream."""
     return error_body(error.http_status, error.message, request_id)
 
 
 def speaks_anthropic(scope: Scope) -> bool:
-    """Whether the client of this request is one of Anthropic's: by the path, or by the header that all of them send."""
+    """Returns whether a request uses Anthropic's API, by its path or by the header that all Anthropic clients send."""
     path: str = scope["path"]
     if path == _PATHS or path.startswith(_PATHS + "/"):
         return True
@@ -55,7 +55,7 @@ def speaks_anthropic(scope: Scope) -> bool:
 
 
 class AnthropicDialect:
-    """Gives requests of Anthropic's clients an id, and answers that are errors Anthropic's form."""
+    """ASGI middleware that adds request ids and Anthropic's error format to requests of Anthropic's API."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -66,11 +66,11 @@ class AnthropicDialect:
             return
         request_id = f"req_{secrets.token_hex(12)}"
         scope = {**scope, "state": {**scope.get("state", {}), "request_id": request_id}}
-        await self._app(scope, receive, _Answer(send, request_id))
+        await self._app(scope, receive, _ErrorRewriter(send, request_id))
 
 
-class _Answer:
-    """Sends an answer on; one that is an error waits until its body is whole."""
+class _ErrorRewriter:
+    """Forwards a response; buffers the body of an error until it is complete."""
 
     def __init__(self, send: Send, request_id: str) -> None:
         self._send = send
@@ -93,15 +93,15 @@ class _Answer:
             await self._send_error(self._error)
 
     async def _send_error(self, start: Message) -> None:
-        body = orjson.dumps(error_body(start["status"], _said(self._body), self._request_id))
-        kept = [pair for pair in start["headers"] if pair[0] not in (b"content-length", b"content-type")]
-        own = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        await self._send({**start, "headers": kept + own})
+        body = orjson.dumps(error_body(start["status"], _message_of(self._body), self._request_id))
+        headers = [pair for pair in start["headers"] if pair[0] not in (b"content-length", b"content-type")]
+        new_headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await self._send({**start, "headers": headers + new_headers})
         await self._send({"type": "http.response.body", "body": body})
 
 
-def _said(body: bytes) -> str:
+def _message_of(body: bytes) -> str:
     try:
         return str(orjson.loads(body)["error"]["message"])
     except (orjson.JSONDecodeError, KeyError, TypeError):
-        return body.decode("utf-8", "replace") or "The request was not answered."
+        return body.decode("utf-8", "replace") or "The request failed without a message."

@@ -15,9 +15,9 @@ from services.common.errors import SluiceError, invalid
 from services.common.observability import telemetry
 from services.gateway.apis.anthropic.dialect import VERSIONS, error_event_body
 from services.gateway.apis.anthropic.event_encoder import MessageEventEncoder
-from services.gateway.apis.anthropic.message import whole
+from services.gateway.apis.anthropic.message import full_message
 from services.gateway.apis.anthropic.schemas import CountTokensRequest, MessagesRequest, PromptFields
-from services.gateway.apis.anthropic.translate import Able, Translated, thinks, translate
+from services.gateway.apis.anthropic.translate import EngineCapabilities, TranslatedRequest, thinks, translate
 from services.gateway.apis.anthropic.validation import check
 from services.gateway.apis.common.block_runner import BlockAnswerRunner, Fallback
 from services.gateway.http.body import read_json
@@ -34,33 +34,33 @@ REMEMBERED_MODELS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """A message that is about to be made.
+    """A message request and the options it is run with.
 
     Attributes:
-        clipped: less fits into the context than `max_tokens`.
-        remarks: fallbacks that are known before anything runs.
+        clipped: `max_tokens` was reduced to fit into the context.
+        fallbacks: fallbacks that are known before the generation starts.
     """
 
     fields: MessagesRequest
     message_id: str
     request_id: str
-    translated: Translated
+    translated: TranslatedRequest
     clipped: bool
-    remarks: list[Fallback]
+    fallbacks: list[Fallback]
 
     @property
-    def shown(self) -> dict[str, bool]:
-        """How it is written."""
+    def output_options(self) -> dict[str, bool]:
+        """Keyword arguments of the event encoder and of `full_message`."""
         thinking = self.fields.thinking
         omitted = thinking is not None and thinking.display == "omitted"
         return {"clipped": self.clipped, "thinking": thinks(self.fields), "omitted": omitted}
 
 
 class MessagesEndpoints:
-    """Create messages, and count tokens of what would make one.
+    """Handlers that create messages and count the tokens of prompts.
 
     Args:
-        bodies: memory of all request bodies.
+        bodies: the memory budget shared by all request bodies.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class MessagesEndpoints:
         self._settings = settings
         self._bodies = bodies
         self._budgets = settings.budgets
-        self._switchless: dict[str, None] = {}  # models whose templates know no switch for thinking
+        self._without_switch: dict[str, None] = {}  # models whose templates have no switch for thinking
 
     async def messages(self, request: Request) -> Response:
         """Create a message."""
@@ -89,7 +89,7 @@ class MessagesEndpoints:
                 getattr(request.state, "request_id", ""),
                 self._translated(fields, message_id),
                 False,
-                self._remarks(fields),
+                self._fallbacks(fields),
             )
             while True:
                 try:
@@ -101,7 +101,7 @@ class MessagesEndpoints:
                     attempt = adjusted
 
     async def count_tokens(self, request: Request) -> Response:
-        """Count the tokens of a prompt without answering it."""
+        """Count the tokens of a prompt without generating."""
         _check_version(request)
         fields = check(CountTokensRequest, await self._body(request), self._budgets)
         with telemetry.stage("gateway.tokenize", parent=dict(request.headers), model=fields.model):
@@ -118,25 +118,27 @@ class MessagesEndpoints:
         limit = int(self._settings.max_body_mb * (1 << 20))
         return await read_json(request, limit, self._settings.body_timeout_s, self._budgets.values, self._bodies)
 
-    def _translated(self, fields: PromptFields, message_id: str) -> Translated:
-        able = Able(self._block_runner.can(fields.model, "guided_json"), self._bounds_thinking(fields.model))
-        return translate(fields, message_id, able, self._budgets, fields.model not in self._switchless)
+    def _translated(self, fields: PromptFields, message_id: str) -> TranslatedRequest:
+        capabilities = EngineCapabilities(
+            self._block_runner.has_capability(fields.model, "guided_json"), self._bounds_thinking(fields.model)
+        )
+        return translate(fields, message_id, capabilities, self._budgets, fields.model not in self._without_switch)
 
     def _bounds_thinking(self, model: str) -> bool:
         entries = self._block_runner.pipelines.registry.of_model(model)
         return bool(entries) and all("thinking_token_budget" in entry.capabilities for entry in entries)
 
-    def _remarks(self, fields: MessagesRequest) -> list[Fallback]:
+    def _fallbacks(self, fields: MessagesRequest) -> list[Fallback]:
         budget = fields.thinking.budget_tokens if fields.thinking is not None else None
         if budget is None or self._bounds_thinking(fields.model):
             return []
         return [Fallback({BUDGET_NOT_ENFORCED})]
 
     async def _adjusted(self, attempt: Attempt, error: SluiceError) -> Attempt | None:
-        """The attempt to make instead, where what went wrong is nothing that the client has to know.
+        """Returns the attempt to retry with, or None if the client has to handle the error.
 
         Raises:
-            SluiceError: preprocess says more of it.
+            SluiceError: preprocess rejects the prompt itself.
         """
         fields = attempt.fields
         if self._forget_switch(fields.model, error):
@@ -147,7 +149,7 @@ class MessagesEndpoints:
         entry = self._block_runner.pipelines.registry.model(fields.model)
         try:
             prompt = await self._block_runner.pipelines.preprocess.tokenize(entry.model, generation.prompt, 0, "", "")
-        except SluiceError as failure:  # where the engine makes prompts, preprocess sees this one first here
+        except SluiceError as failure:  # with engine preprocessing, preprocess reads the prompt here for the first time
             rename_fields = attempt.translated.rename_fields
             if self._forget_switch(fields.model, rename_fields(failure)):
                 return replace(attempt, translated=self._translated(fields, attempt.message_id))
@@ -159,15 +161,15 @@ class MessagesEndpoints:
         return replace(attempt, translated=replace(attempt.translated, generation=clipped), clipped=True)
 
     def _forget_switch(self, model: str, error: SluiceError) -> bool:
-        """Whether an error says that the model's template knows no switch for thinking, for the first time."""
-        if error.param != "thinking.type" or model in self._switchless:
+        """Returns whether the error shows, for the first time, that the model's template has no switch for thinking."""
+        if error.param != "thinking.type" or model in self._without_switch:
             return False
-        while len(self._switchless) >= REMEMBERED_MODELS:
-            del self._switchless[next(iter(self._switchless))]
-        self._switchless[model] = None
+        while len(self._without_switch) >= REMEMBERED_MODELS:
+            del self._without_switch[next(iter(self._without_switch))]
+        self._without_switch[model] = None
         return True
 
-    async def _length(self, translated: Translated) -> int:
+    async def _length(self, translated: TranslatedRequest) -> int:
         pipelines = self._block_runner.pipelines
         entry = pipelines.registry.model(translated.generation.model)
         try:
@@ -182,28 +184,30 @@ class MessagesEndpoints:
                 attempt.message_id,
                 attempt.fields.model,
                 lambda error: error_event_body(error, attempt.request_id),
-                **attempt.shown,
+                **attempt.output_options,
             )
-            return await self._block_runner.stream(generation, encoder, rename_fields, _unheard, attempt.remarks)
+            return await self._block_runner.stream(generation, encoder, rename_fields, _ignore, attempt.fallbacks)
         collected = await self._block_runner.collect(request, generation, rename_fields)
         if collected is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
-        turn, made = collected
+        turn, completed = collected
         blocks = turn.transcript.blocks
-        message = whole(attempt.message_id, attempt.fields.model, blocks, turn.ended(), turn.counts, **attempt.shown)
-        answer = _json(message)
-        mark(answer, [made, *attempt.remarks])
-        return answer
+        message = full_message(
+            attempt.message_id, attempt.fields.model, blocks, turn.result(), turn.counts, **attempt.output_options
+        )
+        response = _json(message)
+        mark(response, [completed, *attempt.fallbacks])
+        return response
 
 
-def _unheard(generation: Generation) -> None:
+def _ignore(generation: Generation) -> None:
     pass
 
 
 def _check_version(request: Request) -> None:
     version = request.headers.get("anthropic-version", VERSIONS[-1])
     if version not in VERSIONS:
-        raise invalid(f"anthropic-version: {version[:40]!r} is not a valid version; send {VERSIONS[-1]}.")
+        raise invalid(f"anthropic-version: {version[:40]!r} is not a supported version; send {VERSIONS[-1]}.")
 
 
 def _json(content: dict[str, Any]) -> Response:

@@ -1,4 +1,4 @@
-"""A message as server-sent events, in the order and with the fields of Anthropic's API."""
+"""Encodes a message as the server-sent events of Anthropic's API."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from services.common.errors import SluiceError
-from services.gateway.apis.anthropic.message import Signature, begun, ending, usage
+from services.gateway.apis.anthropic.message import Signature, end_fields, message_start, usage
 from services.gateway.apis.common.transcript import Counts, Kind
 from services.gateway.apis.openai.completion_objects import degraded
 from services.gateway.apis.openai.logprobs import ShownToken
@@ -19,12 +19,13 @@ _PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 
 
 class MessageEventEncoder:
-    """See Teller.
+    """See EventEncoder.
 
     Args:
-        thinking: the client wants to hear of it.
-        omitted: it wants to hear that there was some, but not what.
-        error_body: an error as the API writes it.
+        error_body: returns the body of an error event.
+        clipped: `max_tokens` was reduced to fit into the context.
+        thinking: include thinking blocks.
+        omitted: include thinking blocks without their text.
     """
 
     def __init__(
@@ -45,23 +46,23 @@ class MessageEventEncoder:
         self._omitted = omitted
         self._index = -1
         self._kind: Kind | None = None  # of the open block
-        self._before = self._after = b""  # what stands around a piece of it
+        self._before = self._after = b""  # the bytes around a piece of the open block
         self._signature = Signature()
 
     def opening(self, counts: Counts) -> bytes:
-        """See Teller; the engine may be far ahead, of what is written later."""
+        """See EventEncoder; omits counts of generated tokens, which may be ahead of the text that is written."""
         before = replace(counts, generated=0, reasoning=0)
-        return _event("message_start", message=begun(self._message_id, self._model, before))
+        return _event("message_start", message=message_start(self._message_id, self._model, before))
 
     def text(self, piece: str, tokens: Sequence[ShownToken]) -> bytes:
-        """See Teller."""
+        """See EventEncoder."""
         events = b""
         if self._kind is not Kind.TEXT:
             events = self._begin(Kind.TEXT, {"type": "text", "text": ""}, "text_delta", "text")
         return events + self._piece(piece)
 
     def reasoning(self, piece: str) -> bytes:
-        """See Teller."""
+        """See EventEncoder."""
         if not self._thinking:
             return b""
         events = b""
@@ -73,7 +74,7 @@ class MessageEventEncoder:
         return events if self._omitted else events + self._piece(piece)
 
     def call(self, call: int, call_id: str, name: str, arguments: str) -> bytes:
-        """See Teller."""
+        """See EventEncoder."""
         events = b""
         if name:
             block = {"type": "tool_use", "id": call_id, "name": name, "input": {}}
@@ -81,12 +82,14 @@ class MessageEventEncoder:
         return events + self._piece(arguments)
 
     def closing(self, finish: Finish, counts: Counts) -> bytes:
-        """See Teller."""
-        told = _event("message_delta", delta=ending(finish, self._clipped), usage=usage(counts), **degraded(finish))
-        return self._end() + told + _event("message_stop")
+        """See EventEncoder."""
+        delta = _event(
+            "message_delta", delta=end_fields(finish, self._clipped), usage=usage(counts), **degraded(finish)
+        )
+        return self._end() + delta + _event("message_stop")
 
     def failure(self, error: SluiceError, counts: Counts) -> bytes:
-        """See Teller."""
+        """See EventEncoder."""
         return b"event: error\ndata: %b\n\n" % orjson.dumps(self._error_body(error))
 
     def _begin(self, kind: Kind, block: dict[str, Any], delta: str, name: str) -> bytes:
@@ -108,8 +111,8 @@ class MessageEventEncoder:
             return b""
         events = b""
         if kind is Kind.REASONING:
-            signed = {"type": "signature_delta", "signature": self._signature.text()}
-            events = _event("content_block_delta", index=self._index, delta=signed)
+            delta_fields = {"type": "signature_delta", "signature": self._signature.text()}
+            events = _event("content_block_delta", index=self._index, delta=delta_fields)
         return events + _event("content_block_stop", index=self._index)
 
 

@@ -1,4 +1,4 @@
-"""The message object, whole and its parts."""
+"""Builds the message object and its parts."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from services.gateway.core.request import Finish, FinishReason
 
 
 class Signature:
-    """What a thinking block is signed with: a digest of its text, which nobody checks when it comes back."""
+    """The signature of a thinking block: a digest of its text, which is not verified when clients send it back."""
 
     def __init__(self) -> None:
         self._digest = hashlib.sha256()
 
     def add(self, piece: str) -> None:
-        """The next of the text."""
+        """Adds a piece of the text."""
         self._digest.update(piece.encode("utf-8", "surrogatepass"))
 
     def text(self) -> str:
-        """The signature of all of it."""
+        """Returns the signature of the text so far."""
         return base64.b64encode(self._digest.digest()).decode()
 
 
 def usage(counts: Counts) -> dict[str, Any]:
-    """The usage object: input tokens are those that came from no cache."""
+    """Returns the usage object; cached tokens are not part of `input_tokens`."""
     return {
         "input_tokens": counts.prompt - counts.cached,
         "cache_creation_input_tokens": 0,
@@ -41,7 +41,7 @@ def usage(counts: Counts) -> dict[str, Any]:
 
 
 def stop_reason(finish: Finish, clipped: bool) -> str:
-    """Anthropic's word for how a turn ended; `clipped`: less fits into the context than `max_tokens`."""
+    """Returns the stop reason; `clipped`: `max_tokens` was reduced to fit into the context."""
     if finish.reason is FinishReason.LENGTH:
         return "model_context_window_exceeded" if clipped else "max_tokens"
     if finish.reason is FinishReason.TOOL_CALLS:
@@ -49,13 +49,13 @@ def stop_reason(finish: Finish, clipped: bool) -> str:
     return "stop_sequence" if finish.stop_string else "end_turn"
 
 
-def ending(finish: Finish, clipped: bool) -> dict[str, Any]:
-    """How the turn ended."""
+def end_fields(finish: Finish, clipped: bool) -> dict[str, Any]:
+    """Returns the fields that report how the turn ended."""
     return {"stop_reason": stop_reason(finish, clipped), "stop_sequence": finish.stop_string or None}
 
 
-def begun(message_id: str, model: str, counts: Counts) -> dict[str, Any]:
-    """A message before anything is said."""
+def message_start(message_id: str, model: str, counts: Counts) -> dict[str, Any]:
+    """Returns the message object before its first block."""
     return {
         "id": message_id,
         "type": "message",
@@ -68,7 +68,7 @@ def begun(message_id: str, model: str, counts: Counts) -> dict[str, Any]:
     }
 
 
-def whole(
+def full_message(
     message_id: str,
     model: str,
     blocks: Sequence[Block],
@@ -79,44 +79,45 @@ def whole(
     thinking: bool,
     omitted: bool,
 ) -> dict[str, Any]:
-    """A message that is answered at once.
+    """Returns a completed message.
 
     Args:
-        thinking: the client wants to hear of it.
-        omitted: it wants to hear that there was some, but not what.
+        clipped: `max_tokens` was reduced to fit into the context.
+        thinking: include thinking blocks.
+        omitted: include thinking blocks without their text.
     """
-    told = blocks if thinking else _without_thinking(blocks)
+    shown = blocks if thinking else _without_thinking(blocks)
     return {
-        **begun(message_id, model, counts),
-        "content": [_shown(block, omitted) for block in told],
-        **ending(finish, clipped),
+        **message_start(message_id, model, counts),
+        "content": [_content_block(block, omitted) for block in shown],
+        **end_fields(finish, clipped),
         **degraded(finish),
     }
 
 
 def _without_thinking(blocks: Sequence[Block]) -> Sequence[Block]:
-    """Texts between which there was nothing but thinking are one text."""
-    told = Transcript()
+    """Returns the blocks without thinking; texts that only thinking separated are merged."""
+    transcript = Transcript()
     for block in blocks:
         if block.kind is Kind.TEXT:
-            told.add(Kind.TEXT, block.said)
+            transcript.add(Kind.TEXT, block.text)
         elif block.kind is Kind.CALL:
-            told.blocks.append(block)
-    return told.blocks
+            transcript.blocks.append(block)
+    return transcript.blocks
 
 
-def _shown(block: Block, omitted: bool) -> dict[str, Any]:
+def _content_block(block: Block, omitted: bool) -> dict[str, Any]:
     if block.kind is Kind.TEXT:
-        return {"type": "text", "text": block.said, "citations": None}
+        return {"type": "text", "text": block.text, "citations": None}
     if block.kind is Kind.REASONING:
         signature = Signature()
-        signature.add(block.said)
-        return {"type": "thinking", "thinking": "" if omitted else block.said, "signature": signature.text()}
-    return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": _input(block.said)}
+        signature.add(block.text)
+        return {"type": "thinking", "thinking": "" if omitted else block.text, "signature": signature.text()}
+    return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": _input(block.text)}
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """What a model wrote that is no JSON object (it was cut off, say) is kept as it is, under a name of its own."""
+    """Returns the parsed arguments, or `unparsed_arguments` with the text if it is not a JSON object."""
     try:
         parsed = orjson.loads(arguments or "{}")
     except orjson.JSONDecodeError:

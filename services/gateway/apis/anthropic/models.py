@@ -1,4 +1,4 @@
-"""Models as Anthropic's API lists them."""
+"""The model list in the format of Anthropic's API."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 from services.common.errors import invalid
 
-LIMIT, MOST = 20, 1000
+DEFAULT_LIMIT, MAX_LIMIT = 20, 1000
 
 
 def as_anthropic(model: Mapping[str, Any]) -> dict[str, Any]:
-    """One model, from what OpenAI's list says of it."""
+    """Returns a model object, converted from OpenAI's format."""
     created = datetime.fromtimestamp(model["created"], UTC)
     return {
         "type": "model",
@@ -26,16 +26,16 @@ def as_anthropic(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def page(models: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
-    """A page of models; SluiceError(INVALID_ARGUMENT) names the field that is wrong."""
-    limit = query.get("limit", str(LIMIT))
-    if not (limit.isascii() and limit.isdigit() and len(limit) < 5 and 1 <= int(limit) <= MOST):
-        raise invalid(f"limit: must be a number from 1 to {MOST}.", param="limit")
+    """Returns a page of models; raises SluiceError(INVALID_ARGUMENT) for an invalid parameter."""
+    limit = query.get("limit", str(DEFAULT_LIMIT))
+    if not (limit.isascii() and limit.isdigit() and len(limit) < 5 and 1 <= int(limit) <= MAX_LIMIT):
+        raise invalid(f"limit: must be a number from 1 to {MAX_LIMIT}.", param="limit")
     ids = [model["id"] for model in models]
     first, end = 0, len(ids)
     if (after := query.get("after_id")) is not None:
-        first = _place(ids, after, "after_id") + 1
+        first = _index(ids, after, "after_id") + 1
     if (before := query.get("before_id")) is not None:
-        end = _place(ids, before, "before_id")
+        end = _index(ids, before, "before_id")
     backwards = before is not None and after is None
     shown = models[max(first, end - int(limit)) : end] if backwards else models[first : min(end, first + int(limit))]
     return {
@@ -46,7 +46,7 @@ def page(models: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> dict[
     }
 
 
-def _place(ids: list[str], wanted: str, field: str) -> int:
+def _index(ids: list[str], wanted: str, field: str) -> int:
     if wanted not in ids:
-        raise invalid(f"{field}: names {wanted[:80]!r}, which is no model here.", param=field)
+        raise invalid(f"{field}: names {wanted[:80]!r}, which is not a served model.", param=field)
     return ids.index(wanted)

@@ -1,4 +1,4 @@
-"""JSON schemas of what is read by hand, for the API's documentation."""
+"""OpenAPI schemas of fields that are validated outside pydantic."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 _FLAG = {"type": ["boolean", "null"]}
 _NULL = {"type": "null"}
 _EMPTY = {"type": ["array", "null"], "maxItems": 0}
-_MARK = {
+_CACHE_CONTROL = {
     "anyOf": [
         {
             "type": "object",
@@ -20,7 +20,12 @@ _MARK = {
 }
 _TEXT = {
     "type": "object",
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}, "cache_control": _MARK, "citations": _EMPTY},
+    "properties": {
+        "type": {"const": "text"},
+        "text": {"type": "string"},
+        "cache_control": _CACHE_CONTROL,
+        "citations": _EMPTY,
+    },
     "required": ["type", "text"],
     "additionalProperties": False,
 }
@@ -37,7 +42,7 @@ _TOOL_USE = {
         "id": {"type": "string", "minLength": 1},
         "name": {"type": "string", "minLength": 1},
         "input": {"type": "object"},
-        "cache_control": _MARK,
+        "cache_control": _CACHE_CONTROL,
         "caller": {},
         "toolset_name": _NULL,
     },
@@ -51,7 +56,7 @@ _TOOL_RESULT = {
         "tool_use_id": {"type": "string", "minLength": 1},
         "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT}]},
         "is_error": _FLAG,
-        "cache_control": _MARK,
+        "cache_control": _CACHE_CONTROL,
         "toolset_name": _NULL,
     },
     "required": ["type", "tool_use_id"],
@@ -89,7 +94,7 @@ TOOLS: dict[str, Any] = {
             "name": _NAME,
             "description": {"type": ["string", "null"]},
             "input_schema": {"type": "object", "properties": {"type": {"const": "object"}}, "required": ["type"]},
-            "cache_control": _MARK,
+            "cache_control": _CACHE_CONTROL,
             "strict": _FLAG,
             "eager_input_streaming": _FLAG,
             "input_examples": _EMPTY,

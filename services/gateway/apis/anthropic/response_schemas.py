@@ -1,4 +1,4 @@
-"""What the Messages API answers, for its documentation. Answers may have more fields than these."""
+"""OpenAPI schemas of the Messages API's responses, which may have additional fields."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from services.gateway.apis.openai.response_schemas import Model, ModelList, Open
 
 
 class AnthropicErrorInfo(Open):
-    """What went wrong."""
+    """The error's type and message."""
 
     type: str
     message: str
 
 
 class AnthropicError(Open):
-    """Every error of the Messages API."""
+    """The body of every error of the Messages API."""
 
     type: Literal["error"]
     error: AnthropicErrorInfo
@@ -25,7 +25,7 @@ class AnthropicError(Open):
 
 
 class MessageUsage(Open):
-    """Tokens of prompt and answer; input tokens are those that came from no cache."""
+    """Token counts; cached tokens are not part of `input_tokens`."""
 
     input_tokens: int
     cache_creation_input_tokens: int
@@ -34,13 +34,13 @@ class MessageUsage(Open):
 
 
 class MessageBlock(Open):
-    """Text, thinking or a call of a tool."""
+    """A block of text or thinking, or a tool call."""
 
     type: Literal["text", "thinking", "tool_use"]
 
 
 class MessageAnswer(Open):
-    """A message."""
+    """A completed message."""
 
     id: str
     type: Literal["message"]
@@ -54,13 +54,13 @@ class MessageAnswer(Open):
 
 
 class TokenCount(Open):
-    """How long a prompt is."""
+    """The length of a prompt in tokens."""
 
     input_tokens: int
 
 
 class AnthropicModel(Open):
-    """A model that workers serve now."""
+    """A model that is currently served."""
 
     type: Literal["model"]
     id: str
@@ -69,7 +69,7 @@ class AnthropicModel(Open):
 
 
 class AnthropicModelList(Open):
-    """All of them."""
+    """A page of the served models."""
 
     data: list[AnthropicModel]
     has_more: bool
@@ -78,8 +78,8 @@ class AnthropicModelList(Open):
 
 
 class EitherModel(RootModel[Model | AnthropicModel]):
-    """OpenAI's form, or Anthropic's for requests with an `anthropic-version`."""
+    """OpenAI's format, or Anthropic's for requests with an `anthropic-version` header."""
 
 
 class EitherModelList(RootModel[ModelList | AnthropicModelList]):
-    """OpenAI's form, or Anthropic's for requests with an `anthropic-version`."""
+    """OpenAI's format, or Anthropic's for requests with an `anthropic-version` header."""

@@ -1,4 +1,4 @@
-"""Where the Messages API is served, and what its documentation says of it."""
+"""Routes of the Messages API and their OpenAPI documentation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _HEADER = {"name": "anthropic-version", "in": "header", "required": False, "sche
 
 
 def add_messages(app: FastAPI, endpoints: MessagesEndpoints) -> list[type[BaseModel]]:
-    """Adds the routes; answers the models of their bodies."""
+    """Adds the routes and returns the schemas of their request bodies."""
     _add(app, "/v1/messages", endpoints.messages, MessagesRequest, MessageAnswer, streams=True)
     _add(app, "/v1/messages/count_tokens", endpoints.count_tokens, CountTokensRequest, TokenCount)
     return [MessagesRequest, CountTokensRequest]
@@ -31,7 +31,7 @@ def _add(
     path: str,
     endpoint: Endpoint,
     body: type[BaseModel],
-    answer: type[BaseModel],
+    response_model: type[BaseModel],
     streams: bool = False,
 ) -> None:
     async def handle(request: Request) -> Response:
@@ -39,8 +39,8 @@ def _add(
 
     handle.__doc__ = endpoint.__doc__
     documented: dict[int | str, Any] = {
-        status: {**said, "model": AnthropicError} if status != 200 else said
-        for status, said in responses(answer, GENERATING, streams).items()
+        status: {**response, "model": AnthropicError} if status != 200 else response
+        for status, response in responses(response_model, GENERATING, streams).items()
     }
     app.add_api_route(
         path,

@@ -1,6 +1,6 @@
-"""POST /v1/messages and /v1/messages/count_tokens, checked field by field.
+"""Request schemas of POST /v1/messages and /v1/messages/count_tokens.
 
-What stands in `messages`, `system` and `tools` is read by `blocks` and `tools`.
+The contents of `messages`, `system` and `tools` are validated by the modules `blocks` and `tools`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from pydantic import BeforeValidator, Field, ValidationInfo, WithJsonSchema, mod
 from services.gateway.apis.anthropic.openapi_schemas import MESSAGES, SYSTEM, TOOL_CHOICE, TOOLS
 from services.gateway.apis.common.extensions import EngineExtensions
 from services.gateway.apis.openai.fields import MAX_STOP_STRINGS, MAX_TOKEN_ID, Strict, within_list_items
-from services.gateway.apis.openai.unsupported_fields import refuse, refused
+from services.gateway.apis.openai.unsupported_fields import reject_unsupported, unsupported_field
 
 MAX_TOOLS = 1024
-LEAST_BUDGET = 1024
+MIN_THINKING_BUDGET = 1024
 
 
 def _messages(value: Any, info: ValidationInfo) -> Any:
@@ -36,7 +36,7 @@ def _tools(value: Any) -> Any:
     if not isinstance(value, list):
         raise ValueError("must be a list of tools")
     if len(value) > MAX_TOOLS:
-        raise ValueError(f"more than {MAX_TOOLS} tools")
+        raise ValueError(f"must have at most {MAX_TOOLS} tools")
     return value
 
 
@@ -47,56 +47,56 @@ def _object(value: Any) -> Any:
 
 
 StopSequence = Annotated[str, Field(min_length=1, pattern=r"\S")]
-Budget = Annotated[int, Field(ge=LEAST_BUDGET, le=MAX_TOKEN_ID)]
+ThinkingBudget = Annotated[int, Field(ge=MIN_THINKING_BUDGET, le=MAX_TOKEN_ID)]
 
 
 class CacheControl(Strict):
-    """A mark of the prompt cache, which works here without marks."""
+    """A cache breakpoint; accepted without effect, because prefixes are always cached."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
 
 
 class Metadata(Strict):
-    """Who asks."""
+    """Metadata of the request."""
 
     user_id: Annotated[str, Field(max_length=512)] | None = None
 
 
 class Thinking(Strict):
-    """Whether the model thinks, for how long, and what is told of it."""
+    """Whether the model thinks, for how many tokens, and whether the response contains it."""
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Budget | None = None
+    budget_tokens: ThinkingBudget | None = None
     display: Literal["summarized", "omitted"] | None = None
 
     @model_validator(mode="after")
     def _fits_its_type(self) -> Thinking:
         if self.type == "enabled" and self.budget_tokens is None:
-            raise ValueError("budget_tokens is required where thinking is enabled")
+            raise ValueError("budget_tokens is required when type is enabled")
         if self.type != "enabled" and self.budget_tokens is not None:
-            raise ValueError("budget_tokens belongs to thinking that is enabled")
+            raise ValueError("budget_tokens is allowed only when type is enabled")
         if self.type == "disabled" and self.display is not None:
-            raise ValueError("display belongs to thinking that is not disabled")
+            raise ValueError("display is not allowed when type is disabled")
         return self
 
 
 class OutputFormat(Strict):
-    """The form of the answer."""
+    """The format of the output."""
 
     type: Literal["json_schema"]
     schema_document: Annotated[dict[str, Any], BeforeValidator(_object)] = Field(alias="schema")
 
 
 class OutputConfig(Strict):
-    """How hard the model tries, and the form of its answer."""
+    """The reasoning effort and the format of the output."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
 
 
 class PromptFields(Strict):
-    """What of a request decides its prompt."""
+    """The fields that determine the prompt."""
 
     model: str = Field(min_length=1)
     messages: Annotated[list[Any], BeforeValidator(_messages), WithJsonSchema(MESSAGES)]
@@ -107,13 +107,13 @@ class PromptFields(Strict):
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
 
-    speed: Any = refused("there is one speed", "standard")
-    mcp_servers: Any = refused("nothing here calls other servers; describe their tools", [])
-    context_management: Any = refused("nothing is edited here; send what the model shall see")
+    speed: Any = unsupported_field("only the standard speed exists", "standard")
+    mcp_servers: Any = unsupported_field("Sluice does not call MCP servers; describe their tools in tools", [])
+    context_management: Any = unsupported_field("Sluice does not edit the context; send the messages for the model")
 
     @model_validator(mode="after")
     def _can_be_honoured(self) -> PromptFields:
-        refuse(self)
+        reject_unsupported(self)
         return self
 
 
@@ -133,9 +133,9 @@ class MessagesRequest(PromptFields, EngineExtensions):
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
 
-    container: Any = refused("nothing runs in containers here")
-    diagnostics: Any = refused("usage says what was cached")
-    inference_geo: Any = refused("where this runs is decided by who runs it")
+    container: Any = unsupported_field("containers are not supported")
+    diagnostics: Any = unsupported_field("usage reports the cached tokens")
+    inference_geo: Any = unsupported_field("the operator decides where requests run")
 
     @model_validator(mode="after")
     def _fits_together(self) -> MessagesRequest:

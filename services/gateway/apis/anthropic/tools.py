@@ -1,4 +1,4 @@
-"""Anthropic's tools and tool_choice as those of a chat."""
+"""Translates Anthropic's tools and tool_choice to those of a chat."""
 
 from __future__ import annotations
 
@@ -7,44 +7,44 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.common.budgets import Budget
-from services.gateway.apis.anthropic.blocks import check_mark
+from services.gateway.apis.anthropic.blocks import check_cache_control
 from services.gateway.apis.common.field_reader import FieldReader
 
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
 
 
 @dataclass(frozen=True, slots=True)
-class Tools:
-    """The chat's tools, its tool_choice, and whether several calls may be made at once."""
+class ChatTools:
+    """The chat's tools, its tool_choice, and whether parallel tool calls are allowed."""
 
     chat: list[dict[str, Any]]
     choice: Any
     parallel: bool
 
 
-def read_tools(tools: list[Any], tool_choice: Any, list_items: Budget) -> Tools:
-    """Checked tools; SluiceError(INVALID_ARGUMENT) names what is wrong, or what only Anthropic can run."""
+def read_tools(tools: list[Any], tool_choice: Any, list_items: Budget) -> ChatTools:
+    """Returns the validated tools; raises SluiceError(INVALID_ARGUMENT) for invalid and Anthropic-hosted tools."""
     chat: list[dict[str, Any]] = []
     names: set[str] = set()
-    for place in FieldReader(tools, "tools", ".", list_items).items():
-        tool = _tool(place)
+    for reader in FieldReader(tools, "tools", ".", list_items).items():
+        tool = _tool(reader)
         name = tool["function"]["name"]
         if name in names:
-            raise place.under("name").wrong("is that of another tool; names must be unique")
+            raise reader.under("name").invalid("repeats the name of another tool; names must be unique")
         names.add(name)
         chat.append(tool)
     if tool_choice is None:
-        return Tools(chat, None, True)
-    return _chosen(chat, names, FieldReader(tool_choice, "tool_choice", ".", list_items))
+        return ChatTools(chat, None, True)
+    return _with_choice(chat, names, FieldReader(tool_choice, "tool_choice", ".", list_items))
 
 
-def _tool(place: FieldReader) -> dict[str, Any]:
-    kind = place.value.get("type") if isinstance(place.value, dict) else None
+def _tool(reader: FieldReader) -> dict[str, Any]:
+    kind = reader.value.get("type") if isinstance(reader.value, dict) else None
     if isinstance(kind, str) and kind != "custom":
-        raise place.under("type").unsupported(
-            f"{kind[:64]!r} cannot run here; describe the tool with a name and an input_schema"
+        raise reader.under("type").unsupported(
+            f"{kind[:64]!r} tools are hosted by Anthropic; describe the tool with a name and an input_schema"
         )
-    place.fields(
+    reader.fields(
         "type",
         "name",
         "description",
@@ -56,37 +56,37 @@ def _tool(place: FieldReader) -> dict[str, Any]:
         "defer_loading",
         "allowed_callers",
     )
-    place.under("type").optional(str)
-    check_mark(place)
-    place.under("defer_loading").ignored(False, why="there is no tool search here")
-    place.under("allowed_callers").ignored(["direct"], why="programs do not call tools here")
-    place.under("input_examples").ignored([], why="give examples in the description")
-    place.under("strict").optional(bool)
-    place.under("eager_input_streaming").optional(bool)
-    name = place.under("name")
+    reader.under("type").optional(str)
+    check_cache_control(reader)
+    reader.under("defer_loading").reject_unless(False, reason="Sluice has no tool search")
+    reader.under("allowed_callers").reject_unless(["direct"], reason="tools cannot be called by code")
+    reader.under("input_examples").reject_unless([], reason="give examples in the description")
+    reader.under("strict").optional(bool)
+    reader.under("eager_input_streaming").optional(bool)
+    name = reader.under("name")
     if not NAME.fullmatch(name.text()):
-        raise name.wrong("must be 1 to 128 letters, digits, underscores and dashes")
-    schema = place.under("input_schema")
+        raise name.invalid("must be 1 to 128 letters, digits, underscores and dashes")
+    schema = reader.under("input_schema")
     if schema.optional(dict) is None:
-        raise schema.wrong("is missing")
+        raise schema.invalid("is missing")
     if schema.value.get("type") != "object":
-        raise schema.under("type").wrong("must be 'object'")
+        raise schema.under("type").invalid("must be 'object'")
     function = {"name": name.value, "parameters": schema.value}
-    if place.under("description").optional(str) is not None:
-        function["description"] = place.value["description"]
+    if reader.under("description").optional(str) is not None:
+        function["description"] = reader.value["description"]
     return {"type": "function", "function": function}
 
 
-def _chosen(chat: list[dict[str, Any]], names: set[str], choice: FieldReader) -> Tools:
+def _with_choice(chat: list[dict[str, Any]], names: set[str], choice: FieldReader) -> ChatTools:
     kind = choice.kind("auto", "any", "tool", "none")
-    known = {"tool": ("type", "name", "disable_parallel_tool_use"), "none": ("type",)}
-    choice.fields(*known.get(kind, ("type", "disable_parallel_tool_use")))
+    allowed = {"tool": ("type", "name", "disable_parallel_tool_use"), "none": ("type",)}
+    choice.fields(*allowed.get(kind, ("type", "disable_parallel_tool_use")))
     parallel = kind == "none" or not choice.under("disable_parallel_tool_use").optional(bool)
     if kind == "tool":
         name = choice.under("name")
         if name.text(empty=False) not in names:
-            raise name.wrong(f"is {name.value[:64]!r}, which is not among tools")
-        return Tools(chat, {"type": "function", "function": {"name": name.value}}, parallel)
+            raise name.invalid(f"is {name.value[:64]!r}, which is not among tools")
+        return ChatTools(chat, {"type": "function", "function": {"name": name.value}}, parallel)
     if kind == "any" and not chat:
-        raise choice.wrong("demands a tool, but tools is empty")
-    return Tools(chat, {"auto": "auto", "any": "required", "none": "none"}[kind], parallel)
+        raise choice.invalid("requires a tool call, but tools is empty")
+    return ChatTools(chat, {"auto": "auto", "any": "required", "none": "none"}[kind], parallel)

@@ -1,4 +1,4 @@
-"""A request of the Messages API as a chat."""
+"""Translates requests of the Messages API to chat requests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from services.common.errors import SluiceError
 from services.gateway.apis.anthropic.blocks import Chat, read_chat
 from services.gateway.apis.anthropic.schemas import MessagesRequest, PromptFields
-from services.gateway.apis.anthropic.tools import Tools, read_tools
+from services.gateway.apis.anthropic.tools import ChatTools, read_tools
 from services.gateway.apis.common.field_reader import FieldNameMap
 from services.gateway.apis.openai.schemas import ChatCompletionRequest
 from services.gateway.apis.openai.translate import chat_request
@@ -16,8 +16,8 @@ from services.gateway.apis.openai.validation import check
 from services.gateway.core.request import GenerationRequest
 from services.gateway.http.body_budgets import BodyBudgets
 
-SWITCH = ("enable_thinking", "thinking")
-"""What templates call the switch of a model's thinking."""
+THINKING_SWITCHES = ("enable_thinking", "thinking")
+"""Names under which chat templates take the switch for thinking."""
 
 _NAMES = {
     "max_completion_tokens": "max_tokens",
@@ -26,7 +26,7 @@ _NAMES = {
     "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",
     "chat_template_kwargs.reasoning_effort": "output_config.effort",
-    **{f"chat_template_kwargs.{name}": "thinking.type" for name in SWITCH},
+    **{f"chat_template_kwargs.{name}": "thinking.type" for name in THINKING_SWITCHES},
     "thinking_token_budget": "thinking.budget_tokens",
     "lora": "lora_path",
     "engine_options": "vllm_xargs",
@@ -38,67 +38,69 @@ _OF_TOOL = {
 
 
 @dataclass(frozen=True, slots=True)
-class Able:
-    """What the engines of a model can do: follow schemas, and bound thinking."""
+class EngineCapabilities:
+    """Whether a model's engines support structured output and a thinking budget."""
 
-    guided: bool
-    budget: bool
+    structured_output: bool
+    thinking_budget: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Translated:
-    """A generation and how its errors are put into the client's words."""
+class TranslatedRequest:
+    """A generation request and the client's names of its fields, for errors."""
 
     generation: GenerationRequest
     field_names: FieldNameMap
 
     def rename_fields(self, error: SluiceError) -> SluiceError:
-        """The same error in the client's words, in which it names its field: the body has no other place for that."""
-        said = self.field_names.of(error)
-        message = said.message
-        if said.code in ("context_length_exceeded", "prompt_too_large") and said.param == "messages":
+        """Returns the error with the client's field name in its message, as Anthropic's error body has no `param`."""
+        renamed = self.field_names.rename(error)
+        message = renamed.message
+        if renamed.code in ("context_length_exceeded", "prompt_too_large") and renamed.param == "messages":
             message = f"prompt is too long: {message}"
-        elif said.param and said.param not in message:
-            message = f"{said.param}: {message}"
+        elif renamed.param and renamed.param not in message:
+            message = f"{renamed.param}: {message}"
         return SluiceError(
-            said.kind,
+            renamed.kind,
             message,
-            param=said.param,
-            code=said.code,
-            retry_after_ms=said.retry_after_ms,
-            retryable=said.retryable,
+            param=renamed.param,
+            code=renamed.code,
+            retry_after_ms=renamed.retry_after_ms,
+            retryable=renamed.retryable,
         )
 
 
 def translate(
-    fields: PromptFields, request_id: str, able: Able, budgets: BodyBudgets, switched: bool = True
-) -> Translated:
-    """The chat that a request comes to.
+    fields: PromptFields, request_id: str, capabilities: EngineCapabilities, budgets: BodyBudgets, switched: bool = True
+) -> TranslatedRequest:
+    """Returns the chat request that a message request translates to.
 
     Args:
-        switched: the model's template hears whether the model shall think.
+        switched: pass the switch for thinking to the chat template.
 
     Raises:
-        SluiceError: INVALID_ARGUMENT names what cannot be honoured, in the client's words.
+        SluiceError: INVALID_ARGUMENT for invalid or unsupported fields, named as in the client's API.
     """
     tools = read_tools(fields.tools, fields.tool_choice, budgets.list_items)
     chat = read_chat(fields.system, fields.messages, budgets.list_items)
     field_names = FieldNameMap(chat.paths, [f"tools.{index}" for index in range(len(tools.chat))], _OF_TOOL, _NAMES)
-    body = _chat(fields, chat, tools, able, switched)
+    body = _chat(fields, chat, tools, capabilities, switched)
     try:
         checked = check(ChatCompletionRequest, body, budgets)
-        made = chat_request(body, checked, request_id, 1, budgets, able.guided)
+        generation = chat_request(body, checked, request_id, 1, budgets, capabilities.structured_output)
     except SluiceError as error:
-        raise field_names.of(error) from None
-    return Translated(made, field_names)
+        raise field_names.rename(error) from None
+    return TranslatedRequest(generation, field_names)
 
 
 def thinks(fields: PromptFields) -> bool:
-    """Whether the model shall think, and the client hear of it: only when it is asked for."""
+    """Returns whether the request enables thinking, and thinking blocks in the response."""
     return fields.thinking is not None and fields.thinking.type != "disabled"
 
 
-def _chat(fields: PromptFields, chat: Chat, tools: Tools, able: Able, switched: bool) -> dict[str, Any]:
+def _chat(
+    fields: PromptFields, chat: Chat, tools: ChatTools, capabilities: EngineCapabilities, switched: bool
+) -> dict[str, Any]:
     body: dict[str, Any] = {"model": fields.model, "messages": chat.messages}
     if chat.continues:
         body |= {"continue_final_message": True, "add_generation_prompt": False}
@@ -112,28 +114,28 @@ def _chat(fields: PromptFields, chat: Chat, tools: Tools, able: Able, switched: 
     if config is not None and config.effort is not None:
         body["reasoning_effort"] = config.effort
     if config is not None and config.format is not None:
-        named = {"name": "answer", "schema": config.format.schema_document}
-        body["response_format"] = {"type": "json_schema", "json_schema": named}
+        json_schema = {"name": "answer", "schema": config.format.schema_document}
+        body["response_format"] = {"type": "json_schema", "json_schema": json_schema}
     if isinstance(fields, MessagesRequest):
-        body |= _sampling(fields, able)
+        body |= _sampling(fields, capabilities)
     if switched:
-        kwargs = dict.fromkeys(SWITCH, thinks(fields)) | body.get("chat_template_kwargs", {})
+        kwargs = dict.fromkeys(THINKING_SWITCHES, thinks(fields)) | body.get("chat_template_kwargs", {})
         body["chat_template_kwargs"] = kwargs
     return body
 
 
-def _sampling(fields: MessagesRequest, able: Able) -> dict[str, Any]:
+def _sampling(fields: MessagesRequest, capabilities: EngineCapabilities) -> dict[str, Any]:
     body: dict[str, Any] = {"max_completion_tokens": fields.max_tokens, **fields.extensions()}
     if fields.stop_sequences:
         body["stop"] = fields.stop_sequences
     if fields.temperature is not None:
         body["temperature"] = fields.temperature
-    if fields.top_p:  # 0 leaves one token, as a temperature of 0 does
+    if fields.top_p:  # 0 means greedy decoding, which engines express as top_k 1
         body["top_p"] = fields.top_p
     elif fields.top_p == 0:
         body["top_k"] = 1
-    if fields.top_k:  # 0: all tokens
+    if fields.top_k:  # 0 means all tokens
         body["top_k"] = fields.top_k
-    if fields.thinking is not None and fields.thinking.budget_tokens is not None and able.budget:
+    if fields.thinking is not None and fields.thinking.budget_tokens is not None and capabilities.thinking_budget:
         body["thinking_token_budget"] = fields.thinking.budget_tokens
     return body

@@ -1,4 +1,4 @@
-"""Bodies become requests; what is wrong is said as Anthropic says it: `messages.0.role: …`."""
+"""Validates request bodies and formats errors as Anthropic does: `messages.0.role: …`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def check(kind: type[M], body: dict[str, Any], budgets: BodyBudgets) -> M:
-    """The body as a request of this kind; SluiceError(INVALID_ARGUMENT) names the first field that is wrong."""
+    """Returns the validated body; raises SluiceError(INVALID_ARGUMENT) for the first invalid field."""
     try:
         return kind.model_validate(body, context=budgets)
     except ValidationError as error:
@@ -25,20 +25,17 @@ def check(kind: type[M], body: dict[str, Any], budgets: BodyBudgets) -> M:
 def _explain(error: ValidationError) -> SluiceError:
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
     parts = [str(part)[:MAX_NAME] for part in first["loc"] if part != "[key]"]
-    said = first["msg"].removeprefix("Value error, ")
+    message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
-        return _named(parts, "Extra inputs are not permitted")
+        return _error(parts, "Extra inputs are not permitted")
     if first["type"] == "missing":
-        return _named(parts, "Field required")
-    if first["type"] == UNSUPPORTED:
-        name, _, said = said.partition(" ")
-        return _named([*parts, name], said)
-    if first["type"] == "value_error" and (not parts or parts == ["thinking"]):
-        name, _, said = said.partition(" ")
-        return _named([*parts, name], said)
-    return _named(parts, said)
+        return _error(parts, "Field required")
+    if first["type"] == UNSUPPORTED or (first["type"] == "value_error" and (not parts or parts == ["thinking"])):
+        name, _, message = message.partition(" ")
+        return _error([*parts, name], message)
+    return _error(parts, message)
 
 
-def _named(parts: list[str], said: str) -> SluiceError:
+def _error(parts: list[str], message: str) -> SluiceError:
     field = ".".join(parts)
-    return invalid(f"{field}: {said}.", param=field, code="invalid_value")
+    return invalid(f"{field}: {message}.", param=field, code="invalid_value")

@@ -1,1 +1,1 @@
-"""One answer as a turn of blocks (text, thinking, calls): what Anthropic's messages and OpenAI's responses share."""
+"""Block-structured output (text, reasoning, tool calls): shared by the Messages and Responses APIs."""

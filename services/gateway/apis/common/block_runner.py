@@ -1,4 +1,4 @@
-"""Runs a turn through the pipeline."""
+"""Runs generations whose output is a sequence of blocks, streamed or collected."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from services.gateway.pipeline.models import Pipelines
 from services.gateway.pipeline.pipeline import Generation
 from services.gateway.settings import GatewaySettings
 
-Respell = Callable[[SluiceError], SluiceError]
+FieldRenamer = Callable[[SluiceError], SluiceError]
 
 
 @dataclass(frozen=True, slots=True)
 class Fallback:
-    """Fallbacks that the API itself took."""
+    """Holds fallbacks that the API layer itself applied, for the response headers."""
 
     degraded: set[str]
     migrations: int = 0
 
 
 class BlockAnswerRunner:
-    """Starts turns and answers them, streamed or whole.
+    """Starts generations and turns them into HTTP responses.
 
     Args:
-        pieces: what single tokens stand for, for log-probabilities.
+        pieces: the bytes of single tokens, for log-probabilities.
     """
 
     def __init__(
@@ -47,29 +47,29 @@ class BlockAnswerRunner:
         self._max_unsent = settings.max_unsent_kb << 10
         self._write_scheduler = write_scheduler
         self._pieces = pieces
-        self._tasks = TaskOwner()  # questions beside requests; one that fails ends no service
+        self._tasks = TaskOwner()  # background token look-ups; a failure does not stop the service
 
-    def can(self, model: str, capability: str) -> bool:
-        """Whether an engine that serves the model has this capability."""
+    def has_capability(self, model: str, capability: str) -> bool:
+        """Returns whether any worker that serves the model has this capability."""
         return any(capability in entry.capabilities for entry in self.pipelines.registry.of_model(model))
 
     def naming(self, model: str) -> Naming:
-        """How the model's tokens are called."""
+        """Returns the names of the model's tokens in log-probabilities."""
         return Naming(self._pieces.of(self.pipelines.registry.model(model).model))
 
     async def stream(
         self,
         request: GenerationRequest,
         encoder: EventEncoder,
-        rename_fields: Respell,
+        rename_fields: FieldRenamer,
         started: Callable[[Generation], None],
-        remarks: Iterable[Marked] = (),
+        fallbacks: Iterable[Marked] = (),
     ) -> Response:
-        """The turn as events.
+        """Returns the generation as a server-sent event stream.
 
         Args:
-            started: hears of the generation before the teller is asked for anything.
-            remarks: what the answer's headers say besides what happened to the generation.
+            started: called with the generation before the encoder writes its first event.
+            fallbacks: fallbacks to report in the headers besides those of the generation.
         """
         turn = StreamedTurn(encoder, rename_fields)
         stream = turn.stream = EventStream(turn, self._write_scheduler, self._max_unsent, {})
@@ -79,36 +79,36 @@ class BlockAnswerRunner:
         except BaseException:
             stream.part()
             raise
-        marked = [generation, *remarks]
-        stream.before_start = lambda response: mark(response, marked)
+        sources = [generation, *fallbacks]
+        stream.before_start = lambda response: mark(response, sources)
         return stream
 
     async def collect(
-        self, http: Request, request: GenerationRequest, rename_fields: Respell
+        self, http: Request, request: GenerationRequest, rename_fields: FieldRenamer
     ) -> tuple[CollectedTurn, Generation] | None:
-        """The whole turn, ended; None when the client went away meanwhile.
+        """Returns the completed turn and its generation, or None if the client disconnected.
 
         Raises:
-            SluiceError: in the client's words.
+            SluiceError: with fields named as in the client's API.
         """
         turn = CollectedTurn(rename_fields)
         generation = await self._start(request, turn, rename_fields)
         try:
             if not await run_unless_gone(http.receive, turn.done, turn.cancel):
                 return None
-            turn.ended()
+            turn.result()
             return turn, generation
         finally:
             turn.cancel()
 
     async def _start(
-        self, request: GenerationRequest, turn: StreamedTurn | CollectedTurn, rename_fields: Respell
+        self, request: GenerationRequest, turn: StreamedTurn | CollectedTurn, rename_fields: FieldRenamer
     ) -> Generation:
         if self.pipelines.of(request.model).only_asks():
-            raise rename_fields(_only_asked())
-        shows = request.logprobs is not None
+            raise rename_fields(_query_only())
+        with_logprobs = request.logprobs is not None
         request = self._named(request, rename_fields)
-        sink = LogprobsAssembler(turn, self._pieces, request.model, self._tasks) if shows else turn
+        sink = LogprobsAssembler(turn, self._pieces, request.model, self._tasks) if with_logprobs else turn
         try:
             generation = turn.generation = await self.pipelines.of(request.model).start(request, [sink])
         except SluiceError as error:
@@ -117,17 +117,16 @@ class BlockAnswerRunner:
             sink.begin(generation.streams[0].tokens, generation.prompt_ids)
         return generation
 
-    def _named(self, request: GenerationRequest, rename_fields: Respell) -> GenerationRequest:
+    def _named(self, request: GenerationRequest, rename_fields: FieldRenamer) -> GenerationRequest:
         try:
             return self.pipelines.named(request)
         except SluiceError as error:
             raise rename_fields(error) from None
 
 
-def _only_asked() -> SluiceError:
+def _query_only() -> SluiceError:
     return SluiceError(
         ErrorKind.FAILED_PRECONDITION,
-        "Nothing is run for this request (query-only): /v1/chat/completions and /v1/completions answer which worker "
-        "would be chosen.",
+        "Query-only requests are not supported here; send them to /v1/chat/completions or /v1/completions.",
         code="query_only",
     )

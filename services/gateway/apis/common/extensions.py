@@ -1,4 +1,4 @@
-"""Fields of the engines that every API of the gateway takes, under the names that chats have."""
+"""Engine-specific fields that every API of the gateway accepts, named as in chat completions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from services.gateway.apis.openai.fields import MAX_TOKEN_ID, JsonObject, Priori
 
 
 class EngineExtensions(Strict):
-    """What a request may say beyond the API it speaks; each means what it means in a chat."""
+    """Extension fields beyond the API's own, with the same meaning as in chat completions."""
 
     min_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
     repetition_penalty: float | None = Field(None, gt=0, le=2**31, allow_inf_nan=False)
@@ -29,5 +29,5 @@ class EngineExtensions(Strict):
     request_id: Annotated[str, Field(max_length=512)] | None = None
 
     def extensions(self) -> dict[str, Any]:
-        """Those that are set, as fields of a chat."""
+        """Returns the fields that are set, by their chat completion names."""
         return {name: value for name in EngineExtensions.model_fields if (value := getattr(self, name)) is not None}

@@ -1,4 +1,4 @@
-"""Values in a request's body and where they stand, so that every refusal names its field."""
+"""Readers for JSON values in a request body that name the offending field in every error."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from services.common.budgets import Budget
 from services.common.errors import SluiceError, invalid
 
 PathStyle = Literal["[]", "."]
-"""How clients of an API write the third of something: `input[2]` or `messages.2`."""
+"""The API's notation for list items in error messages: `input[2]` or `messages.2`."""
 
 
 class FieldReader:
-    """A JSON value and its path in the body.
+    """A JSON value together with its path in the body.
 
     Args:
-        list_items: longest list that `items` goes through.
+        list_items: the longest list that `items` accepts.
     """
 
     __slots__ = ("_list_items", "_style", "path", "value")
@@ -28,106 +28,107 @@ class FieldReader:
         self._style = style
         self._list_items = list_items
 
-    def wrong(self, what: str) -> SluiceError:
-        """INVALID_ARGUMENT; `what` completes a sentence that begins with the path."""
-        return self._refusal(f"{what}.", "invalid_value")
+    def invalid(self, problem: str) -> SluiceError:
+        """Returns an INVALID_ARGUMENT error; `problem` completes a sentence that begins with the path."""
+        return self._error(f"{problem}.", "invalid_value")
 
-    def unsupported(self, why: str) -> SluiceError:
-        """INVALID_ARGUMENT for what the API knows and nobody here can do."""
-        return self._refusal(f"is not supported: {why}.", "unsupported_parameter")
+    def unsupported(self, reason: str) -> SluiceError:
+        """Returns an INVALID_ARGUMENT error for a value that the API defines but Sluice does not support."""
+        return self._error(f"is not supported: {reason}.", "unsupported_parameter")
 
-    def _refusal(self, said: str, code: str) -> SluiceError:
+    def _error(self, message: str, code: str) -> SluiceError:
         colon = ":" if self._style == "." else ""
-        return invalid(f"{self.path}{colon} {said}", param=self.path, code=code)
+        return invalid(f"{self.path}{colon} {message}", param=self.path, code=code)
 
     def under(self, name: str) -> FieldReader:
-        """A field of this object; its value is None when it is not there."""
+        """Returns the reader of a field of this object; its value is None if the field is missing."""
         return self._at(self.value.get(name), f"{self.path}.{name}" if self.path else name)
 
-    def instead(self, value: Any) -> FieldReader:
-        """Another value at the same place: what is written there, in its long form."""
+    def with_value(self, value: Any) -> FieldReader:
+        """Returns a reader of another value at the same path, such as the long form of a shorthand."""
         return self._at(value, self.path)
 
     def _at(self, value: Any, path: str) -> FieldReader:
         return FieldReader(value, path, self._style, self._list_items)
 
-    def fields(self, *known: str) -> FieldReader:
-        """Itself, after a check that it is an object with no other fields than these."""
+    def fields(self, *names: str) -> FieldReader:
+        """Returns itself; raises unless the value is an object with only these fields."""
         if not isinstance(self.value, dict):
-            raise self.wrong("must be an object")
+            raise self.invalid("must be an object")
         for name in self.value:
-            if name not in known:
-                place = self.under(str(name)[:64])
-                said = "Extra inputs are not permitted" if self._style == "." else "is an unknown parameter"
-                raise place._refusal(f"{said}.", "unknown_parameter")
+            if name not in names:
+                message = "Extra inputs are not permitted" if self._style == "." else "is an unknown parameter"
+                raise self.under(str(name)[:64])._error(f"{message}.", "unknown_parameter")
         return self
 
     def kind(self, *kinds: str) -> str:
-        """Its `type`, which must be one of these; SluiceError names it otherwise."""
+        """Returns the object's `type`; raises unless it is one of these."""
         if not isinstance(self.value, dict):
-            raise self.wrong("must be an object with a type")
-        place = self.under("type")
-        if not isinstance(place.value, str):
-            raise place.wrong("is missing" if place.value is None else "must be a string")
-        if place.value not in kinds:
-            raise place.wrong(f"is {place.value[:64]!r}; choose from {', '.join(kinds)}")
-        return place.value
+            raise self.invalid("must be an object with a type")
+        field = self.under("type")
+        if not isinstance(field.value, str):
+            raise field.invalid("is missing" if field.value is None else "must be a string")
+        if field.value not in kinds:
+            raise field.invalid(f"is {field.value[:64]!r}; choose from {', '.join(kinds)}")
+        return field.value
 
     def items(self) -> Iterator[FieldReader]:
-        """The places of a list's members; SluiceError(INVALID_ARGUMENT) for one that is too long."""
+        """Returns readers of the list's items; raises SluiceError(INVALID_ARGUMENT) if the list is too long."""
         if not isinstance(self.value, list):
-            raise self.wrong("must be a list")
-        most = self._list_items.limit
-        if len(self.value) > most:
+            raise self.invalid("must be a list")
+        limit = self._list_items.limit
+        if len(self.value) > limit:
             colon = ":" if self._style == "." else ""
-            said = f"{self.path}{colon} has {len(self.value)} items, more than {most}"
-            raise self._list_items.refuse(said, param=self.path)
+            message = f"{self.path}{colon} has {len(self.value)} items, more than {limit}"
+            raise self._list_items.refuse(message, param=self.path)
         form = "{}[{}]" if self._style == "[]" else "{}.{}"
-        return (self._at(member, form.format(self.path, index)) for index, member in enumerate(self.value))
+        return (self._at(item, form.format(self.path, index)) for index, item in enumerate(self.value))
 
-    def text(self, *, empty: bool = True, most: int | None = None) -> str:
-        """A string that has to be there."""
+    def text(self, *, empty: bool = True, max_length: int | None = None) -> str:
+        """Returns a required string."""
         if self.value is None:
-            raise self.wrong("is missing")
+            raise self.invalid("is missing")
         if not isinstance(self.value, str):
-            raise self.wrong("must be a string")
+            raise self.invalid("must be a string")
         if not empty and not self.value:
-            raise self.wrong("must not be empty")
-        if most is not None and len(self.value) > most:
-            raise self.wrong(f"has {len(self.value)} characters, more than {most}")
+            raise self.invalid("must not be empty")
+        if max_length is not None and len(self.value) > max_length:
+            raise self.invalid(f"has {len(self.value)} characters, more than {max_length}")
         return self.value
 
     def choice(self, *values: str) -> str:
-        """One of these strings; it has to be there."""
+        """Returns a required string that is one of `values`."""
         if self.text() not in values:
-            raise self.wrong(f"must be one of {', '.join(values)}")
+            raise self.invalid(f"must be one of {', '.join(values)}")
         return str(self.value)
 
     def optional(self, kind: type) -> Any:
-        """None or a value of this type; true is no number."""
+        """Returns None or a value of this type; booleans do not count as numbers."""
         fits = isinstance(self.value, kind) and (kind is bool or not isinstance(self.value, bool))
         if self.value is not None and not fits:
             names = {str: "a string", bool: "a boolean", int: "an integer", dict: "an object", list: "a list"}
-            raise self.wrong(f"must be {names[kind]}")
+            raise self.invalid(f"must be {names[kind]}")
         return self.value
 
-    def ignored(self, *neutral: Any, why: str) -> None:
-        """Refuses what cannot be honoured, unless it is null or one of these."""
-        if self.value is not None and not any(type(self.value) is type(one) and self.value == one for one in neutral):
-            raise self.unsupported(why)
+    def reject_unless(self, *neutral: Any, reason: str) -> None:
+        """Raises the `unsupported` error unless the value is null or one of `neutral`, which need no support."""
+        if self.value is not None and not any(
+            type(self.value) is type(value) and self.value == value for value in neutral
+        ):
+            raise self.unsupported(reason)
 
 
 class FieldNameMap:
-    """What the parts of a chat are called in the API that the client speaks.
+    """Maps field names of the translated chat request to those of the client's API.
 
     Args:
-        messages: where each of the chat's messages comes from.
-        tools: where each of its tools comes from.
-        of_tool: a tool's fields by their names in the chat.
-        names: other fields by their names in the chat.
+        messages: the client's path of each chat message.
+        tools: the client's path of each chat tool.
+        of_tool: the client's names of a tool's fields, by their chat names.
+        names: the client's names of other fields, by their chat names.
     """
 
-    _PART = re.compile(r"(messages|tools)\[(\d+)\](?:\.(.+))?")
+    _ITEM = re.compile(r"(messages|tools)\[(\d+)\](?:\.(.+))?")
 
     def __init__(
         self,
@@ -142,21 +143,21 @@ class FieldNameMap:
         self._names = names
 
     def param(self, param: str) -> str:
-        """The client's name of a field of the chat."""
-        if found := self._PART.fullmatch(param):
+        """Returns the client's name of a field of the chat request."""
+        if found := self._ITEM.fullmatch(param):
             kind, index, rest = found[1], int(found[2]), found[3]
-            places = self._messages if kind == "messages" else self._tools
-            if index < len(places):
-                inside = self._of_tool.get(rest or "", "") if kind == "tools" else ""
-                return f"{places[index]}.{inside}" if inside else places[index]
+            paths = self._messages if kind == "messages" else self._tools
+            if index < len(paths):
+                field = self._of_tool.get(rest or "", "") if kind == "tools" else ""
+                return f"{paths[index]}.{field}" if field else paths[index]
         first, _, rest = param.partition(".")
         for name in (param, first):
             if name in self._names:
                 return self._names[name]
         return param
 
-    def of(self, error: SluiceError) -> SluiceError:
-        """The same error in the client's words."""
+    def rename(self, error: SluiceError) -> SluiceError:
+        """Returns the error with its field renamed in `param` and message."""
         if not error.param or (name := self.param(error.param)) == error.param:
             return error
         return SluiceError(

@@ -1,4 +1,4 @@
-"""The two ways a client hears a turn: as events while it comes, or all at once."""
+"""Sinks that turn one choice into a stream of events or into a collected transcript."""
 
 from __future__ import annotations
 
@@ -8,74 +8,79 @@ from typing import Protocol
 
 from services.common.errors import SluiceError
 from services.common.observability import telemetry
-from services.gateway.apis.common.transcript import Counts, Kind, TokensAside, Transcript
+from services.gateway.apis.common.transcript import Counts, Kind, PendingTokens, Transcript
 from services.gateway.apis.openai.logprobs import ShownToken
 from services.gateway.core.request import Finish, PositionLogprobs
 from services.gateway.http.sse import EventStream
 from services.gateway.pipeline.pipeline import Generation
 
 _TEXT, _REASONING = -1, -2
-"""What waits in a streamed turn; from 0 on it is the number of a call."""
+"""Kinds of buffered output in a streamed turn; values from 0 on are call numbers."""
 
 
 class EventEncoder(Protocol):
-    """Writes a turn as the events of one API; every method answers complete events."""
+    """Encodes a turn as the events of one API; every method returns complete events."""
 
     def opening(self, counts: Counts) -> bytes:
-        """What comes before the first block."""
+        """Returns the events before the first block."""
 
     def text(self, piece: str, tokens: Sequence[ShownToken]) -> bytes: ...
 
     def reasoning(self, piece: str) -> bytes: ...
 
     def call(self, call: int, call_id: str, name: str, arguments: str) -> bytes:
-        """A piece of a call; the first one has id and name."""
+        """Returns the events of a piece of a call; only the first piece has an id and a name."""
 
     def closing(self, finish: Finish, counts: Counts) -> bytes:
-        """The end of the last block and of the turn."""
+        """Returns the events that end the last block and the turn."""
 
     def failure(self, error: SluiceError, counts: Counts) -> bytes:
-        """What a stream says when it cannot go on."""
+        """Returns the events of a stream that failed."""
 
 
 class Turn:
-    """What streamed and collected turns have in common; a sink that hears one choice."""
+    """Base of the sinks of one choice."""
 
     def __init__(self, rename_fields: Callable[[SluiceError], SluiceError]) -> None:
         self.generation: Generation | None = None
-        self._respell = rename_fields
+        self._rename_fields = rename_fields
 
     @property
     def counts(self) -> Counts:
-        """Tokens so far."""
-        one = self.generation
-        if one is None:
+        """Token counts so far."""
+        generation = self.generation
+        if generation is None:
             return Counts()
-        return Counts(one.prompt_tokens, one.completion_tokens, one.cached_tokens, one.reasoning_tokens)
+        return Counts(
+            generation.prompt_tokens,
+            generation.completion_tokens,
+            generation.cached_tokens,
+            generation.reasoning_tokens,
+        )
 
     def begin(self, prompt_ids: Sequence[int]) -> None:
         """See TokenSink."""
 
     def shown_prompt(self, tokens: Sequence[ShownToken]) -> None:
-        """See TokenSink; nobody asks."""
+        """See TokenSink; prompt log-probabilities are never requested."""
 
     def logprobs(self, positions: Sequence[PositionLogprobs]) -> None:
-        """See Sink; where they are asked for, an annotator hears them."""
+        """See Sink; handled by a LogprobsAssembler in front of this sink if requested."""
 
     def prompt_logprobs(self, positions: Sequence[PositionLogprobs]) -> None:
-        """See Sink; nobody asks."""
+        """See Sink; prompt log-probabilities are never requested."""
 
     def tokens(self, pieces: Sequence[bytes], offsets: Sequence[int]) -> None:
-        """See Sink; where they are asked for, an annotator hears them."""
+        """See Sink; handled by a LogprobsAssembler in front of this sink if requested."""
 
     def cancel(self) -> None:
-        """The client is gone, or everything is said."""
+        """Cancels the generation, if one was started."""
         if self.generation is not None:
             self.generation.cancel()
 
 
 class StreamedTurn(Turn):
-    """A turn as server-sent events: what is said waits here until the next write."""
+    """Buffers a turn as server-sent events until the next write."""
 
     def __init__(self, encoder: EventEncoder, rename_fields: Callable[[SluiceError], SluiceError]) -> None:
         super().__init__(rename_fields)
@@ -83,18 +88,18 @@ class StreamedTurn(Turn):
         self.unsent = 0
         self.over = False
         self._encoder = encoder
-        self._aside = TokensAside()
-        self._waiting = ""
-        self._what = _TEXT
-        self._head = ("", "")  # id and name of the call that waits, if its first piece does
-        self._ready = b""  # events of what came before
+        self._pending_tokens = PendingTokens()
+        self._buffer = ""
+        self._kind = _TEXT
+        self._head = ("", "")  # id and name of the buffered call, if its first piece is buffered
+        self._ready = b""  # encoded events, which precede the buffered piece
         self._finish: Finish | None = None
         self._error: SluiceError | None = None
         self._opened = False
 
     @property
     def failure(self) -> SluiceError | None:
-        """The error, when it came before anything was written."""
+        """The error, if the turn failed before anything was written."""
         return None if self._opened else self._error
 
     def text(self, piece: str) -> None:
@@ -114,32 +119,32 @@ class StreamedTurn(Turn):
 
     def shown(self, tokens: Sequence[ShownToken]) -> None:
         """See TokenSink."""
-        self._aside.add(tokens)
+        self._pending_tokens.add(tokens)
 
-    def _add(self, what: int, piece: str) -> None:
-        if self._what != what:
-            self._switch(what)
-        self._waiting += piece
+    def _add(self, kind: int, piece: str) -> None:
+        if self._kind != kind:
+            self._switch(kind)
+        self._buffer += piece
         self.unsent += len(piece)
         self.stream.notify(first=not self._opened)
 
-    def _switch(self, what: int) -> None:
-        """Something else comes: what waits becomes events."""
-        self._ready += self._told()
-        self._what = what
+    def _switch(self, kind: int) -> None:
+        """Encodes the buffered piece, because output of another kind follows."""
+        self._ready += self._encode_buffer()
+        self._kind = kind
 
-    def _told(self) -> bytes:
-        if not self._waiting and not self._head[1]:
+    def _encode_buffer(self) -> bytes:
+        if not self._buffer and not self._head[1]:
             return b""
         opening = self._opening()
-        piece, self._waiting = self._waiting, ""
-        if self._what == _TEXT:
-            return opening + self._encoder.text(piece, self._aside.take())
-        self._aside.skip(piece)
-        if self._what == _REASONING:
+        piece, self._buffer = self._buffer, ""
+        if self._kind == _TEXT:
+            return opening + self._encoder.text(piece, self._pending_tokens.take())
+        self._pending_tokens.skip(piece)
+        if self._kind == _REASONING:
             return opening + self._encoder.reasoning(piece)
         head, self._head = self._head, ("", "")
-        return opening + self._encoder.call(self._what, *head, piece)
+        return opening + self._encoder.call(self._kind, *head, piece)
 
     def _opening(self) -> bytes:
         if self._opened:
@@ -156,7 +161,7 @@ class StreamedTurn(Turn):
     def fail(self, error: SluiceError) -> None:
         """See Sink."""
         if not self.over:
-            self._error = self._respell(error)
+            self._error = self._rename_fields(error)
             self.over = True
             super().cancel()
             self.stream.notify()
@@ -164,8 +169,8 @@ class StreamedTurn(Turn):
     def take(self) -> bytes:
         """See EventSource."""
         self.unsent = 0
-        told = self._told()
-        events, self._ready = self._ready + told + self._opening(), b""
+        buffered = self._encode_buffer()
+        events, self._ready = self._ready + buffered + self._opening(), b""
         if self._error is not None:
             telemetry.failed(self._error)
             return events + self._encoder.failure(self._error, self.counts)
@@ -176,33 +181,33 @@ class StreamedTurn(Turn):
 
 
 class CollectedTurn(Turn):
-    """A turn that is answered at once."""
+    """Collects a turn that is returned as one response."""
 
     def __init__(self, rename_fields: Callable[[SluiceError], SluiceError]) -> None:
         super().__init__(rename_fields)
         self.transcript = Transcript()
         self.done = asyncio.Event()
-        self._aside = TokensAside()
+        self._pending_tokens = PendingTokens()
         self._finish: Finish | None = None
         self._error: SluiceError | None = None
 
     def text(self, piece: str) -> None:
         """See Sink."""
-        self.transcript.add(Kind.TEXT, piece, self._aside.take())
+        self.transcript.add(Kind.TEXT, piece, self._pending_tokens.take())
 
     def reasoning(self, piece: str) -> None:
         """See Sink."""
-        self._aside.skip(piece)
+        self._pending_tokens.skip(piece)
         self.transcript.add(Kind.REASONING, piece)
 
     def tool_call(self, call: int, call_id: str, name: str, arguments: str) -> None:
         """See Sink."""
-        self._aside.skip(arguments)
+        self._pending_tokens.skip(arguments)
         self.transcript.add_call(call, call_id, name, arguments)
 
     def shown(self, tokens: Sequence[ShownToken]) -> None:
         """See TokenSink."""
-        self._aside.add(tokens)
+        self._pending_tokens.add(tokens)
 
     def finish(self, finish: Finish) -> None:
         """See Sink."""
@@ -212,13 +217,13 @@ class CollectedTurn(Turn):
     def fail(self, error: SluiceError) -> None:
         """See Sink."""
         if self._error is None:
-            self._error = self._respell(error)
+            self._error = self._rename_fields(error)
             self.cancel()
             self.done.set()
 
-    def ended(self) -> Finish:
-        """How it ended; SluiceError when it failed."""
-        error, self._error = self._error, None  # its traceback comes back to us: held here, it would hold itself
+    def result(self) -> Finish:
+        """Returns how the turn finished; raises SluiceError if it failed."""
+        error, self._error = self._error, None  # break the reference cycle: the traceback references this frame
         if error is not None:
             try:
                 raise error

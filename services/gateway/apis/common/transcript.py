@@ -1,4 +1,4 @@
-"""What a model said in one turn, block by block in its order."""
+"""The output of one turn as an ordered list of blocks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from services.gateway.apis.openai.logprobs import ShownToken
 
 
 class Kind(Enum):
-    """What a block is."""
+    """The kind of a block."""
 
     TEXT = "text"
     REASONING = "reasoning"
@@ -19,24 +19,24 @@ class Kind(Enum):
 
 @dataclass(slots=True)
 class Block:
-    """One block; of a call the pieces are its arguments, JSON text as the model wrote it."""
+    """One block; the pieces of a call are its arguments, as the JSON text that the model generated."""
 
     kind: Kind
     call: int = -1
     call_id: str = ""
     name: str = ""
     pieces: list[str] = field(default_factory=list)
-    tokens: list[ShownToken] = field(default_factory=list)  # of text, when they are shown
+    tokens: list[ShownToken] = field(default_factory=list)  # text blocks only, if log-probabilities were requested
 
     @property
-    def said(self) -> str:
-        """All of it."""
+    def text(self) -> str:
+        """The joined pieces."""
         return "".join(self.pieces)
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Tokens of a turn; cached ones are part of the prompt's, reasoning ones of the generated."""
+    """Token counts of a turn; `cached` is included in `prompt` and `reasoning` in `generated`."""
 
     prompt: int = 0
     generated: int = 0
@@ -45,13 +45,13 @@ class Counts:
 
 
 class Transcript:
-    """Gathers blocks: a piece belongs to the last one when it is of its kind."""
+    """Collects blocks; consecutive pieces of the same kind form one block."""
 
     def __init__(self) -> None:
         self.blocks: list[Block] = []
 
     def add(self, kind: Kind, piece: str, tokens: Sequence[ShownToken] = ()) -> None:
-        """The next text or thinking."""
+        """Appends a piece of text or reasoning."""
         if not self.blocks or self.blocks[-1].kind is not kind:
             self.blocks.append(Block(kind))
         block = self.blocks[-1]
@@ -59,32 +59,31 @@ class Transcript:
         block.tokens += tokens
 
     def add_call(self, call: int, call_id: str, name: str, arguments: str) -> None:
-        """The next piece of call number `call`; its first one has id and name."""
+        """Appends a piece of call number `call`; only its first piece has an id and a name."""
         if name or not self.blocks or self.blocks[-1].call != call:
             self.blocks.append(Block(Kind.CALL, call, call_id, name))
         self.blocks[-1].pieces.append(arguments)
 
 
-class TokensAside:
-    """Tokens that came before what they stand for, until that is known to be text."""
+class PendingTokens:
+    """Holds tokens that arrive before the output they belong to, until that output is known to be text."""
 
     def __init__(self) -> None:
         self._tokens: list[ShownToken] = []
 
     def add(self, tokens: Sequence[ShownToken]) -> None:
-        """The next ones."""
         self._tokens += tokens
 
     def take(self) -> list[ShownToken]:
-        """All of them: they are of the text that goes out now."""
+        """Returns and removes all tokens: they belong to the text being sent."""
         tokens, self._tokens = self._tokens, []
         return tokens
 
     def skip(self, piece: str) -> None:
-        """Forgets those that a piece of thinking or of a call was made of."""
-        left = len(piece.encode())
-        done = 0
-        while left > 0 and done < len(self._tokens):
-            left -= len(self._tokens[done].piece)
-            done += 1
-        del self._tokens[:done]
+        """Drops the tokens of a piece of reasoning or of a call."""
+        remaining = len(piece.encode())
+        count = 0
+        while remaining > 0 and count < len(self._tokens):
+            remaining -= len(self._tokens[count].piece)
+            count += 1
+        del self._tokens[:count]

@@ -1,1 +1,1 @@
-"""The OpenAI APIs: what their requests say, and how answers are written."""
+"""OpenAI's chat completion, completion, embedding and token APIs."""

@@ -1,4 +1,4 @@
-"""The two ways a client hears its choices: as events while they come, or all at once."""
+"""Sinks that turn the choices of a response into a stream of events or collect them."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from services.common.errors import SluiceError
 from services.gateway.apis.openai.completion_objects import (
     DONE,
     PLAIN,
-    Answer,
+    Choice,
     Detail,
     Format,
     ToolCall,
     error_event,
     usage,
 )
-from services.gateway.apis.openai.error_params import renamed
+from services.gateway.apis.openai.error_params import with_client_name
 from services.gateway.core.request import Finish
 from services.gateway.http.sse import EventStream
 from services.gateway.pipeline.pipeline import Generation
 
 
 class Usage:
-    """What the generations behind one answer used."""
+    """The token usage of the generations behind one response."""
 
     def __init__(self) -> None:
         self.generations: list[Generation] = []
-        self.only_prompt = False  # what was generated is not the client's
+        self.prompt_only = False  # do not count generated tokens
 
     def counts(self) -> dict[str, object]:
-        """The usage object over all of them."""
-        generated = 0 if self.only_prompt else sum(generation.completion_tokens for generation in self.generations)
+        """Returns the usage object, summed over all generations."""
+        generated = 0 if self.prompt_only else sum(generation.completion_tokens for generation in self.generations)
         return usage(
             sum(generation.prompt_tokens for generation in self.generations),
             generated,
@@ -42,7 +42,7 @@ class Usage:
         )
 
     def prompt_tokens(self, choice: int) -> int:
-        """Of the prompt that a choice answers."""
+        """Returns the prompt tokens of the generation that a choice belongs to."""
         for generation in self.generations:
             if choice < len(generation.streams):
                 return generation.prompt_tokens
@@ -50,120 +50,120 @@ class Usage:
         return 0
 
     def cancel(self) -> None:
-        """Stops them all."""
+        """Cancels all generations."""
         for generation in self.generations:
             generation.cancel()
 
 
 _TEXT, _REASONING = -1, -2
-"""What waits in a streamed choice; from 0 on it is the number of a call."""
+"""Kinds of buffered output in a streamed choice; values from 0 on are call numbers."""
 
 
 class StreamedChoice:
-    """One choice of a streamed answer: text waits here until the next write."""
+    """One choice of a streamed response; buffers output until the next write."""
 
-    __slots__ = ("_after", "_before", "_call", "_events", "_head", "_opened", "_ready", "ended", "index", "waiting")
+    __slots__ = ("_after", "_before", "_buffer", "_events", "_head", "_kind", "_opened", "_ready", "_result", "index")
 
     def __init__(self, index: int, events: StreamedChoices) -> None:
         self.index = index
-        self.waiting = ""  # of the kind that `_call` says
-        self.ended: Finish | None = None
-        self._call = _TEXT
-        self._head = ("", "")  # id and name of the call that waits, if its first piece does
-        self._ready = b""  # events of what came before
+        self._buffer = ""
+        self._kind = _TEXT  # of the buffered output
+        self._result: Finish | None = None
+        self._head = ("", "")  # id and name of the buffered call, if its first piece is buffered
+        self._ready = b""  # encoded events, which precede the buffered output
         self._events = events
         self._before, self._after = events.form.text_affixes(index)
         self._opened = False
 
     def text(self, piece: str) -> None:
-        """The next text."""
-        if self._call != _TEXT:
+        """See Sink."""
+        if self._kind != _TEXT:
             self._switch(_TEXT)
-        self.waiting += piece
+        self._buffer += piece
         events = self._events
         events.unsent += len(piece)
         events.stream.notify(first=not self._opened)
 
     def reasoning(self, piece: str) -> None:
-        """The next text of the model's thinking."""
+        """See Sink."""
         if self._events.drop_reasoning:
             return
-        if self._call != _REASONING:
+        if self._kind != _REASONING:
             self._switch(_REASONING)
         self._add(piece)
 
     def tool_call(self, call: int, call_id: str, name: str, arguments: str) -> None:
-        """The next piece of a call."""
-        if self._call != call or name:
+        """See Sink."""
+        if self._kind != call or name:
             self._switch(call)
         if name:
             self._head = (call_id, name)
         self._add(arguments)
 
     def _add(self, piece: str) -> None:
-        self.waiting += piece
+        self._buffer += piece
         self._events.unsent += len(piece)
         self._events.stream.notify(first=not self._opened)
 
-    def _switch(self, call: int) -> None:
-        """Something else comes: what waits becomes events."""
-        self._ready += self._written()
-        self._call = call
+    def _switch(self, kind: int) -> None:
+        """Encodes the buffered output, because output of another kind follows."""
+        self._ready += self._encode_buffer()
+        self._kind = kind
 
-    def _written(self) -> bytes:
-        if not self.waiting and not self._head[1]:
+    def _encode_buffer(self) -> bytes:
+        if not self._buffer and not self._head[1]:
             return b""
-        text, self.waiting = self.waiting, ""
-        if self._call == _TEXT:
+        text, self._buffer = self._buffer, ""
+        if self._kind == _TEXT:
             return self._text_event(text)
         form = self._events.form
-        if self._call == _REASONING:
+        if self._kind == _REASONING:
             return form.reasoning(self.index, text, self._detail())
         head, self._head = self._head, ("", "")
-        return form.tool_call(self.index, self._call, *head, text, self._detail())
+        return form.tool_call(self.index, self._kind, *head, text, self._detail())
 
     def _text_event(self, text: str) -> bytes:
         return self._before + orjson.dumps(text) + self._after
 
     def _opening_detail(self) -> Detail:
-        """What the first chunk says besides the role."""
+        """Returns the extra fields of the first chunk."""
         return PLAIN
 
     def _detail(self) -> Detail:
-        """What the next chunk says besides its delta."""
+        """Returns the extra fields of the next chunk."""
         return PLAIN
 
     def finish(self, finish: Finish) -> None:
-        """No more text."""
-        self.ended = finish
-        self._events.one_ended()
+        """See Sink."""
+        self._result = finish
+        self._events.choice_ended()
 
     def fail(self, error: SluiceError) -> None:
-        """This choice failed, and the whole answer with it."""
+        """See Sink; fails the whole response."""
         self._events.fail(error)
 
     def take(self, form: Format) -> bytes:
-        """Events of everything that waits."""
+        """Returns the events of all buffered output."""
         events = b""
-        if not self._opened and (self.waiting or self._ready or self._head[1] or self.ended):
+        if not self._opened and (self._buffer or self._ready or self._head[1] or self._result):
             self._opened = True
-            events = form.opening(self.index, self._opening_detail())
+            events = form.role_chunk(self.index, self._opening_detail())
         if self._ready:
             events += self._ready
             self._ready = b""
-        if self.waiting or self._head[1]:
-            events += self._written()
-        if self.ended is not None:
-            events += form.closing(self.index, self.ended, self._detail())
-            self.ended = None
+        if self._buffer or self._head[1]:
+            events += self._encode_buffer()
+        if self._result is not None:
+            events += form.finish_chunk(self.index, self._result, self._detail())
+            self._result = None
         return events
 
 
 class StreamedChoices:
-    """The event source of a streamed answer.
+    """The event source of a streamed response.
 
     Args:
-        make: makes a choice that shows more than its text; None for plain ones.
+        make: creates choices with details beyond their text; None for plain choices.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class StreamedChoices:
         self.unsent = 0
         self.over = False
         self.drop_reasoning = drop_reasoning
-        self.names: Mapping[str, str] = {}  # of fields, as the client knows them
+        self.field_names: Mapping[str, str] = {}  # the client's names of fields, for errors
         self._include_usage = include_usage
         self._open = number
         self._error: SluiceError | None = None
@@ -189,31 +189,31 @@ class StreamedChoices:
 
     @property
     def failure(self) -> SluiceError | None:
-        """The error, when it came before anything was written."""
+        """The error, if the response failed before anything was written."""
         return None if self._started else self._error
 
-    def one_ended(self) -> None:
-        """A choice has ended; the last one ends the answer."""
+    def choice_ended(self) -> None:
+        """Counts an ended choice; the last one ends the response."""
         self._open -= 1
         self.over = self.over or self._open == 0
         self.stream.notify()
 
     def fail(self, error: SluiceError) -> None:
-        """The answer cannot go on."""
+        """Ends the response with an error."""
         if not self.over:
-            self._error = renamed(error, self.names)
+            self._error = with_client_name(error, self.field_names)
             self.over = True
             self.usage.cancel()
             self.stream.notify()
 
     def cancel(self) -> None:
-        """The client is gone, or everything is said."""
+        """Cancels the generations."""
         self.usage.cancel()
-        # Sinks, source and response know each other: parted here, they need no garbage collector.
+        # Break the reference cycle of sinks, source and response, so that no garbage collection is needed.
         self.sinks.clear()
 
     def take(self) -> bytes:
-        """Events of everything that waits, with the end of the stream when it is due."""
+        """Returns the events of all buffered output, and the end of the stream once the response has ended."""
         self._started = True
         self.unsent = 0
         events = b"".join([sink.take(self.form) for sink in self.sinks])
@@ -227,45 +227,49 @@ class StreamedChoices:
 
 
 class CollectedChoice:
-    """One choice of an answer that is not streamed."""
+    """One choice of a collected response."""
 
     def __init__(self, choices: CollectedChoices) -> None:
         self.pieces: list[str] = []
-        self.thoughts: list[str] = []
+        self.reasoning_pieces: list[str] = []
         self.calls: dict[int, tuple[str, str, list[str]]] = {}
-        self.ended: Finish | None = None
+        self.result: Finish | None = None
         self._choices = choices
 
     def text(self, piece: str) -> None:
-        """The next text."""
+        """See Sink."""
         self.pieces.append(piece)
 
     def reasoning(self, piece: str) -> None:
-        """The next text of the model's thinking."""
+        """See Sink."""
         if not self._choices.drop_reasoning:
-            self.thoughts.append(piece)
+            self.reasoning_pieces.append(piece)
 
     def tool_call(self, call: int, call_id: str, name: str, arguments: str) -> None:
-        """The next piece of a call."""
+        """See Sink."""
         self.calls.setdefault(call, (call_id, name, []))[2].append(arguments)
 
-    def answer(self, finish: Finish) -> Answer:
-        """What was said, all of it."""
+    def choice(self, finish: Finish) -> Choice:
+        """Returns the completed choice."""
         calls = [ToolCall(call_id, name, "".join(pieces)) for call_id, name, pieces in self.calls.values()]
-        return Answer("".join(self.pieces), finish, "".join(self.thoughts), calls)
+        return Choice("".join(self.pieces), finish, "".join(self.reasoning_pieces), calls)
 
     def finish(self, finish: Finish) -> None:
-        """No more text."""
-        self.ended = finish
-        self._choices.one_ended()
+        """See Sink."""
+        self.result = finish
+        self._choices.choice_ended()
 
     def fail(self, error: SluiceError) -> None:
-        """This choice failed, and the whole answer with it."""
+        """See Sink; fails the whole response."""
         self._choices.fail(error)
 
 
 class CollectedChoices:
-    """Gathers an answer that is not streamed; `make` makes choices that show more than their text."""
+    """Collects the choices of a response.
+
+    Args:
+        make: creates choices with details beyond their text; None for plain choices.
+    """
 
     def __init__(
         self,
@@ -275,36 +279,36 @@ class CollectedChoices:
     ) -> None:
         self.usage = Usage()
         self.drop_reasoning = drop_reasoning
-        self.names: Mapping[str, str] = {}  # of fields, as the client knows them
+        self.field_names: Mapping[str, str] = {}  # the client's names of fields, for errors
         self.sinks = [(make or CollectedChoice)(self) for _ in range(number)]
         self.done = asyncio.Event()
         self.error: SluiceError | None = None
         self._open = number
 
-    def one_ended(self) -> None:
-        """A choice has ended."""
+    def choice_ended(self) -> None:
+        """Counts an ended choice."""
         self._open -= 1
         if self._open == 0:
             self.done.set()
 
     def fail(self, error: SluiceError) -> None:
-        """The answer cannot be given."""
+        """Fails the response."""
         if self.error is None:
-            self.error = renamed(error, self.names)
+            self.error = with_client_name(error, self.field_names)
             self.usage.cancel()
             self.done.set()
 
     def cancel(self) -> None:
-        """The client is gone, or everything is said."""
+        """Cancels the generations."""
         self.usage.cancel()
         self.sinks.clear()
 
-    def answers(self) -> Sequence[Answer]:
-        """Every choice; SluiceError when one failed."""
-        error, self.error = self.error, None  # its traceback comes back to us: held here, it would hold itself
+    def results(self) -> Sequence[Choice]:
+        """Returns the completed choices; raises SluiceError if one failed."""
+        error, self.error = self.error, None  # break the reference cycle: the traceback references this frame
         if error is not None:
             try:
                 raise error
             finally:
                 del error
-        return [sink.answer(sink.ended) for sink in self.sinks if sink.ended is not None]
+        return [sink.choice(sink.result) for sink in self.sinks if sink.result is not None]

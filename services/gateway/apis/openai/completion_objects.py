@@ -1,4 +1,4 @@
-"""OpenAI answers: the objects of chat completions and completions, whole and as chunks."""
+"""Builds the response objects of chat completions and completions, and their stream chunks."""
 
 from __future__ import annotations
 
@@ -23,47 +23,47 @@ DONE = b"data: [DONE]\n\n"
 
 
 def finish_reason(finish: Finish) -> str:
-    """OpenAI's word for how a choice ended."""
+    """Returns OpenAI's finish reason of a choice."""
     return _FINISH_REASONS.get(finish.reason, "stop")
 
 
 def stop_reason(finish: Finish) -> str | int | None:
-    """The stop string or id that was hit, an extension the engines share; None for the model's own end."""
+    """Returns the stop string or token id that ended the choice, or None; an extension of the engines."""
     return finish.stop_string or finish.stop_token_id
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call of a whole answer; `arguments` is JSON text as the model wrote it."""
+    """A completed tool call; `arguments` is JSON text as the model generated it."""
 
     id: str
     name: str
     arguments: str
 
     def as_dict(self) -> dict[str, Any]:
-        """The object that OpenAI's API has for it."""
+        """Returns OpenAI's tool call object."""
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """A whole choice."""
+class Choice:
+    """A completed choice."""
 
     text: str
     finish: Finish
     reasoning: str = ""
     calls: Sequence[ToolCall] = ()
     logprobs: dict[str, Any] | None = None
-    more: dict[str, Any] = field(default_factory=dict)  # extensions that were asked for
+    extra: dict[str, Any] = field(default_factory=dict)  # requested extension fields
 
 
 class Detail(NamedTuple):
-    """What a chunk says besides its delta, as JSON.
+    """Extra fields of a chunk, as JSON.
 
     Attributes:
-        logprobs: of the choice.
+        logprobs: the `logprobs` of the choice.
         of_choice: further fields of the choice, each after a comma.
-        of_chunk: further fields of the chunk, each after a comma; None: usage as always.
+        of_chunk: further fields of the chunk, each after a comma; None for the default `usage`.
     """
 
     logprobs: bytes = b"null"
@@ -75,13 +75,13 @@ PLAIN = Detail()
 
 
 def degraded(finish: Finish) -> dict[str, Any]:
-    """Which fallbacks a choice took and how often its worker changed, an extension; nothing when all went well."""
-    said: dict[str, Any] = {"degraded": list(finish.degraded)} if finish.degraded else {}
-    return {**said, "migrations": finish.migrations} if finish.migrations else said
+    """Returns extension fields that report fallbacks and migrations; empty if there were none."""
+    fields: dict[str, Any] = {"degraded": list(finish.degraded)} if finish.degraded else {}
+    return {**fields, "migrations": finish.migrations} if finish.migrations else fields
 
 
 def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int, reasoning_tokens: int = 0) -> dict[str, Any]:
-    """The usage object."""
+    """Returns the usage object."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
@@ -92,45 +92,47 @@ def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int, reason
 
 
 class ChatFormat:
-    """How a chat completion is written."""
+    """Formats chat completions."""
 
     id_prefix = "chatcmpl-"
-    prompt_in_choice = False  # what is said of the prompt stands in the answer, not in each choice
+    prompt_in_choice = False  # fields about the prompt are in the response, not in each choice
 
-    def __init__(self, answer_id: str, created: int, model: str, include_usage: bool) -> None:
-        self._head = {"id": answer_id, "created": created, "model": model}
+    def __init__(self, completion_id: str, created: int, model: str, include_usage: bool) -> None:
+        self._head = {"id": completion_id, "created": created, "model": model}
         self.null_usage = b',"usage":null' if include_usage else b""
-        head = orjson.dumps({"id": answer_id, "object": "chat.completion.chunk", "created": created, "model": model})
+        head = orjson.dumps(
+            {"id": completion_id, "object": "chat.completion.chunk", "created": created, "model": model}
+        )
         self._chunk = b"data: " + head[:-1] + b',"choices":[{"index":'
 
     def logprobs(self, tokens: Sequence[ShownToken], naming: Naming) -> dict[str, Any]:
-        """The log-probabilities of a choice, or of a piece of it."""
+        """Returns the `logprobs` of a choice, or of a piece of it."""
         return chat_logprobs(tokens, naming)
 
-    def opening(self, index: int, detail: Detail = PLAIN) -> bytes:
-        """The chunk that announces the role."""
+    def role_chunk(self, index: int, detail: Detail = PLAIN) -> bytes:
+        """Returns the first chunk, which contains the role."""
         return self._event(index, b'{"role":"assistant","content":""}', b"null", b"", detail)
 
     def text_affixes(self, index: int) -> tuple[bytes, bytes]:
-        """What stands before and after the JSON string of a text chunk."""
+        """Returns the bytes before and after the JSON string of a text chunk."""
         return (
             b'%b%d,"delta":{"content":' % (self._chunk, index),
             b'},"logprobs":null,"finish_reason":null}]%b}\n\n' % self.null_usage,
         )
 
     def text(self, index: int, text: str, detail: Detail) -> bytes:
-        """A chunk of text that says more than its text."""
+        """Returns a text chunk with details."""
         return self._event(index, b'{"content":%b}' % orjson.dumps(text), b"null", b"", detail)
 
     def reasoning(self, index: int, text: str, detail: Detail = PLAIN) -> bytes:
-        """A chunk of the model's thinking, under both names that clients know."""
+        """Returns a reasoning chunk, with both field names that clients use."""
         piece = orjson.dumps(text)
         return self._event(index, b'{"reasoning_content":%b,"reasoning":%b}' % (piece, piece), b"null", b"", detail)
 
     def tool_call(
         self, index: int, call: int, call_id: str, name: str, arguments: str, detail: Detail = PLAIN
     ) -> bytes:
-        """A chunk of a tool call; the first one of a call has its id and name."""
+        """Returns a chunk of a tool call; only the first chunk of a call has its id and name."""
         piece: dict[str, Any] = {"index": call}
         if name:
             piece |= {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
@@ -138,21 +140,21 @@ class ChatFormat:
             piece["function"] = {"arguments": arguments}
         return self._event(index, orjson.dumps({"tool_calls": [piece]}), b"null", b"", detail)
 
-    def closing(self, index: int, finish: Finish, detail: Detail = PLAIN) -> bytes:
-        """The chunk that says how the choice ended."""
-        more = {"stop_reason": stop_reason(finish), **degraded(finish)}
+    def finish_chunk(self, index: int, finish: Finish, detail: Detail = PLAIN) -> bytes:
+        """Returns the chunk with the finish reason."""
+        extra = {"stop_reason": stop_reason(finish), **degraded(finish)}
         reason = orjson.dumps(finish_reason(finish))
-        return self._event(index, b"{}", reason, b"," + orjson.dumps(more)[1:-1], detail)
+        return self._event(index, b"{}", reason, b"," + orjson.dumps(extra)[1:-1], detail)
 
     def usage_event(self, counts: dict[str, Any]) -> bytes:
-        """The last chunk, when usage was asked for."""
+        """Returns the usage chunk, the last one of a stream."""
         body = {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": counts}
         return b"data: " + orjson.dumps(body) + b"\n\n"
 
-    def whole(
-        self, choices: Sequence[Answer], counts: dict[str, Any], more: dict[str, Any] | None = None
+    def full_response(
+        self, choices: Sequence[Choice], counts: dict[str, Any], extra: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The answer that is not streamed; `more` are extensions that were asked for."""
+        """Returns the response object; `extra` are requested extension fields."""
         return {
             **self._head,
             "object": "chat.completion",
@@ -164,28 +166,28 @@ class ChatFormat:
                     "finish_reason": finish_reason(choice.finish),
                     "stop_reason": stop_reason(choice.finish),
                     **degraded(choice.finish),
-                    **choice.more,
+                    **choice.extra,
                 }
                 for index, choice in enumerate(choices)
             ],
             "usage": counts,
-            **(more or {}),
+            **(extra or {}),
         }
 
-    def _event(self, index: int, delta: bytes, reason: bytes, more: bytes, detail: Detail) -> bytes:
+    def _event(self, index: int, delta: bytes, reason: bytes, extra: bytes, detail: Detail) -> bytes:
         return b'%b%d,"delta":%b,"logprobs":%b,"finish_reason":%b%b%b}]%b}\n\n' % (
             self._chunk,
             index,
             delta,
             detail.logprobs,
             reason,
-            more,
+            extra,
             detail.of_choice,
             self.null_usage if detail.of_chunk is None else detail.of_chunk,
         )
 
 
-def _message(choice: Answer) -> dict[str, Any]:
+def _message(choice: Choice) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
     if choice.reasoning:
         message |= {"reasoning_content": choice.reasoning, "reasoning": choice.reasoning}
@@ -195,37 +197,37 @@ def _message(choice: Answer) -> dict[str, Any]:
 
 
 class CompletionFormat:
-    """How a completion is written."""
+    """Formats completions."""
 
     id_prefix = "cmpl-"
     prompt_in_choice = True
 
-    def __init__(self, answer_id: str, created: int, model: str, include_usage: bool) -> None:
-        self._head = {"id": answer_id, "object": "text_completion", "created": created, "model": model}
+    def __init__(self, completion_id: str, created: int, model: str, include_usage: bool) -> None:
+        self._head = {"id": completion_id, "object": "text_completion", "created": created, "model": model}
         self.null_usage = b',"usage":null' if include_usage else b""
         self._chunk = b"data: " + orjson.dumps(self._head)[:-1] + b',"choices":[{"index":'
 
     def logprobs(self, tokens: Sequence[ShownToken], naming: Naming) -> dict[str, Any]:
-        """The log-probabilities of a choice, or of a piece of it."""
+        """Returns the `logprobs` of a choice, or of a piece of it."""
         return completion_logprobs(tokens, naming)
 
-    def opening(self, index: int, detail: Detail = PLAIN) -> bytes:
-        """Completions announce nothing."""
+    def role_chunk(self, index: int, detail: Detail = PLAIN) -> bytes:
+        """Returns no chunk: completions have no role."""
         return b""
 
     def text_affixes(self, index: int) -> tuple[bytes, bytes]:
-        """What stands before and after the JSON string of a text chunk."""
+        """Returns the bytes before and after the JSON string of a text chunk."""
         return (
             b'%b%d,"text":' % (self._chunk, index),
             b',"logprobs":null,"finish_reason":null}]%b}\n\n' % self.null_usage,
         )
 
     def text(self, index: int, text: str, detail: Detail) -> bytes:
-        """A chunk of text that says more than its text."""
+        """Returns a text chunk with details."""
         return self._event(index, text, b"null", b"", detail)
 
     def reasoning(self, index: int, text: str, detail: Detail = PLAIN) -> bytes:
-        """Completions are not parsed: all of the text is text."""
+        """Returns a text chunk: the output of completions is not parsed."""
         return self.text(index, text, detail)
 
     def tool_call(
@@ -234,20 +236,20 @@ class CompletionFormat:
         """See `reasoning`."""
         return self.text(index, arguments, detail)
 
-    def closing(self, index: int, finish: Finish, detail: Detail = PLAIN) -> bytes:
-        """The chunk that says how the choice ended."""
-        more = {"stop_reason": stop_reason(finish), **degraded(finish)}
-        stopped = b"," + orjson.dumps(more)[1:-1]
-        return self._event(index, "", orjson.dumps(finish_reason(finish)), stopped, detail)
+    def finish_chunk(self, index: int, finish: Finish, detail: Detail = PLAIN) -> bytes:
+        """Returns the chunk with the finish reason."""
+        extra = {"stop_reason": stop_reason(finish), **degraded(finish)}
+        ending = b"," + orjson.dumps(extra)[1:-1]
+        return self._event(index, "", orjson.dumps(finish_reason(finish)), ending, detail)
 
     def usage_event(self, counts: dict[str, Any]) -> bytes:
-        """The last chunk, when usage was asked for."""
+        """Returns the usage chunk, the last one of a stream."""
         return b"data: " + orjson.dumps({**self._head, "choices": [], "usage": counts}) + b"\n\n"
 
-    def whole(
-        self, choices: Sequence[Answer], counts: dict[str, Any], more: dict[str, Any] | None = None
+    def full_response(
+        self, choices: Sequence[Choice], counts: dict[str, Any], extra: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The answer that is not streamed; `more` are extensions that were asked for."""
+        """Returns the response object; `extra` are requested extension fields."""
         return {
             **self._head,
             "choices": [
@@ -258,22 +260,22 @@ class CompletionFormat:
                     "finish_reason": finish_reason(choice.finish),
                     "stop_reason": stop_reason(choice.finish),
                     **degraded(choice.finish),
-                    **choice.more,
+                    **choice.extra,
                 }
                 for index, choice in enumerate(choices)
             ],
             "usage": counts,
-            **(more or {}),
+            **(extra or {}),
         }
 
-    def _event(self, index: int, text: str, reason: bytes, more: bytes, detail: Detail) -> bytes:
+    def _event(self, index: int, text: str, reason: bytes, extra: bytes, detail: Detail) -> bytes:
         return b'%b%d,"text":%b,"logprobs":%b,"finish_reason":%b%b%b}]%b}\n\n' % (
             self._chunk,
             index,
             orjson.dumps(text),
             detail.logprobs,
             reason,
-            more,
+            extra,
             detail.of_choice,
             self.null_usage if detail.of_chunk is None else detail.of_chunk,
         )
@@ -283,5 +285,5 @@ Format = ChatFormat | CompletionFormat
 
 
 def error_event(error: SluiceError) -> bytes:
-    """What a stream says when it cannot go on."""
+    """Returns the error event of a stream."""
     return b"data: " + orjson.dumps(error_body(error)) + b"\n\n"

@@ -1,4 +1,4 @@
-"""Choices that show more than their text: log-probabilities, token ids, usage in every chunk."""
+"""Choices with details beyond their text: log-probabilities, token ids, usage in every chunk."""
 
 from __future__ import annotations
 
@@ -9,50 +9,50 @@ from typing import Any
 import orjson
 
 from services.gateway.apis.openai.choices import CollectedChoice, CollectedChoices, StreamedChoice, StreamedChoices
-from services.gateway.apis.openai.completion_objects import Answer, Detail, Format, usage
+from services.gateway.apis.openai.completion_objects import Choice, Detail, Format, usage
 from services.gateway.apis.openai.logprobs import Naming, ShownToken, prompt_logprobs
 from services.gateway.core.request import Finish
 
 
 @dataclass(frozen=True, slots=True)
 class DetailOptions:
-    """What a request wants to hear besides text.
+    """The details that a request selects.
 
     Attributes:
-        logprobs: of the answer's tokens, and of the prompt's where it is echoed.
-        prompt_logprobs: of the prompt's tokens, by themselves.
-        token_ids: of prompt and answer.
-        continuous_usage: every chunk says what was used so far.
-        only_prompt: nothing of the answer.
-        echo: the prompt's text comes first.
-        echo_logprobs: and what its tokens' probabilities are.
+        logprobs: log-probabilities of the generated tokens.
+        prompt_logprobs: log-probabilities of the prompt's tokens, as a field of its own.
+        token_ids: token ids of prompt and output.
+        continuous_usage: usage so far in every chunk.
+        prompt_only: return the prompt's details only, no output.
+        echo: the text starts with the prompt.
+        echo_logprobs: `logprobs` includes the echoed prompt.
     """
 
     logprobs: bool = False
     prompt_logprobs: bool = False
     token_ids: bool = False
     continuous_usage: bool = False
-    only_prompt: bool = False
+    prompt_only: bool = False
     echo: bool = False
     echo_logprobs: bool = False
 
     @property
     def any(self) -> bool:
-        """Whether choices have to show more than their text."""
-        return self.logprobs or self.prompt_logprobs or self.token_ids or self.continuous_usage or self.only_prompt
+        """Whether any detail is selected that plain choices lack."""
+        return self.logprobs or self.prompt_logprobs or self.token_ids or self.continuous_usage or self.prompt_only
 
 
 class DetailedStreamedChoice(StreamedChoice):
-    """A streamed choice; what waits of its tokens goes out with the next chunk that there is."""
+    """A streamed choice; pending tokens are sent with the next chunk."""
 
-    __slots__ = ("_naming", "_prompt_ids", "_prompt_ids_due", "_seen", "_tokens", "_wishes")
+    __slots__ = ("_naming", "_options", "_prompt_ids", "_prompt_ids_due", "_token_count", "_tokens")
 
-    def __init__(self, index: int, events: StreamedChoices, detail_options: DetailOptions, naming: Naming) -> None:
+    def __init__(self, index: int, events: StreamedChoices, options: DetailOptions, naming: Naming) -> None:
         super().__init__(index, events)
-        self._wishes = detail_options
+        self._options = options
         self._naming = naming
         self._tokens: list[ShownToken] = []
-        self._seen = 0
+        self._token_count = 0
         self._prompt_ids_due = True
         self._prompt_ids: Sequence[int] = ()
 
@@ -63,18 +63,18 @@ class DetailedStreamedChoice(StreamedChoice):
     def shown(self, tokens: Sequence[ShownToken]) -> None:
         """See TokenSink."""
         self._tokens += tokens
-        self._seen += len(tokens)
+        self._token_count += len(tokens)
 
     def shown_prompt(self, tokens: Sequence[ShownToken]) -> None:
         """See TokenSink."""
-        if self._wishes.echo_logprobs:
+        if self._options.echo_logprobs:
             self._tokens += tokens
 
     def _text_event(self, text: str) -> bytes:
         return self._events.form.text(self.index, text, self._detail())
 
     def _opening_detail(self) -> Detail:
-        if not self._wishes.token_ids:
+        if not self._options.token_ids:
             return self._usage_detail(b"null", b"")
         ids = b',"prompt_token_ids":' + orjson.dumps(list(self._prompt_ids))
         return self._usage_detail(b"null", b"", ids)
@@ -82,9 +82,9 @@ class DetailedStreamedChoice(StreamedChoice):
     def _detail(self) -> Detail:
         tokens, self._tokens = self._tokens, []
         logprobs = of_choice = b""
-        if self._wishes.logprobs and tokens:
+        if self._options.logprobs and tokens:
             logprobs = orjson.dumps(self._events.form.logprobs(tokens, self._naming))
-        if self._wishes.token_ids:
+        if self._options.token_ids:
             of_choice = b',"token_ids":' + orjson.dumps([token.token_id for token in tokens])
             if self._events.form.prompt_in_choice and self._prompt_ids_due:
                 of_choice += b',"prompt_token_ids":' + orjson.dumps(list(self._prompt_ids))
@@ -92,19 +92,19 @@ class DetailedStreamedChoice(StreamedChoice):
         return self._usage_detail(logprobs or b"null", of_choice)
 
     def _usage_detail(self, logprobs: bytes, of_choice: bytes, of_chunk: bytes = b"") -> Detail:
-        if self._wishes.continuous_usage:
-            counts = usage(self._events.usage.prompt_tokens(self.index), self._seen, 0)
+        if self._options.continuous_usage:
+            counts = usage(self._events.usage.prompt_tokens(self.index), self._token_count, 0)
             return Detail(logprobs, of_choice, of_chunk + b',"usage":' + orjson.dumps(counts))
         return Detail(logprobs, of_choice, of_chunk + self._events.form.null_usage if of_chunk else None)
 
 
 class DetailedCollectedChoice(CollectedChoice):
-    """A choice of an answer that is not streamed."""
+    """A collected choice."""
 
-    def __init__(self, choices: CollectedChoices, form: Format, detail_options: DetailOptions, naming: Naming) -> None:
+    def __init__(self, choices: CollectedChoices, form: Format, options: DetailOptions, naming: Naming) -> None:
         super().__init__(choices)
         self._form = form
-        self._wishes = detail_options
+        self._options = options
         self._naming = naming
         self._tokens: list[ShownToken] = []
         self._prompt: Sequence[ShownToken] = ()
@@ -122,25 +122,25 @@ class DetailedCollectedChoice(CollectedChoice):
         """See TokenSink."""
         self._prompt = tokens
 
-    def answer(self, finish: Finish) -> Answer:
-        """What was said, with what was asked for."""
-        answer = super().answer(finish)
-        more: dict[str, Any] = {}
-        if self._wishes.token_ids:
-            more["token_ids"] = [token.token_id for token in self._tokens]
+    def choice(self, finish: Finish) -> Choice:
+        """Returns the completed choice with the selected details."""
+        choice = super().choice(finish)
+        extra: dict[str, Any] = {}
+        if self._options.token_ids:
+            extra["token_ids"] = [token.token_id for token in self._tokens]
         if self._form.prompt_in_choice:
-            more |= self.of_prompt()
+            extra |= self.prompt_fields()
         logprobs = None
-        if self._wishes.logprobs:
-            tokens = [*self._prompt, *self._tokens] if self._wishes.echo_logprobs else self._tokens
+        if self._options.logprobs:
+            tokens = [*self._prompt, *self._tokens] if self._options.echo_logprobs else self._tokens
             logprobs = self._form.logprobs(tokens, self._naming)
-        return Answer(answer.text, answer.finish, answer.reasoning, answer.calls, logprobs, more)
+        return Choice(choice.text, choice.finish, choice.reasoning, choice.calls, logprobs, extra)
 
-    def of_prompt(self) -> dict[str, Any]:
-        """What is said of the prompt."""
-        said: dict[str, Any] = {}
-        if self._wishes.token_ids:
-            said["prompt_token_ids"] = list(self._prompt_ids)
-        if self._wishes.prompt_logprobs:
-            said["prompt_logprobs"] = prompt_logprobs(self._prompt, self._naming)
-        return said
+    def prompt_fields(self) -> dict[str, Any]:
+        """Returns the selected fields about the prompt."""
+        fields: dict[str, Any] = {}
+        if self._options.token_ids:
+            fields["prompt_token_ids"] = list(self._prompt_ids)
+        if self._options.prompt_logprobs:
+            fields["prompt_logprobs"] = prompt_logprobs(self._prompt, self._naming)
+        return fields

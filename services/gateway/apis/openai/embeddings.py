@@ -1,4 +1,4 @@
-"""/v1/embeddings: texts or token ids in, vectors out."""
+"""The endpoint /v1/embeddings."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from services.gateway.workers.embeddings import NEEDS, EmbedClient, all_or_none
 from services.gateway.workers.registry import WorkerEntry
 
 CLIENT_CLOSED_REQUEST = 499
-TOKENIZED_AT_ONCE = 32
+MAX_CONCURRENT_TOKENIZATIONS = 32
 
 
 class EmbeddingEndpoints:
-    """Tokenizes the inputs and asks the workers that can embed.
+    """Tokenizes the inputs and computes their embeddings on workers that support it.
 
     Args:
-        bodies: memory of all request bodies.
+        bodies: the memory budget shared by all request bodies.
     """
 
     def __init__(
@@ -69,48 +69,50 @@ class EmbeddingEndpoints:
             permit = permits.current()
             await permit.charge(sum(map(len, ids)) // 4)
             computed = self._client.embed(request_id, entry.model, ids, fields.dimensions or 0, adapter)
-            found = await result_unless_gone(request.receive, computed)
-        if found is None:
+            result = await result_unless_gone(request.receive, computed)
+        if result is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
-        permit.spent(found.prompt_tokens)
-        request_audit.embedded(fields.model, found.prompt_tokens)
+        permit.spent(result.prompt_tokens)
+        request_audit.embedded(fields.model, result.prompt_tokens)
         data = [
-            {"object": "embedding", "index": index, "embedding": _written(vector, fields)}
-            for index, vector in enumerate(found.vectors)
+            {"object": "embedding", "index": index, "embedding": _encoded(vector, fields)}
+            for index, vector in enumerate(result.vectors)
         ]
-        usage = {"prompt_tokens": found.prompt_tokens, "total_tokens": found.prompt_tokens}
-        answer = {"object": "list", "data": data, "model": fields.model, "usage": usage}
-        return Response(orjson.dumps(answer), media_type="application/json")
+        usage = {"prompt_tokens": result.prompt_tokens, "total_tokens": result.prompt_tokens}
+        body = {"object": "list", "data": data, "model": fields.model, "usage": usage}
+        return Response(orjson.dumps(body), media_type="application/json")
 
     async def _tokenized(
         self, inputs: list[str | list[int]], fields: EmbeddingRequest, entry: WorkerEntry
     ) -> list[bytes]:
-        at_once = asyncio.Semaphore(TOKENIZED_AT_ONCE)
+        semaphore = asyncio.Semaphore(MAX_CONCURRENT_TOKENIZATIONS)
 
-        async def one(given: str | list[int]) -> bytes:
+        async def tokenize(text_or_ids: str | list[int]) -> bytes:
             prompt = (
-                TextPrompt(given, fields.add_special_tokens) if isinstance(given, str) else TokenPrompt(pack_u32(given))
+                TextPrompt(text_or_ids, fields.add_special_tokens)
+                if isinstance(text_or_ids, str)
+                else TokenPrompt(pack_u32(text_or_ids))
             )
-            async with at_once:
+            async with semaphore:
                 try:
-                    made = await self._pipelines.preprocess.tokenize(entry.model, prompt, 0, "", "")
+                    tokenized = await self._pipelines.preprocess.tokenize(entry.model, prompt, 0, "", "")
                 except SluiceError as error:
                     error.param = "input" if error.param else ""
                     raise
-            contexts = [length for length in (entry.context_length, made.context_length) if length]
-            return _checked(made.token_ids, fields, min(contexts, default=0))
+            contexts = [length for length in (entry.context_length, tokenized.context_length) if length]
+            return _truncated(tokenized.token_ids, fields, min(contexts, default=0))
 
-        return await all_or_none(one(given) for given in inputs)
+        return await all_or_none(tokenize(value) for value in inputs)
 
 
-def _checked(ids: bytes, fields: EmbeddingRequest, context: int) -> bytes:
-    """The ids, cut as the request says; SluiceError when there are none or too many."""
-    wanted = context if fields.truncate_prompt_tokens == -1 else fields.truncate_prompt_tokens
-    if wanted and len(ids) > 4 * wanted:
-        # Of a text that is to be found again, the beginning says more than the end.
-        ids = ids[-4 * wanted :] if fields.truncation_side == "left" else ids[: 4 * wanted]
+def _truncated(ids: bytes, fields: EmbeddingRequest, context: int) -> bytes:
+    """Returns the ids, truncated as the request specifies; raises SluiceError if there are none or too many."""
+    max_tokens = context if fields.truncate_prompt_tokens == -1 else fields.truncate_prompt_tokens
+    if max_tokens and len(ids) > 4 * max_tokens:
+        # By default the end is cut: the beginning usually represents a text best.
+        ids = ids[-4 * max_tokens :] if fields.truncation_side == "left" else ids[: 4 * max_tokens]
     if not ids:
-        raise invalid("An input is empty.", param="input", code="empty_input")
+        raise invalid("An input has no tokens; send only non-empty inputs.", param="input", code="empty_input")
     if context and len(ids) > 4 * context:
         raise invalid(
             f"An input has {len(ids) // 4} tokens, but the context of {fields.model} holds {context}; shorten it or "
@@ -121,7 +123,7 @@ def _checked(ids: bytes, fields: EmbeddingRequest, context: int) -> bytes:
     return ids
 
 
-def _written(vector: bytes, fields: EmbeddingRequest) -> Any:
+def _encoded(vector: bytes, fields: EmbeddingRequest) -> Any:
     if fields.encoding_format == "base64":
         return base64.b64encode(vector).decode()
     return list(struct.unpack(f"<{len(vector) // 4}f", vector))

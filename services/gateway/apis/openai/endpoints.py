@@ -1,4 +1,4 @@
-"""The OpenAI endpoints: parse, start the generations, answer whole or as a stream."""
+"""The endpoints of chat completions, completions and models."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from services.gateway.apis.openai.detailed_choices import DetailedCollectedChoic
 from services.gateway.apis.openai.error_params import client_names
 from services.gateway.apis.openai.logprobs import Naming
 from services.gateway.apis.openai.logprobs_assembler import LogprobsAssembler, TokenSink
-from services.gateway.apis.openai.prompt_transforms import needs_resolving, resolve
-from services.gateway.apis.openai.route_query import answer_query
+from services.gateway.apis.openai.prompt_transforms import needs_tokenizer, resolve
+from services.gateway.apis.openai.route_query import query_response
 from services.gateway.apis.openai.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields
 from services.gateway.apis.openai.translate import chat_request, completion_requests
 from services.gateway.apis.openai.validation import check
@@ -52,11 +52,11 @@ CLIENT_CLOSED_REQUEST = 499
 
 
 class OpenAIEndpoints:
-    """Chat completions, completions and models.
+    """Handlers of chat completions, completions and models.
 
     Args:
-        pieces: what single tokens stand for.
-        bodies: memory of all request bodies.
+        pieces: the bytes of single tokens, for log-probabilities.
+        bodies: the memory budget shared by all request bodies.
     """
 
     def __init__(
@@ -75,54 +75,59 @@ class OpenAIEndpoints:
         self._parity = parity
         self._pieces = pieces
         self._bodies = bodies
-        self._tasks = TaskOwner()  # questions beside requests; one that fails ends no service
+        self._tasks = TaskOwner()  # background token look-ups; a failure does not stop the service
 
     async def chat_completions(self, request: Request) -> Response:
         """Create a chat completion."""
         body = await self._body(request)
         fields = check(ChatCompletionRequest, body, self._budgets)
-        answer_id = ChatFormat.id_prefix + secrets.token_hex(12)
-        forces = any("guided_json" in entry.capabilities for entry in self._pipelines.registry.of_model(fields.model))
-        generation = chat_request(body, fields, answer_id, self._settings.max_choices, self._budgets, forces)
-        form = ChatFormat(answer_id, int(time.time()), fields.model, fields.include_usage)
-        return await self._answer(request, [generation], form, fields)
+        completion_id = ChatFormat.id_prefix + secrets.token_hex(12)
+        forces_calls = any(
+            "guided_json" in entry.capabilities for entry in self._pipelines.registry.of_model(fields.model)
+        )
+        generation = chat_request(body, fields, completion_id, self._settings.max_choices, self._budgets, forces_calls)
+        form = ChatFormat(completion_id, int(time.time()), fields.model, fields.include_usage)
+        return await self._respond(request, [generation], form, fields)
 
     async def completions(self, request: Request) -> Response:
         """Create a completion."""
         body = await self._body(request)
         fields = check(CompletionRequest, body, self._budgets)
-        answer_id = CompletionFormat.id_prefix + secrets.token_hex(12)
-        asked = fields, answer_id, self._settings.max_choices, self._budgets
+        completion_id = CompletionFormat.id_prefix + secrets.token_hex(12)
+        arguments = fields, completion_id, self._settings.max_choices, self._budgets
         if fields.prompt_embeds is None:
-            generations = completion_requests(*asked)
-        else:  # megabytes to read
-            generations = await asyncio.to_thread(completion_requests, *asked)
-        form = CompletionFormat(answer_id, int(time.time()), fields.model, fields.include_usage)
-        return await self._answer(request, generations, form, fields)
+            generations = completion_requests(*arguments)
+        else:  # decoding embeddings of megabytes would block the event loop
+            generations = await asyncio.to_thread(completion_requests, *arguments)
+        form = CompletionFormat(completion_id, int(time.time()), fields.model, fields.include_usage)
+        return await self._respond(request, generations, form, fields)
 
     async def models(self) -> dict[str, Any]:
-        """The models that workers serve now."""
+        """Returns the served models that the API key may use."""
         await self._parity.freshen()
         permit = permits.current()
         return {
             "object": "list",
-            "data": [self._shown(name, entry) for name, entry in self._served() if permit.may_use(name)],
+            "data": [self._model_object(name, entry) for name, entry in self._served() if permit.may_use(name)],
         }
 
     async def model(self, name: str) -> dict[str, Any]:
-        """One of them; SluiceError(PERMISSION_DENIED, NOT_FOUND or UNAVAILABLE) when the key may not use it, or nobody
-        serves it."""
+        """Returns one model.
+
+        Raises:
+            SluiceError: PERMISSION_DENIED if the API key may not use it; NOT_FOUND or UNAVAILABLE if it is not served.
+        """
         permits.current().check_model(name)
         entry = self._pipelines.registry.model(name)
         await self._parity.freshen()
-        return self._shown(name, entry)
+        return self._model_object(name, entry)
 
     def _served(self) -> list[tuple[str, WorkerEntry]]:
-        """Models, then the LoRA adapters that can be named in their place."""
+        """Returns the models, then the LoRA adapters that requests can use as model names."""
         registry = self._pipelines.registry
         return [*registry.models.items(), *registry.adapters.items()]
 
-    def _shown(self, name: str, entry: WorkerEntry) -> dict[str, Any]:
+    def _model_object(self, name: str, entry: WorkerEntry) -> dict[str, Any]:
         return {
             "id": name,
             "object": "model",
@@ -137,117 +142,121 @@ class OpenAIEndpoints:
         limit = int(self._settings.max_body_mb * (1 << 20))
         return await read_json(request, limit, self._settings.body_timeout_s, self._budgets.values, self._bodies)
 
-    async def _answer(
+    async def _respond(
         self, request: Request, generations: list[GenerationRequest], form: Format, fields: GenerationFields
     ) -> Response:
         logs.request_id.set(generations[0].request_id)
-        generations = [self._pipelines.named(one) for one in generations]
+        generations = [self._pipelines.named(generation) for generation in generations]
         pipeline = self._pipelines.of(fields.model)
-        answer = self._stream if fields.stream else self._collect
+        respond = self._stream if fields.stream else self._collect
         label = fields.request_id or fields.rid
         with telemetry.stage("gateway.request", dict(request.headers), model=fields.model, client_request_id=label):
-            if needs_resolving(fields):
+            if needs_tokenizer(fields):
                 entry = self._pipelines.registry.model(fields.model)
-                generations = [await resolve(one, fields, entry, self._pipelines.preprocess) for one in generations]
+                generations = [
+                    await resolve(generation, fields, entry, self._pipelines.preprocess) for generation in generations
+                ]
             if fields.nvext is not None:
                 hints.add(fields.nvext.hints())
             if fields.data_parallel_rank is not None:
-                _run_at(pipeline, fields.data_parallel_rank)
+                _set_rank(pipeline, fields.data_parallel_rank)
             sessions.begin(self._settings.session_sources, request.headers, fields.session_names)
             if pipeline.only_asks():
-                return await answer_query(pipeline, generations, form)
-            return await answer(request, generations, form, fields)
+                return await query_response(pipeline, generations, form)
+            return await respond(request, generations, form, fields)
 
     async def _stream(
         self, request: Request, generations: list[GenerationRequest], form: Format, fields: GenerationFields
     ) -> Response:
-        asked = detail_options(fields)
+        options = detail_options(fields)
         make = None
-        if asked.any:
+        if options.any:
             naming = self._naming(fields)
 
             def make(index: int, events: StreamedChoices) -> StreamedChoice:
-                return DetailedStreamedChoice(index, events, asked, naming)
+                return DetailedStreamedChoice(index, events, options, naming)
 
-        number = sum(one.choices for one in generations)
-        choices = StreamedChoices(form, number, fields.include_usage, _drops_reasoning(generations), make)
+        number = sum(generation.choices for generation in generations)
+        choices = StreamedChoices(form, number, fields.include_usage, _drop_reasoning(generations), make)
         stream = choices.stream = EventStream(choices, self._write_scheduler, self._settings.max_unsent_kb << 10, {})
-        choices.names = client_names(fields, generations[0])
+        choices.field_names = client_names(fields, generations[0])
         try:
-            await self._start(generations, choices.sinks, choices.usage, asked)
+            await self._start(generations, choices.sinks, choices.usage, options)
         except BaseException:
             stream.part()
             raise
-        used = choices.usage.generations
-        stream.before_start = lambda response: mark(response, used)
+        started = choices.usage.generations
+        stream.before_start = lambda response: mark(response, started)
         return stream
 
     async def _collect(
         self, request: Request, generations: list[GenerationRequest], form: Format, fields: GenerationFields
     ) -> Response:
-        asked = detail_options(fields)
+        options = detail_options(fields)
         make = None
-        if asked.any:
+        if options.any:
             naming = self._naming(fields)
 
             def make(choices: CollectedChoices) -> CollectedChoice:
-                return DetailedCollectedChoice(choices, form, asked, naming)
+                return DetailedCollectedChoice(choices, form, options, naming)
 
-        choices = CollectedChoices(sum(one.choices for one in generations), _drops_reasoning(generations), make)
-        choices.names = client_names(fields, generations[0])
+        choices = CollectedChoices(
+            sum(generation.choices for generation in generations), _drop_reasoning(generations), make
+        )
+        choices.field_names = client_names(fields, generations[0])
         try:
-            await self._start(generations, choices.sinks, choices.usage, asked)
+            await self._start(generations, choices.sinks, choices.usage, options)
             if not await run_unless_gone(request.receive, choices.done, choices.usage.cancel):
                 return Response(status_code=CLIENT_CLOSED_REQUEST)
-            answer = form.whole(choices.answers(), choices.usage.counts(), _of_prompt(form, choices))
+            body = form.full_response(choices.results(), choices.usage.counts(), _prompt_fields(form, choices))
         finally:
             choices.cancel()
-        response = Response(orjson.dumps(answer), media_type="application/json")
+        response = Response(orjson.dumps(body), media_type="application/json")
         mark(response, choices.usage.generations)
         return response
 
     async def _start(
-        self, generations: list[GenerationRequest], choices: Any, usage: Usage, asked: DetailOptions
+        self, generations: list[GenerationRequest], choices: Any, usage: Usage, options: DetailOptions
     ) -> None:
-        usage.only_prompt = asked.only_prompt
+        usage.prompt_only = options.prompt_only
         assemblers: list[LogprobsAssembler] = []
         first = 0
         try:
-            for one in generations:
-                sinks = choices[first : first + one.choices]
-                first += one.choices
-                if asked.any:
-                    sinks = [self._assembler(sink, one, asked) for sink in sinks]
+            for request in generations:
+                sinks = choices[first : first + request.choices]
+                first += request.choices
+                if options.any:
+                    sinks = [self._assembler(sink, request, options) for sink in sinks]
                     assemblers += sinks
-                if asked.echo:
-                    text = await self._pipelines.of(one.model).prompt_text(one)
+                if options.echo:
+                    text = await self._pipelines.of(request.model).prompt_text(request)
                     for sink in sinks:
                         sink.echo(text) if isinstance(sink, LogprobsAssembler) else sink.text(text)
-                generation = await self._pipelines.of(one.model).start(one, sinks)
+                generation = await self._pipelines.of(request.model).start(request, sinks)
                 usage.generations.append(generation)
-                if asked.any:
+                if options.any:
                     prompt_ids = generation.prompt_ids
                     for sink, stream in zip(sinks, generation.streams, strict=True):
                         sink.begin(stream.tokens, prompt_ids)
         except BaseException:
             usage.cancel()
             for assembler in assemblers:
-                assembler.forget()
+                assembler.discard()
             raise
 
-    def _assembler(self, sink: TokenSink, request: GenerationRequest, asked: DetailOptions) -> LogprobsAssembler:
-        of_prompt = request.prompt_logprobs is not None
-        return LogprobsAssembler(sink, self._pieces, request.model, self._tasks, of_prompt, asked.only_prompt)
+    def _assembler(self, sink: TokenSink, request: GenerationRequest, options: DetailOptions) -> LogprobsAssembler:
+        with_prompt = request.prompt_logprobs is not None
+        return LogprobsAssembler(sink, self._pieces, request.model, self._tasks, with_prompt, options.prompt_only)
 
     def _naming(self, fields: GenerationFields) -> Naming:
         entry = self._pipelines.registry.model(fields.model)
         return Naming(self._pieces.of(entry.model), bool(fields.return_tokens_as_token_ids))
 
 
-def _run_at(pipeline: Pipeline, rank: int) -> None:
+def _set_rank(pipeline: Pipeline, rank: int) -> None:
     if pipeline.config.routing != "direct":
         raise invalid(
-            "data_parallel_rank is not supported: the router chooses it (routing direct takes it, with a worker).",
+            "data_parallel_rank is supported only with routing direct; otherwise the router chooses the rank.",
             param="data_parallel_rank",
             code="unsupported_parameter",
         )
@@ -255,33 +264,32 @@ def _run_at(pipeline: Pipeline, rank: int) -> None:
 
 
 def detail_options(fields: GenerationFields) -> DetailOptions:
-    """What a request wants to hear besides text."""
+    """Returns the details that a request selects."""
     echo = isinstance(fields, CompletionRequest) and bool(fields.echo)
-    asked = _asks_logprobs(fields)
+    logprobs = _with_logprobs(fields)
     return DetailOptions(
-        logprobs=asked,
+        logprobs=logprobs,
         prompt_logprobs=fields.prompt_logprobs is not None,
         token_ids=bool(fields.return_token_ids),
         continuous_usage=fields.continuous_usage,
-        only_prompt=echo and fields.max_tokens == 0,
+        prompt_only=echo and fields.max_tokens == 0,
         echo=echo,
-        echo_logprobs=echo and asked,
+        echo_logprobs=echo and logprobs,
     )
 
 
-def _asks_logprobs(fields: GenerationFields) -> bool:
-    """Whether the tokens of the answer come with log-probabilities; a completion asks for none of the alternatives
-    with 0."""
+def _with_logprobs(fields: GenerationFields) -> bool:
+    """Returns whether log-probabilities are requested; in completions, 0 means that of the chosen token only."""
     if isinstance(fields, CompletionRequest):
         return fields.logprobs is not None
     return isinstance(fields, ChatCompletionRequest) and bool(fields.logprobs)
 
 
-def _drops_reasoning(generations: list[GenerationRequest]) -> bool:
-    return any(one.parsing is not None and one.parsing.drop_reasoning for one in generations)
+def _drop_reasoning(generations: list[GenerationRequest]) -> bool:
+    return any(request.parsing is not None and request.parsing.drop_reasoning for request in generations)
 
 
-def _of_prompt(form: Format, choices: CollectedChoices) -> dict[str, Any]:
-    """What a chat's answer says of its prompt."""
+def _prompt_fields(form: Format, choices: CollectedChoices) -> dict[str, Any]:
+    """Returns the fields about the prompt in a chat completion."""
     first = choices.sinks[0] if choices.sinks else None
-    return first.of_prompt() if isinstance(first, DetailedCollectedChoice) and not form.prompt_in_choice else {}
+    return first.prompt_fields() if isinstance(first, DetailedCollectedChoice) and not form.prompt_in_choice else {}

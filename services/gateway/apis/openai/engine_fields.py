@@ -1,4 +1,4 @@
-"""What vLLM and SGLang added to OpenAI's generation requests."""
+"""Extensions of vLLM and SGLang to OpenAI's generation requests."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from services.gateway.apis.openai.fields import (
     TokenId,
 )
 from services.gateway.apis.openai.structured_output_fields import GuidedFields
-from services.gateway.apis.openai.unsupported_fields import refused
+from services.gateway.apis.openai.unsupported_fields import unsupported_field
 from services.gateway.core.routing_hints import MOST_RANKS
 
 
 class EngineFields(GuidedFields):
-    """What vLLM and SGLang added to OpenAI's fields, under their names."""
+    """The extension fields, with the engines' own names."""
 
     top_k: int | None = Field(None, ge=-1, lt=2**31)
     min_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
@@ -52,34 +52,34 @@ class EngineFields(GuidedFields):
     request_id: Label | None = None
     rid: Label | None = None
 
-    use_beam_search: Any = refused("engines sample", False)
-    length_penalty: Any = refused("it belongs to beam search", 1, 1.0)
-    logprob_token_ids: Any = refused("ask for top_logprobs")
-    watermarking: Any = refused("no engine here marks its text", False)
-    watermark: Any = refused("no engine here marks its text")
-    repetition_detection: Any = refused("use a repetition_penalty")
-    stream_interval: Any = refused("text is sent as it comes", 1)
-    stop_regex: Any = refused("use stop")
-    logits_processors: Any = refused("code of clients does not run in engines")
-    custom_logit_processor: Any = refused("code of clients does not run in engines")
-    kv_transfer_params: Any = refused("the gateway arranges transfers itself")
-    ec_transfer_params: Any = refused("the gateway arranges transfers itself")
-    bootstrap_host: Any = refused("the gateway arranges transfers itself")
-    bootstrap_port: Any = refused("the gateway arranges transfers itself")
-    bootstrap_room: Any = refused("the gateway arranges transfers itself")
-    session_id: Any = refused("send the whole conversation; its prefix is cached")
-    session_params: Any = refused("send the whole conversation; its prefix is cached")
-    custom_labels: Any = refused("metrics have no labels of clients")
-    mm_processor_kwargs: Any = refused("models here read text")
-    media_io_kwargs: Any = refused("models here read text")
-    mm_payload: Any = refused("models here read text")
-    images_config: Any = refused("models here read text")
-    return_mm_kwargs: Any = refused("models here read text", False)
-    return_hidden_states: Any = refused("workers answer tokens, not states", False)
-    return_routed_experts: Any = refused("workers answer tokens, not states", False)
-    routed_experts_start_len: Any = refused("workers answer tokens, not states", 0)
-    routed_experts_prompt_start: Any = refused("workers answer tokens, not states", 0)
-    return_weight_versions: Any = refused("weights do not change while they are served", False)
-    return_token_offsets: Any = refused("completions have text_offset in their logprobs", False)
-    return_cached_tokens_details: Any = refused("usage has cached_tokens", False)
-    return_spec_tokens_details: Any = refused("workers do not tell", False)
+    use_beam_search: Any = unsupported_field("beam search is not implemented", False)
+    length_penalty: Any = unsupported_field("it applies to beam search only", 1, 1.0)
+    logprob_token_ids: Any = unsupported_field("use top_logprobs")
+    watermarking: Any = unsupported_field("outputs are not watermarked", False)
+    watermark: Any = unsupported_field("outputs are not watermarked")
+    repetition_detection: Any = unsupported_field("use a repetition_penalty")
+    stream_interval: Any = unsupported_field("text is sent as it is generated", 1)
+    stop_regex: Any = unsupported_field("use stop")
+    logits_processors: Any = unsupported_field("engines do not run code of clients")
+    custom_logit_processor: Any = unsupported_field("engines do not run code of clients")
+    kv_transfer_params: Any = unsupported_field("the gateway arranges transfers itself")
+    ec_transfer_params: Any = unsupported_field("the gateway arranges transfers itself")
+    bootstrap_host: Any = unsupported_field("the gateway arranges transfers itself")
+    bootstrap_port: Any = unsupported_field("the gateway arranges transfers itself")
+    bootstrap_room: Any = unsupported_field("the gateway arranges transfers itself")
+    session_id: Any = unsupported_field("send the whole conversation; its prefix is cached")
+    session_params: Any = unsupported_field("send the whole conversation; its prefix is cached")
+    custom_labels: Any = unsupported_field("metrics do not have client-defined labels")
+    mm_processor_kwargs: Any = unsupported_field("only text input is accepted")
+    media_io_kwargs: Any = unsupported_field("only text input is accepted")
+    mm_payload: Any = unsupported_field("only text input is accepted")
+    images_config: Any = unsupported_field("only text input is accepted")
+    return_mm_kwargs: Any = unsupported_field("only text input is accepted", False)
+    return_hidden_states: Any = unsupported_field("workers return tokens only", False)
+    return_routed_experts: Any = unsupported_field("workers return tokens only", False)
+    routed_experts_start_len: Any = unsupported_field("workers return tokens only", 0)
+    routed_experts_prompt_start: Any = unsupported_field("workers return tokens only", 0)
+    return_weight_versions: Any = unsupported_field("weights do not change while a model is served", False)
+    return_token_offsets: Any = unsupported_field("completions have text_offset in their logprobs", False)
+    return_cached_tokens_details: Any = unsupported_field("usage has cached_tokens", False)
+    return_spec_tokens_details: Any = unsupported_field("workers do not report them", False)

@@ -1,4 +1,4 @@
-"""Errors of workers speak of the contract's options; clients hear of the fields they sent."""
+"""Maps option names in errors of workers to the fields that the client sent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from services.gateway.core.request import GenerationRequest
 
 
 def client_names(fields: GenerationFields, request: GenerationRequest) -> dict[str, str]:
-    """The client's field of each option that has several names, or none in its API."""
+    """Returns the client's field name of each option whose name differs."""
     names = {"lora": "lora_path", "engine_options": "custom_params" if fields.custom_params else "vllm_xargs"}
     if fields.extra_key:
         names["cache_salt"] = "extra_key"
@@ -20,8 +20,8 @@ def client_names(fields: GenerationFields, request: GenerationRequest) -> dict[s
     return names
 
 
-def renamed(error: SluiceError, names: Mapping[str, str]) -> SluiceError:
-    """The same error with the client's name of the field at fault."""
+def with_client_name(error: SluiceError, names: Mapping[str, str]) -> SluiceError:
+    """Returns the error with the client's name of its field."""
     name = names.get(error.param)
     if name is None or name == error.param:
         return error

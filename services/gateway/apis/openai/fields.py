@@ -1,6 +1,7 @@
-"""Field types that OpenAI requests share. Types are strict, as in OpenAI's own API: "0.5" is no number.
+"""Field types shared by the request schemas. Types are strict, as in OpenAI's API: "0.5" is not a number.
 
-Lengths are checked before elements, and the first wrong element ends a check: a refusal costs less than parsing did.
+Lengths are validated before elements and validation stops at the first invalid element, so that rejecting a request
+costs less than parsing it.
 """
 
 from __future__ import annotations
@@ -17,29 +18,29 @@ MAX_TOKEN_IDS = 131_072
 MAX_BAD_WORDS = 64
 MAX_LOGPROBS = 20
 MAX_PRIORITY = 1000
-"""Of a request's priority, in both directions: what routers and engines sort by, clear of the workers' own probes."""
+"""Bound of a request's priority in both directions; keeps client priorities apart from those of the workers' probes."""
 MAX_BIASES = 4_096
 
 
 class Strict(BaseModel):
-    """Types are as said, and fields nobody knows are refused."""
+    """Base of request schemas: strict types, and unknown fields are rejected."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, hide_input_in_errors=True)
 
     @model_validator(mode="before")
     @classmethod
-    def _leave_one_unknown_field(cls, value: Any) -> Any:
-        """Returns an object with more fields than there are without all but one unknown one: each makes an error."""
+    def _keep_one_unknown_field(cls, value: Any) -> Any:
+        """Removes all but one unknown field of an object with too many fields, as each would create an error."""
         if not isinstance(value, dict) or len(value) <= len(cls.model_fields):
             return value
         names = [field.alias or name for name, field in cls.model_fields.items()]
-        known = {name: value[name] for name in names if name in value}
-        unknown = next(name for name in value if name not in known)
-        return {**known, unknown: value[unknown]}
+        fields = {name: value[name] for name in names if name in value}
+        unknown = next(name for name in value if name not in fields)
+        return {**fields, unknown: value[unknown]}
 
 
 def text_or_tokens(value: Any) -> bool:
-    """Whether a value has one of the forms that prompts and inputs of embeddings have."""
+    """Returns whether a value is text, token ids, or a list of either, as prompts and embedding inputs are."""
     if isinstance(value, str):
         return True
     if not isinstance(value, list) or not value:
@@ -49,30 +50,30 @@ def text_or_tokens(value: Any) -> bool:
 
 
 def _are_token_ids(values: list[Any]) -> bool:
-    """Whether these are token ids, at least one; true is not a number."""
+    """Returns whether values are token ids, at least one; booleans do not count as numbers."""
     return set(map(type, values)) == {int} and min(values) >= 0 and max(values) <= MAX_TOKEN_ID
 
 
 def one_by_one(value: Any) -> list[str | list[int]]:
-    """A value of `text_or_tokens` as its single texts and lists of ids."""
+    """Splits a value accepted by `text_or_tokens` into single texts and lists of token ids."""
     if isinstance(value, str):
         return [value]
     return list(value) if isinstance(value[0], str | list) else [list(value)]
 
 
-def at_most(most: int) -> BeforeValidator:
-    """Refuses longer lists and objects before any of their elements is looked at."""
+def at_most(limit: int) -> BeforeValidator:
+    """Returns a validator that rejects longer lists and objects before their elements are validated."""
 
     def check(value: Any) -> Any:
-        if isinstance(value, list | dict) and len(value) > most:
-            raise ValueError(f"has {len(value)} items, more than {most}")
+        if isinstance(value, list | dict) and len(value) > limit:
+            raise ValueError(f"has {len(value)} items, more than {limit}")
         return value
 
     return BeforeValidator(check)
 
 
 def within_list_items(value: Any, info: ValidationInfo) -> Any:
-    """Refuses lists and objects that are over the budget of list items; for fields of the body itself.
+    """Rejects lists and objects that exceed the budget of list items; for top-level fields of the body.
 
     Raises:
         SluiceError: INVALID_ARGUMENT, through pydantic.
@@ -82,10 +83,10 @@ def within_list_items(value: Any, info: ValidationInfo) -> Any:
 
 
 def check_list_items(value: Any, param: str, info: ValidationInfo) -> None:
-    """As `within_list_items`, for a value of any place.
+    """Rejects a value like `within_list_items`, for a value anywhere in the body.
 
     Args:
-        param: the client's name of the place.
+        param: the client's path of the value.
         info: of a validation with BodyBudgets as its context.
     """
     budgets = info.context
@@ -121,7 +122,7 @@ def _is_decimal(text: str) -> bool:
 
 def _prompt(value: Any, info: ValidationInfo) -> Any:
     if isinstance(value, list) and value and not isinstance(value[0], int):
-        within_list_items(value, info)  # token ids are as many as the context takes
+        within_list_items(value, info)  # lists of token ids are bounded by the context instead
     if not text_or_tokens(value):
         raise ValueError("must be a string, a list of strings, a list of token ids or a list of such lists")
     return value
@@ -187,9 +188,9 @@ PromptInput = Annotated[
     ),
 ]
 JsonObject = Annotated[dict[str, Any] | None, BeforeValidator(_object), BeforeValidator(within_list_items)]
-"""An object of the body itself."""
+"""An object that is a top-level field of the body."""
 
 SchemaObject = Annotated[dict[str, Any] | None, BeforeValidator(_object)]
-"""A JSON schema, which `SchemaMeter` bounds."""
+"""A JSON schema; its size is bounded by `SchemaMeter`."""
 
 Metadata = Annotated[dict[Annotated[str, Field(max_length=64)], Label], at_most(16), Field(max_length=16)]

@@ -1,7 +1,7 @@
-"""Whether a JSON schema has the structure of one, without compiling its patterns or fetching anything.
+"""Validates the structure of JSON schemas, without compiling patterns or resolving remote references.
 
-Engines compile schemas to grammars; what they would fail on because it is not a schema at all is refused here, with the
-field. `SchemaMeter` bounds how much there is to check.
+Engines compile schemas to grammars; malformed schemas are rejected here first, with the name of the field.
+`SchemaMeter` bounds their size.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _SHOWN_NAME = 60
 _SHOWN_PATH = 200
 
 Link = tuple["Link | None", str | int]
-"""A place in a schema: the place that holds it, and its name or index there. Written out only in errors."""
+"""A location in a schema: its parent location, and its name or index there. Formatted only for errors."""
 
 _TYPES = frozenset({"null", "boolean", "object", "array", "number", "integer", "string"})
 _SCHEMAS = frozenset({"additionalProperties", "items", "contains", "propertyNames", "not", "if", "then", "else"})
@@ -27,32 +27,32 @@ _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multi
 
 
 def check_schema(schema: Any, param: str) -> None:
-    """Raises SluiceError(INVALID_ARGUMENT) with the place of a mistake; the param is the client's field."""
-    waiting: list[tuple[Any, Link | None, int]] = [(schema, None, 0)]
-    while waiting:
-        node, link, depth = waiting.pop()
+    """Raises SluiceError(INVALID_ARGUMENT) with the location of an invalid value; `param` is the client's field."""
+    pending: list[tuple[Any, Link | None, int]] = [(schema, None, 0)]
+    while pending:
+        node, link, depth = pending.pop()
         if depth > MAX_DEPTH:
-            raise _wrong(param, None, f"is nested more than {MAX_DEPTH} deep")
+            raise _error(param, None, f"is nested more than {MAX_DEPTH} deep")
         if isinstance(node, bool) and link is not None:
             continue
         if not isinstance(node, dict):
-            raise _wrong(param, link, "is no schema: it must be an object")
+            raise _error(param, link, "is not a schema: it must be an object")
         for keyword, value in node.items():
             check = _CHECKS.get(keyword)
             if check is not None and (problem := check(value)):
-                raise _wrong(param, (link, keyword), problem)
+                raise _error(param, (link, keyword), problem)
             if keyword == "$ref":
                 _check_reference(value, (link, keyword), param, schema)
-            waiting += [(child, place, depth + 1) for child, place in _children(keyword, value, (link, keyword))]
+            pending += [(child, location, depth + 1) for child, location in _children(keyword, value, (link, keyword))]
 
 
-def _children(keyword: str, value: Any, place: Link) -> Iterator[tuple[Any, Link]]:
+def _children(keyword: str, value: Any, location: Link) -> Iterator[tuple[Any, Link]]:
     """Returns the schemas below a keyword whose value has been checked."""
     if isinstance(value, list) and (keyword in _LISTS or keyword == "items"):
-        return ((member, (place, index)) for index, member in enumerate(value))
+        return ((item, (location, index)) for index, item in enumerate(value))
     if keyword in _MAPS:
-        return ((member, (place, name)) for name, member in value.items())
-    return iter([(value, place)] if keyword in _SCHEMAS else [])
+        return ((item, (location, name)) for name, item in value.items())
+    return iter([(value, location)] if keyword in _SCHEMAS else [])
 
 
 def _type_problem(value: Any) -> str:
@@ -100,12 +100,12 @@ _CHECKS: dict[str, Callable[[Any], str]] = {
     **dict.fromkeys(_LISTS, _list_problem),
     **dict.fromkeys(_MAPS, _map_problem),
 }
-"""What is wrong with a keyword's value, empty for nothing."""
+"""Returns the problem of a keyword's value, or an empty string."""
 
 
-def _check_reference(reference: Any, place: Link, param: str, root: Any) -> None:
+def _check_reference(reference: Any, location: Link, param: str, root: Any) -> None:
     if not isinstance(reference, str) or not reference.startswith("#"):
-        raise _wrong(param, place, "must point into the schema itself, such as #/$defs/name")
+        raise _error(param, location, "must point into the schema itself, as in #/$defs/name")
     found = root
     for part in reference[1:].split("/")[1:]:
         name = part.replace("~1", "/").replace("~0", "~")
@@ -114,21 +114,21 @@ def _check_reference(reference: Any, place: Link, param: str, root: Any) -> None
         elif isinstance(found, dict) and name in found:
             found = found[name]
         else:
-            raise _wrong(param, place, f"points to {reference[:80]}, which is not there")
+            raise _error(param, location, f"points to {reference[:80]}, which does not exist")
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _wrong(param: str, place: Link | None, problem: str) -> SluiceError:
-    subject = f"the schema at {_path(place)}" if place is not None else "it"
+def _error(param: str, location: Link | None, problem: str) -> SluiceError:
+    subject = f"the schema at {_path(location)}" if location is not None else "it"
     return invalid(f"Invalid value for {param}: {subject} {problem}.", param=param, code="invalid_value")
 
 
-def _path(place: Link | None) -> str:
+def _path(location: Link | None) -> str:
     parts: list[str] = []
-    while place is not None:
-        place, name = place
+    while location is not None:
+        location, name = location
         parts.append(f"/{str(name)[:_SHOWN_NAME]}")
     return "".join(reversed(parts))[:_SHOWN_PATH]

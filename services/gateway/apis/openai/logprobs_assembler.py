@@ -1,7 +1,7 @@
-"""What tokens stand for, brought together from three places for a choice that shows it.
+"""Combines log-probabilities and token bytes of three sources for a choice that shows its tokens.
 
-The worker tells log-probabilities, postprocess the bytes and places of the chosen tokens, and what other tokens stand
-for is asked for the first time each is seen. Whatever the choice hears meanwhile waits, so that the order stays.
+The worker sends log-probabilities, postprocess the bytes and offsets of the chosen tokens, and the bytes of
+alternatives are fetched the first time each token occurs. Calls that arrive meanwhile are queued, to preserve order.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ log = logging.getLogger(__name__)
 
 
 class TokenSink(Protocol):
-    """A choice that shows its tokens; the rest is as in Sink."""
+    """A sink that shows its tokens; see Sink for the other methods."""
 
     def begin(self, prompt_ids: Sequence[int]) -> None:
-        """Once, first."""
+        """Called once, first."""
 
     def shown(self, tokens: Sequence[ShownToken]) -> None:
-        """The next tokens, before their text."""
+        """Receives the next tokens, before their text."""
 
     def shown_prompt(self, tokens: Sequence[ShownToken]) -> None:
-        """The prompt's tokens, before anything else of the answer."""
+        """Receives the prompt's tokens, before any output."""
 
     def text(self, piece: str) -> None: ...
 
@@ -46,15 +46,15 @@ class TokenSink(Protocol):
 
 
 class LogprobsAssembler:
-    """Stands between a generation and a choice that shows its tokens.
+    """Sits between a generation and a choice that shows its tokens.
 
     Args:
-        choice: hears everything, in order.
-        pieces: what tokens stand for.
-        model: whose tokens they are.
-        tasks: owns the questions.
-        prompt_logprobs: those of the prompt were asked for.
-        only_prompt: the client wants to hear of its prompt only; what is generated is kept from it.
+        choice: receives all calls, in order.
+        pieces: fetches and caches the bytes of tokens.
+        model: the model of the tokens.
+        tasks: owns the fetches.
+        prompt_logprobs: log-probabilities of the prompt are requested.
+        prompt_only: drop the generated output.
     """
 
     def __init__(
@@ -64,42 +64,42 @@ class LogprobsAssembler:
         model: str,
         tasks: TaskOwner,
         prompt_logprobs: bool = False,
-        only_prompt: bool = False,
+        prompt_only: bool = False,
     ) -> None:
         self._choice = choice
         self._pieces = pieces
         self._model = model
         self._tasks = tasks
         self._prompt_due = prompt_logprobs
-        self._only_prompt = only_prompt
+        self._prompt_only = prompt_only
         self._positions: deque[PositionLogprobs] = deque()
-        self._waiting: deque[tuple[Callable[[], None], Iterable[int]]] = deque()
-        self._blocked = True  # until it begins, and while it learns
+        self._queue: deque[tuple[Callable[[], None], Iterable[int]]] = deque()
+        self._blocked = True  # until `begin`, and during fetches
         self._echo = ""
         self._token_ids: Sequence[int] = ()
         self._prompt_ids: Sequence[int] = ()
         self._shown = 0
 
     def echo(self, text: str) -> None:
-        """The answer begins with the text of its prompt."""
+        """Puts the prompt's text before the output."""
         self._echo = text
         if not self._prompt_due:
-            self._pass(lambda: self._choice.text(text))
+            self._forward(lambda: self._choice.text(text))
 
     def begin(self, token_ids: Sequence[int], prompt_ids: Sequence[int]) -> None:
-        """The generation runs; what it said until now comes out.
+        """Starts forwarding, with the calls queued so far.
 
         Args:
-            token_ids: of the answer, all that came so far; grows while it is read.
+            token_ids: the generated token ids; grows during the generation.
         """
         self._token_ids, self._prompt_ids = token_ids, prompt_ids
         self._choice.begin(prompt_ids)
         self._blocked = False
-        self._tell_what_can_be_told()
+        self._drain()
 
-    def forget(self) -> None:
-        """The generation never runs: what waits to be said is not."""
-        self._waiting.clear()
+    def discard(self) -> None:
+        """Drops all queued calls, because the generation was not started."""
+        self._queue.clear()
 
     def logprobs(self, positions: Sequence[PositionLogprobs]) -> None:
         """See Sink."""
@@ -112,7 +112,7 @@ class LogprobsAssembler:
             for piece, offset in zip(pieces, offsets, strict=True)
         ]
         alternatives = [other.token_id for _, _, position in rows if position is not None for other in position.top]
-        self._answer(lambda: self._show(rows), alternatives)
+        self._forward_output(lambda: self._show(rows), alternatives)
 
     def _show(self, rows: list[tuple[bytes, int, PositionLogprobs | None]]) -> None:
         ids = self._token_ids[self._shown : self._shown + len(rows)]
@@ -128,10 +128,10 @@ class LogprobsAssembler:
     def prompt_logprobs(self, positions: Sequence[PositionLogprobs]) -> None:
         """See Sink."""
         alternatives = [other.token_id for position in positions for other in position.top]
-        self._say_prompt(positions, alternatives)
+        self._forward_prompt(positions, alternatives)
 
-    def _say_prompt(self, positions: Sequence[PositionLogprobs], alternatives: Iterable[int]) -> None:
-        """The prompt's tokens and, if it is echoed, its text."""
+    def _forward_prompt(self, positions: Sequence[PositionLogprobs], alternatives: Iterable[int]) -> None:
+        """Forwards the prompt's tokens and, if echoed, its text; only the first call has an effect."""
         if not self._prompt_due:
             return
         self._prompt_due = False
@@ -139,93 +139,93 @@ class LogprobsAssembler:
         def ids() -> Iterable[int]:
             return chain(self._prompt_ids, alternatives)
 
-        self._pass(lambda: self._choice.shown_prompt(self._prompt_tokens(positions)), _Late(ids))
+        self._forward(lambda: self._choice.shown_prompt(self._prompt_tokens(positions)), _LazyIds(ids))
         if self._echo:
-            self._pass(lambda: self._choice.text(self._echo))
+            self._forward(lambda: self._choice.text(self._echo))
 
     def text(self, piece: str) -> None:
         """See Sink."""
-        self._answer(lambda: self._choice.text(piece))
+        self._forward_output(lambda: self._choice.text(piece))
 
     def reasoning(self, piece: str) -> None:
         """See Sink."""
-        self._answer(lambda: self._choice.reasoning(piece))
+        self._forward_output(lambda: self._choice.reasoning(piece))
 
     def tool_call(self, call: int, call_id: str, name: str, arguments: str) -> None:
         """See Sink."""
-        self._answer(lambda: self._choice.tool_call(call, call_id, name, arguments))
+        self._forward_output(lambda: self._choice.tool_call(call, call_id, name, arguments))
 
     def finish(self, finish: Finish) -> None:
         """See Sink."""
-        self._say_prompt((), ())
-        if self._only_prompt:
+        self._forward_prompt((), ())
+        if self._prompt_only:
             finish = replace(finish, reason=FinishReason.LENGTH, stop_string="", stop_token_id=None)
-        self._pass(lambda: self._choice.finish(finish))
+        self._forward(lambda: self._choice.finish(finish))
 
     def fail(self, error: SluiceError) -> None:
         """See Sink."""
-        self._pass(lambda: self._choice.fail(error))
+        self._forward(lambda: self._choice.fail(error))
 
-    def _answer(self, tell: Callable[[], None], token_ids: Iterable[int] = ()) -> None:
-        self._say_prompt((), ())
-        if not self._only_prompt:
-            self._pass(tell, token_ids)
+    def _forward_output(self, call: Callable[[], None], token_ids: Iterable[int] = ()) -> None:
+        self._forward_prompt((), ())
+        if not self._prompt_only:
+            self._forward(call, token_ids)
 
-    def _pass(self, tell: Callable[[], None], token_ids: Iterable[int] = ()) -> None:
-        self._waiting.append((tell, token_ids))
-        self._tell_what_can_be_told()
+    def _forward(self, call: Callable[[], None], token_ids: Iterable[int] = ()) -> None:
+        self._queue.append((call, token_ids))
+        self._drain()
 
-    def _tell_what_can_be_told(self) -> None:
-        known = self._pieces.of(self._model)
-        while self._waiting and not self._blocked:
-            tell, token_ids = self._waiting[0]
-            unknown = [token_id for token_id in token_ids if token_id not in known]
-            if unknown:
+    def _drain(self) -> None:
+        pieces = self._pieces.of(self._model)
+        while self._queue and not self._blocked:
+            call, token_ids = self._queue[0]
+            missing = [token_id for token_id in token_ids if token_id not in pieces]
+            if missing:
                 self._blocked = True
-                self._tasks.spawn(self._learn(unknown), "token-pieces")
+                self._tasks.spawn(self._fetch(missing), "token-pieces")
                 return
-            self._waiting.popleft()
-            tell()
+            self._queue.popleft()
+            call()
 
-    async def _learn(self, token_ids: list[int]) -> None:
+    async def _fetch(self, token_ids: list[int]) -> None:
         try:
             await self._pieces.learn(self._model, token_ids)
             self._blocked = False
-            self._tell_what_can_be_told()
+            self._drain()
         except SluiceError as error:
             self._fail_now(error)
         except Exception:
-            log.exception("tokens could not be shown")
+            log.exception("fetching token bytes failed")
             self._fail_now(internal("Unexpected failure in the gateway; its log has the details."))
 
     def _fail_now(self, error: SluiceError) -> None:
-        self._blocked = True  # nothing may come after a failure
-        self._waiting.clear()
+        self._blocked = True  # nothing may follow a failure
+        self._queue.clear()
         self._choice.fail(error)
 
     def _prompt_tokens(self, positions: Sequence[PositionLogprobs]) -> list[ShownToken]:
-        """The prompt's tokens and where in its text they begin; those that are not in the text have no length.
+        """Returns the prompt's tokens with their offsets in its text; tokens that are not in the text have no length.
 
-        The first token follows nothing, so that nothing is known of it, whether the engine says so or not.
+        The first token has no log-probabilities, whether or not the engine reports an entry for it.
         """
         pieces, text = self._pieces.of(self._model), self._echo.encode()
-        known = positions[-(len(self._prompt_ids) - 1) :] if len(self._prompt_ids) > 1 else ()
-        first = len(self._prompt_ids) - len(known)
-        place = characters = 0
+        known_positions = positions[-(len(self._prompt_ids) - 1) :] if len(self._prompt_ids) > 1 else ()
+        first = len(self._prompt_ids) - len(known_positions)
+        start = characters = 0
         shown = []
         for index, token_id in enumerate(self._prompt_ids):
             piece = pieces[token_id]
-            inside = place < len(text) and _continues(text[place])
-            position = known[index - first] if index >= first else None
+            inside = start < len(text) and _continues(text[start])
+            position = known_positions[index - first] if index >= first else None
             shown.append(ShownToken(token_id, piece, characters - inside, position))
-            length = _length_in(text, place, piece)
-            characters += sum(not _continues(byte) for byte in text[place : place + length])
-            place += length
+            length = _length_in(text, start, piece)
+            characters += sum(not _continues(byte) for byte in text[start : start + length])
+            start += length
         return shown
 
 
-class _Late:
-    """Ids that are known only when they are looked at."""
+class _LazyIds:
+    """Token ids that are computed when they are iterated."""
 
     def __init__(self, ids: Callable[[], Iterable[int]]) -> None:
         self._ids = ids
@@ -234,13 +234,13 @@ class _Late:
         return iter(self._ids())
 
 
-def _length_in(text: bytes, place: int, piece: bytes) -> int:
-    if text.startswith(piece, place):
+def _length_in(text: bytes, start: int, piece: bytes) -> int:
+    if text.startswith(piece, start):
         return len(piece)
-    # Some tokenizers write a space before every text.
-    return len(piece) - 1 if piece.startswith(b" ") and text.startswith(piece[1:], place) else 0
+    # Some tokenizers add a space before every text.
+    return len(piece) - 1 if piece.startswith(b" ") and text.startswith(piece[1:], start) else 0
 
 
 def _continues(byte: int) -> bool:
-    """Whether a byte of UTF-8 goes on with a character."""
+    """Returns whether a byte is a UTF-8 continuation byte."""
     return byte & 0xC0 == 0x80

@@ -1,4 +1,4 @@
-"""`nvext`, the field in which Dynamo's clients and schedulers say where a request runs."""
+"""`nvext`: the field with which Dynamo's clients and schedulers select workers."""
 
 from __future__ import annotations
 
@@ -15,36 +15,38 @@ WorkerName = Annotated[str, Field(min_length=1, max_length=512)] | Annotated[int
 
 
 class Nvext(Strict):
-    """Where the request runs, as its scheduler chose; a worker goes by its id or by host:port."""
+    """The workers of a request, by id or as host:port."""
 
-    backend_instance_id: WorkerName | None = Field(None, description="the worker that runs it")
+    backend_instance_id: WorkerName | None = Field(None, description="the worker that runs the request")
     decode_worker_id: WorkerName | None = Field(
-        None, description="the same; with a prefill worker, the one that answers"
+        None, description="the worker that generates the output, if there is a prefill worker"
     )
     prefill_worker_id: WorkerName | None = Field(None, description="the worker that computes the prompt")
     token_data: list[TokenId] | None = Field(
         None, min_length=1, max_length=MAX_TOKEN_IDS, fail_fast=True, description="token ids in place of the prompt"
     )
     annotations: list[Literal["query_instance_id:"]] | None = Field(
-        None, max_length=8, description="query_instance_id: answers which worker would run it, and runs nothing"
+        None,
+        max_length=8,
+        description="query_instance_id: returns the worker that would be chosen, without running the request",
     )
 
     def hints(self) -> RoutingHints:
-        """Returns the same in the gateway's own words."""
-        answering = "decode_worker_id" if self.decode_worker_id is not None else "backend_instance_id"
+        """Returns the gateway's routing hints of these fields."""
+        decode_field = "decode_worker_id" if self.decode_worker_id is not None else "backend_instance_id"
         named = {
-            part: field
-            for part, field in (("workers", answering), ("prefill", "prefill_worker_id"))
+            role: field
+            for role, field in (("workers", decode_field), ("prefill", "prefill_worker_id"))
             if getattr(self, field) is not None
         }
 
-        def workers(part: str) -> tuple[str, ...]:
-            return (str(getattr(self, named[part])),) if part in named else ()
+        def workers(role: str) -> tuple[str, ...]:
+            return (str(getattr(self, named[role])),) if role in named else ()
 
         return RoutingHints(
             workers=workers("workers"),
             prefill=workers("prefill"),
             token_ids=None if self.token_data is None else pack_u32(self.token_data),
             query_only=bool(self.annotations),
-            sources={part: f"nvext.{field}" for part, field in named.items()},
+            sources={role: f"nvext.{field}" for role, field in named.items()},
         )

@@ -1,4 +1,4 @@
-"""JSON schemas of what is read by hand or by preprocess, for the API's documentation."""
+"""OpenAPI schemas of fields that are validated outside pydantic, here or by preprocess."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What of a request takes preprocess to understand: words that must not come out, prompts that are to be cut, and texts
-with a gap in the middle."""
+"""Request features that need the tokenizer: bad words, prompt truncation and fill-in-the-middle suffixes."""
 
 from __future__ import annotations
 
@@ -20,23 +19,23 @@ FIM_MARKERS = (
     ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
     ("<PRE>", "<SUF>", "<MID>"),
 )
-"""What models write before a text, before what comes after the gap, and before what belongs into the gap."""
+"""The models' markers before the prefix, before the suffix, and before the text to fill in."""
 
 
-def needs_resolving(fields: GenerationFields) -> bool:
-    """Whether there is anything to do."""
+def needs_tokenizer(fields: GenerationFields) -> bool:
+    """Returns whether `resolve` would change the request."""
     return bool(fields.bad_words) or fields.truncate_prompt_tokens is not None or bool(_suffix(fields))
 
 
 async def resolve(
     request: GenerationRequest, fields: GenerationFields, entry: WorkerEntry, preprocess: PreprocessClient
 ) -> GenerationRequest:
-    """The request with nothing left that only text says; SluiceError as preprocess says."""
+    """Returns the request with these features resolved to token ids; raises SluiceError as preprocess does."""
     if fields.bad_words:
         words = await _bad_words(fields.bad_words, entry.model, preprocess)
         request = replace(request, sampling=replace(request.sampling, bad_words=words))
     if suffix := _suffix(fields):
-        request = replace(request, prompt=await _with_gap(request, suffix, preprocess))
+        request = replace(request, prompt=await _fill_in_the_middle(request, suffix, preprocess))
     if fields.truncate_prompt_tokens is not None and not isinstance(request.prompt, EmbedsPrompt):
         prompt = await _truncated(request, fields, entry, preprocess)
         request = replace(request, prompt=prompt)
@@ -47,29 +46,30 @@ def _suffix(fields: GenerationFields) -> str:
     return (fields.suffix or "") if isinstance(fields, CompletionRequest) else ""
 
 
-async def _with_gap(request: GenerationRequest, suffix: str, preprocess: PreprocessClient) -> Prompt:
-    """The prompt, a gap and the suffix, in the model's markers; SluiceError(INVALID_ARGUMENT) when it has none."""
+async def _fill_in_the_middle(request: GenerationRequest, suffix: str, preprocess: PreprocessClient) -> Prompt:
+    """Returns prompt and suffix with the model's markers; raises SluiceError(INVALID_ARGUMENT) if it has none."""
     if not isinstance(request.prompt, TextPrompt):
-        raise invalid("suffix needs a prompt that is text.", param="suffix", code="invalid_value")
+        raise invalid("suffix requires a text prompt.", param="suffix", code="invalid_value")
     for markers in FIM_MARKERS:
         ids = [await _ids(marker, request.model, preprocess) for marker in markers]
-        if all(len(found) == 1 for found in ids):
+        if all(len(marker_ids) == 1 for marker_ids in ids):
             break
     else:
         raise invalid(
-            "suffix is not supported: this model has no markers for filling in the middle.",
+            "suffix is not supported: this model has no fill-in-the-middle markers.",
             param="suffix",
             code="unsupported_parameter",
         )
     start = TextPrompt(markers[0], request.prompt.add_special_tokens)
-    opening = await preprocess.tokenize(request.model, start, 0, "", "")  # with a BOS, where the model wants one
+    # The start marker is tokenized as a prompt, so that models with a BOS token get it.
+    prefix = await preprocess.tokenize(request.model, start, 0, "", "")
     before = await _ids(request.prompt.text, request.model, preprocess)
     after = await _ids(suffix, request.model, preprocess)
-    return TokenPrompt(opening.token_ids + pack_u32([*before, *ids[1], *after, *ids[2]]))
+    return TokenPrompt(prefix.token_ids + pack_u32([*before, *ids[1], *after, *ids[2]]))
 
 
 async def _bad_words(words: list[str], model: str, preprocess: PreprocessClient) -> tuple[tuple[int, ...], ...]:
-    """Each word as it is written at the beginning of a text and, where that differs, after a space."""
+    """Returns the token ids of each word at the start of a text and, if different, after a space."""
     forms = [form for word in words for form in (word.lstrip() or word, " " + word.lstrip())]
     ids = await asyncio.gather(*(_ids(form, model, preprocess) for form in forms))
     return tuple(dict.fromkeys(found for found in ids if found))
@@ -83,7 +83,7 @@ async def _ids(text: str, model: str, preprocess: PreprocessClient) -> tuple[int
 async def _truncated(
     request: GenerationRequest, fields: GenerationFields, entry: WorkerEntry, preprocess: PreprocessClient
 ) -> Prompt:
-    """The prompt's last tokens, or its first ones."""
+    """Returns the prompt truncated to its last tokens, or to its first ones."""
     prompt = await preprocess.tokenize(entry.model, request.prompt, 0, "", "")
     length = fields.truncate_prompt_tokens or 0
     if length == -1:

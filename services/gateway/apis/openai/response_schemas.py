@@ -1,4 +1,4 @@
-"""What the OpenAI endpoints answer, for the API's documentation. Answers may have more fields than these."""
+"""OpenAPI schemas of the responses, which may have additional fields."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Open(BaseModel):
-    """More fields may come."""
+    """Base of schemas that allow additional fields."""
 
     model_config = ConfigDict(extra="allow")
 
 
 class ErrorInfo(BaseModel):
-    """What went wrong."""
+    """The error's message, type, field and code."""
 
     message: str
     type: str
@@ -23,13 +23,13 @@ class ErrorInfo(BaseModel):
 
 
 class ErrorAnswer(BaseModel):
-    """Every error of every endpoint."""
+    """The body of every error."""
 
     error: ErrorInfo
 
 
 class Usage(Open):
-    """Tokens of prompt and answer."""
+    """Token counts of prompt and output."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -54,7 +54,7 @@ class ToolCallAnswer(Open):
 
 
 class ChatMessage(Open):
-    """What the model answered."""
+    """The message that the model generated."""
 
     role: Literal["assistant"]
     content: str | None
@@ -64,7 +64,7 @@ class ChatMessage(Open):
 
 
 class TopLogprob(Open):
-    """A token that could have been chosen."""
+    """An alternative token."""
 
     token: str
     logprob: float
@@ -72,19 +72,19 @@ class TopLogprob(Open):
 
 
 class TokenLogprobAnswer(TopLogprob):
-    """A token that was chosen."""
+    """A chosen token."""
 
     top_logprobs: list[TopLogprob]
 
 
 class ChatLogprobs(Open):
-    """One entry a token."""
+    """One entry per token."""
 
     content: list[TokenLogprobAnswer] | None
 
 
 class ChatChoice(Open):
-    """One answer."""
+    """One choice of a chat completion."""
 
     index: int
     message: ChatMessage
@@ -105,7 +105,7 @@ class ChatCompletion(Open):
 
 
 class CompletionLogprobs(Open):
-    """Lists of equal length, one entry a token."""
+    """Lists of equal length, with one entry per token."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -114,7 +114,7 @@ class CompletionLogprobs(Open):
 
 
 class CompletionChoice(Open):
-    """One continuation."""
+    """One choice of a completion."""
 
     index: int
     text: str
@@ -135,7 +135,7 @@ class Completion(Open):
 
 
 class EmbeddingAnswer(Open):
-    """One vector: numbers, or base64 of little-endian float32."""
+    """One embedding: numbers, or base64 of little-endian float32."""
 
     object: Literal["embedding"]
     index: int
@@ -143,14 +143,14 @@ class EmbeddingAnswer(Open):
 
 
 class EmbeddingUsage(Open):
-    """Tokens of the inputs."""
+    """Token counts of the inputs."""
 
     prompt_tokens: int
     total_tokens: int
 
 
 class EmbeddingList(Open):
-    """Vectors in the order of the inputs."""
+    """The embeddings, in the order of the inputs."""
 
     object: Literal["list"]
     data: list[EmbeddingAnswer]
@@ -159,7 +159,7 @@ class EmbeddingList(Open):
 
 
 class Model(Open):
-    """A model that workers serve now."""
+    """A model that is currently served."""
 
     id: str
     object: Literal["model"]
@@ -168,14 +168,14 @@ class Model(Open):
 
 
 class ModelList(Open):
-    """All of them."""
+    """The models that are currently served."""
 
     object: Literal["list"]
     data: list[Model]
 
 
 class Tokens(Open):
-    """Token ids of a prompt."""
+    """The token ids of a prompt."""
 
     count: int
     max_model_len: int
@@ -184,13 +184,13 @@ class Tokens(Open):
 
 
 class Detokenized(Open):
-    """Text of token ids."""
+    """The text of token ids."""
 
     prompt: str
 
 
 class Rendered(Open):
-    """A chat completion as its worker would get it."""
+    """A chat completion as its worker would receive it."""
 
     request_id: str
     model: str

@@ -1,4 +1,4 @@
-"""What a request is answered with that only asks who would run it: ids and workers in place of choices."""
+"""Responses to query-only requests: token ids and the workers that would be chosen."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from services.gateway.http.degradation import DEGRADED
 from services.gateway.pipeline.pipeline import Pipeline
 
 
-async def answer_query(pipeline: Pipeline, generations: Sequence[GenerationRequest], form: Format) -> Response:
-    """An answer of the API without choices; `placements` has one entry a prompt, `nvext` the first one as Dynamo does.
+async def query_response(pipeline: Pipeline, generations: Sequence[GenerationRequest], form: Format) -> Response:
+    """Returns a response without choices; `placements` has an entry per prompt, `nvext` the first in Dynamo's format.
 
     Raises:
-        SluiceError: as Pipeline.query.
+        SluiceError: see Pipeline.query.
     """
-    found = [await pipeline.query(one) for one in generations]
-    placements = [_placement(prompt, route) for prompt, route in found]
+    queried = [await pipeline.query(generation) for generation in generations]
+    placements = [_placement(prompt, route) for prompt, route in queried]
     first = placements[0]
     nvext = {
         "worker_id": {key: first[key] for key in ("decode_worker_id", "prefill_worker_id")},
         "token_data": first["token_ids"],
     }
-    tokens = sum(prompt.length for prompt, _ in found)
-    answer = {**form.whole([], usage(tokens, 0, 0)), "nvext": nvext, "placements": placements}
-    response = Response(orjson.dumps(answer), media_type="application/json")
-    reasons = {reason for _, route in found for reason in (route.degraded, route.split_skipped) if reason}
+    tokens = sum(prompt.length for prompt, _ in queried)
+    body = {**form.full_response([], usage(tokens, 0, 0)), "nvext": nvext, "placements": placements}
+    response = Response(orjson.dumps(body), media_type="application/json")
+    reasons = {reason for _, route in queried for reason in (route.degraded, route.split_skipped) if reason}
     if reasons:
         response.headers[DEGRADED] = ",".join(sorted(reasons))
     return response

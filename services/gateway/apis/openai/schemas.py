@@ -1,6 +1,6 @@
-"""OpenAI's generation requests, checked field by field.
+"""Request schemas of chat completions and completions.
 
-Fields nobody knows are refused, and so are fields that cannot be honoured here: nothing is dropped in silence.
+Unknown and unsupported fields are rejected, never silently ignored.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from services.gateway.apis.openai.fields import (
 )
 from services.gateway.apis.openai.nvext import Nvext
 from services.gateway.apis.openai.openapi_schemas import MESSAGES, TOOL_CHOICE
-from services.gateway.apis.openai.unsupported_fields import refuse, refused
+from services.gateway.apis.openai.unsupported_fields import reject_unsupported, unsupported_field
 
 MAX_TOOLS = 1_024
 
 
 class StreamOptions(Strict):
-    """What a stream carries besides text."""
+    """Options of a streamed response."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -40,7 +40,7 @@ class StreamOptions(Strict):
 
 
 class GenerationFields(EngineFields):
-    """What chat completions and completions have in common."""
+    """Fields shared by chat completions and completions."""
 
     model: str = Field(min_length=1)
     stream: bool | None = None
@@ -59,7 +59,7 @@ class GenerationFields(EngineFields):
 
     @property
     def session_names(self) -> dict[str, str | None]:
-        """Fields that may name the request's session, by name."""
+        """Fields that may identify the request's session, by name."""
         return {"user": self.user}
 
     @property
@@ -69,27 +69,27 @@ class GenerationFields(EngineFields):
 
     @property
     def continuous_usage(self) -> bool:
-        """Whether every chunk of a stream says what was used so far."""
+        """Whether every chunk of a stream contains the usage so far."""
         options = self.stream_options
         return options is not None and bool(options.include_usage) and bool(options.continuous_usage_stats)
 
     @model_validator(mode="after")
     def _fits_together(self) -> GenerationFields:
         if self.model_fields_set:
-            refuse(self)
+            reject_unsupported(self)
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options needs stream to be true")
+            raise ValueError("stream_options requires stream to be true")
         if self.prompt_logprobs is not None and self.stream:
-            raise ValueError("prompt_logprobs are not told in a stream; set stream to false")
+            raise ValueError("prompt_logprobs cannot be streamed; set stream to false")
         if self.truncate_prompt_tokens == 0:
-            raise ValueError("truncate_prompt_tokens must be at least 1, or -1 for what fits into the context")
+            raise ValueError("truncate_prompt_tokens must be at least 1, or -1 for the context length")
         if self.truncation_side is not None and self.truncate_prompt_tokens is None:
-            raise ValueError("truncation_side needs truncate_prompt_tokens")
+            raise ValueError("truncation_side requires truncate_prompt_tokens")
         return self
 
 
 class Function(BaseModel):
-    """What a tool does; its schema is passed on as it is."""
+    """The function of a tool; its schema is passed on unchanged."""
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True, hide_input_in_errors=True)
 
@@ -100,7 +100,7 @@ class Function(BaseModel):
 
 
 class Tool(BaseModel):
-    """A tool as the client described it."""
+    """A tool; additional fields are passed on unchanged."""
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True, hide_input_in_errors=True)
 
@@ -153,7 +153,7 @@ class ChatCompletionRequest(GenerationFields):
     modalities: list[str] | None = Field(None, max_length=8, fail_fast=True)
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
 
-    # Bookkeeping of OpenAI's own platform, without effect on the answer; prompt_cache_key may name a session.
+    # Fields of OpenAI's platform without effect on the output; prompt_cache_key may identify a session.
     metadata: Metadata | None = None
     store: bool | None = None
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
@@ -161,7 +161,7 @@ class ChatCompletionRequest(GenerationFields):
     prompt_cache_key: str | None = None
     prompt_cache_retention: Literal["in-memory", "in_memory", "24h"] | None = None
 
-    # Customary extensions of the engines.
+    # Extensions of vLLM and SGLang.
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template: str | None = None
@@ -170,31 +170,31 @@ class ChatCompletionRequest(GenerationFields):
     include_reasoning: bool | None = None
     separate_reasoning: bool | None = None
 
-    functions: Any = refused("it is OpenAI's old form; use tools")
-    function_call: Any = refused("it is OpenAI's old form; use tool_choice")
-    audio: Any = refused("models here write text")
-    prediction: Any = refused("outputs cannot be predicted here")
-    web_search_options: Any = refused("there is no search here; give the model a tool")
-    verbosity: Any = refused("say in the prompt how long the answer may be", "medium")
-    best_of: Any = refused("use n", 1)
-    echo: Any = refused("messages are not echoed; completions are", False)
-    add_special_tokens: Any = refused("the chat template adds what is needed", False)
-    return_prompt_text: Any = refused("/v1/chat/completions/render answers it", False)
-    return_prompt_token_ids: Any = refused("return_token_ids answers them, too", False)
-    return_meta_info: Any = refused("usage and logprobs say what it would", False)
-    return_input_ids_in_sglext: Any = refused("use return_token_ids", False)
-    return_output_ids_in_sglext: Any = refused("use return_token_ids", False)
-    return_sampling_mask: Any = refused("workers do not tell", False)
-    sampling_logprobs_mode: Any = refused("workers tell the model's own log-probabilities")
-    return_flat_raw_output_top_logprobs: Any = refused("use top_logprobs", False)
-    stream_reasoning: Any = refused("reasoning is streamed as it comes", True)
-    thinking: Any = refused("use chat_template_kwargs or reasoning_effort, as the model's template wants")
-    task: Any = refused("templates know no tasks; use chat_template_kwargs")
-    input_ids: Any = refused("/v1/completions takes token ids")
-    max_dynamic_patch: Any = refused("models here read text")
-    min_dynamic_patch: Any = refused("models here read text")
-    use_audio_in_video: Any = refused("models here read text", False)
-    video_config: Any = refused("models here read text")
+    functions: Any = unsupported_field("it is deprecated; use tools")
+    function_call: Any = unsupported_field("it is deprecated; use tool_choice")
+    audio: Any = unsupported_field("only text output is generated")
+    prediction: Any = unsupported_field("predicted outputs are not implemented")
+    web_search_options: Any = unsupported_field("web search is not built in; describe a tool")
+    verbosity: Any = unsupported_field("request a length in the prompt", "medium")
+    best_of: Any = unsupported_field("use n", 1)
+    echo: Any = unsupported_field("only completions can echo their prompt", False)
+    add_special_tokens: Any = unsupported_field("the chat template adds special tokens", False)
+    return_prompt_text: Any = unsupported_field("use /v1/chat/completions/render", False)
+    return_prompt_token_ids: Any = unsupported_field("use return_token_ids", False)
+    return_meta_info: Any = unsupported_field("use usage and logprobs", False)
+    return_input_ids_in_sglext: Any = unsupported_field("use return_token_ids", False)
+    return_output_ids_in_sglext: Any = unsupported_field("use return_token_ids", False)
+    return_sampling_mask: Any = unsupported_field("workers do not report it", False)
+    sampling_logprobs_mode: Any = unsupported_field("workers report the model's unmodified log-probabilities")
+    return_flat_raw_output_top_logprobs: Any = unsupported_field("use top_logprobs", False)
+    stream_reasoning: Any = unsupported_field("reasoning is always streamed", True)
+    thinking: Any = unsupported_field("use chat_template_kwargs or reasoning_effort, depending on the model's template")
+    task: Any = unsupported_field("use chat_template_kwargs")
+    input_ids: Any = unsupported_field("send token ids to /v1/completions")
+    max_dynamic_patch: Any = unsupported_field("only text input is accepted")
+    min_dynamic_patch: Any = unsupported_field("only text input is accepted")
+    use_audio_in_video: Any = unsupported_field("only text input is accepted", False)
+    video_config: Any = unsupported_field("only text input is accepted")
 
     @property
     def session_names(self) -> dict[str, str | None]:
@@ -204,9 +204,9 @@ class ChatCompletionRequest(GenerationFields):
     def _chat_fits_together(self) -> ChatCompletionRequest:
         _check_tool_choice(self.tool_choice)
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs to be true")
+            raise ValueError("top_logprobs requires logprobs to be true")
         if self.modalities is not None and self.modalities != ["text"]:
-            raise ValueError("modalities can only be ['text']")
+            raise ValueError("modalities must be ['text']")
         return self
 
 
@@ -215,7 +215,7 @@ class CompletionRequest(GenerationFields):
 
     prompt: PromptInput | None = None
     prompt_embeds: str | None = Field(
-        None, min_length=1, description="base64 of what torch.save or numpy.save writes of an array [tokens, width]"
+        None, min_length=1, description="base64 of a file of torch.save or numpy.save with an array [tokens, width]"
     )
     echo: bool | None = None
     best_of: int | None = Field(None, ge=1)
@@ -225,20 +225,20 @@ class CompletionRequest(GenerationFields):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """The prompts one by one; none when embeddings take their place."""
+        """The single prompts; empty if prompt_embeds replaces them."""
         return [] if self.prompt is None or self.prompt_embeds is not None else one_by_one(self.prompt)
 
     @model_validator(mode="after")
     def _completion_fits_together(self) -> CompletionRequest:
-        # Clients that insist on a prompt send an empty one beside the embeddings.
+        # Some client libraries require a prompt and send an empty one with the embeddings.
         if (self.prompt is None or (self.prompt == "" and self.prompt_embeds is not None)) == (
             self.prompt_embeds is None
         ):
-            raise ValueError("prompt or prompt_embeds must be given, and not both")
+            raise ValueError("prompt or prompt_embeds must be set, but not both")
         if self.suffix and (self.echo or self.prompt is None):
-            raise ValueError("suffix needs a prompt, which is not echoed")
+            raise ValueError("suffix requires a prompt, and echo to be false")
         if self.max_tokens == 0 and not self.echo:
-            raise ValueError("max_tokens can be 0 only with echo, to hear the prompt's logprobs")
+            raise ValueError("max_tokens can be 0 only with echo, to return the prompt's logprobs")
         if self.prompt_embeds is not None and (self.echo or self.prompt_logprobs is not None):
-            raise ValueError(f"{'echo' if self.echo else 'prompt_logprobs'} needs a prompt of text or token ids")
+            raise ValueError(f"{'echo' if self.echo else 'prompt_logprobs'} requires a prompt of text or token ids")
         return self

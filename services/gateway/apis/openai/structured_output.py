@@ -1,4 +1,4 @@
-"""Constraints on the output: from a request's many names for them to the one that the engine gets."""
+"""Translates the fields that constrain the output to the constraint that the engine receives."""
 
 from __future__ import annotations
 
@@ -23,36 +23,35 @@ CAPABILITIES = {
     "choice": "guided_choice",
     "structural_tag": "structural_tag",
 }
-"""What an engine must be able to do for each kind of constraint."""
+"""The capability that each kind of constraint requires of an engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """A constraint, the field that asks for it, and what the engine must be able to do."""
+    """A constraint and the client's field that sets it."""
 
     guided: StructuredOutput
     field: str
 
     @property
-    def needs(self) -> tuple[str, str]:
-        """Capability and field."""
+    def required_capability(self) -> tuple[str, str]:
+        """The required capability and the field."""
         return CAPABILITIES[self.guided.kind], self.field
 
 
-def constraint(fields: GuidedFields, meter: SchemaMeter) -> Constraint | None:
-    """Returns the constraint of a request, checked as far as that needs no compiler; None when there is none.
+def read_constraint(fields: GuidedFields, meter: SchemaMeter) -> Constraint | None:
+    """Returns the constraint of a request, or None; patterns and grammars are validated by the engine only.
 
     Args:
-        meter: gets every schema, pattern and grammar before it is looked at.
+        meter: measures every schema, pattern and grammar before it is processed.
 
     Raises:
-        SluiceError: INVALID_ARGUMENT naming the field of a schema or grammar that is none or over a budget, or of the
-            second constraint where there are two.
+        SluiceError: INVALID_ARGUMENT for an invalid schema or grammar, one that exceeds a budget, or two constraints.
     """
     found = list(_constraints(fields, _Reader(meter)))
     if len(found) > 1:
         raise invalid(
-            f"{found[1].field} and {found[0].field} exclude each other; one constraint is possible.",
+            f"{found[1].field} and {found[0].field} exclude each other; set only one of them.",
             param=found[1].field,
             code="invalid_value",
         )
@@ -106,18 +105,18 @@ def _of_structured_outputs(outputs: StructuredOutputs, read: _Reader) -> Constra
 
 
 class _Reader:
-    """Makes what an engine gets of a field's value, checked and counted."""
+    """Measures and validates the value of a field and returns the engine's constraint."""
 
     def __init__(self, meter: SchemaMeter) -> None:
         self._meter = meter
 
     def schema(self, document: Any, field: str) -> StructuredOutput:
-        schema = self._counted(document, field)
+        schema = self._measured(document, field)
         check_schema(schema, field)
         return StructuredOutput("json_schema", orjson.dumps(schema).decode())
 
     def tag(self, document: Any, field: str) -> StructuredOutput:
-        tag = self._counted(document, field)
+        tag = self._measured(document, field)
         return StructuredOutput("structural_tag", document if isinstance(document, str) else orjson.dumps(tag).decode())
 
     def regex(self, pattern: str, field: str) -> StructuredOutput:
@@ -127,27 +126,27 @@ class _Reader:
     def grammar(self, grammar: str, field: str) -> StructuredOutput:
         self._meter.check_grammar([grammar], field)
         if not grammar.strip():
-            raise invalid(f"{field} is empty.", param=field, code="invalid_value")
+            raise invalid(f"{field} is empty; send a grammar.", param=field, code="invalid_value")
         return StructuredOutput("ebnf", grammar)
 
     def choice(self, texts: list[str], field: str) -> StructuredOutput:
         self._meter.check_grammar(texts, field)
         return StructuredOutput("choice", tuple(texts))
 
-    def _counted(self, document: Any, field: str) -> Any:
-        """Returns a JSON document, parsed where it is a text."""
-        loaded = self._loaded(document, field) if isinstance(document, str) else document
-        self._meter.add_schema(loaded, field)
-        return loaded
+    def _measured(self, document: Any, field: str) -> Any:
+        """Returns a JSON document, parsed if it is text."""
+        parsed = self._parsed(document, field) if isinstance(document, str) else document
+        self._meter.add_schema(parsed, field)
+        return parsed
 
-    def _loaded(self, document: str, field: str) -> dict[str, Any]:
+    def _parsed(self, document: str, field: str) -> dict[str, Any]:
         self._meter.check_text(document, field)
         text = document.encode()
         self._meter.check_nodes(most_nodes(text, self._meter.budgets.schema_nodes.limit), field)
         try:
-            loaded = orjson.loads(text)
+            parsed = orjson.loads(text)
         except orjson.JSONDecodeError as error:
-            raise invalid(f"{field} is no valid JSON: {error.msg} at character {error.pos}.", param=field) from None
-        if not isinstance(loaded, dict):
-            raise invalid(f"{field} must hold a JSON object.", param=field)
-        return loaded
+            raise invalid(f"{field} is not valid JSON: {error.msg} at character {error.pos}.", param=field) from None
+        if not isinstance(parsed, dict):
+            raise invalid(f"{field} must be a JSON object.", param=field)
+        return parsed

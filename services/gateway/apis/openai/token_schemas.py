@@ -1,4 +1,4 @@
-"""Requests about tokens, in vLLM's shapes."""
+"""Request schemas of /tokenize and /detokenize, compatible with vLLM."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from services.gateway.apis.openai.schemas import Messages, Tools
 
 
 class TokenizeRequest(Strict):
-    """POST /tokenize: a `prompt`, or a chat's `messages` with what belongs to them."""
+    """POST /tokenize: a `prompt`, or the `messages` of a chat with its template options."""
 
     model: str | None = None
     prompt: str | None = None
@@ -24,9 +24,9 @@ class TokenizeRequest(Strict):
     tools: Tools | None = None
 
     @model_validator(mode="after")
-    def _one_of_both(self) -> TokenizeRequest:
+    def _prompt_or_messages(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("prompt or messages must be given, and not both")
+            raise ValueError("prompt or messages must be set, but not both")
         for name in (
             "add_generation_prompt",
             "continue_final_message",
@@ -35,9 +35,9 @@ class TokenizeRequest(Strict):
             "tools",
         ):
             if self.prompt is not None and getattr(self, name) is not None:
-                raise ValueError(f"{name} belongs to messages, not to a prompt")
+                raise ValueError(f"{name} requires messages instead of prompt")
         if self.messages is not None and self.add_special_tokens:
-            raise ValueError("add_special_tokens cannot be true with messages: the chat template adds what is needed")
+            raise ValueError("add_special_tokens cannot be true with messages: the chat template adds special tokens")
         return self
 
 

@@ -1,4 +1,4 @@
-"""What becomes of a prompt, without generating: /tokenize, /detokenize and /v1/chat/completions/render."""
+"""The endpoints /tokenize, /detokenize and /v1/chat/completions/render, which do not generate."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from services.gateway.workers.registry import WorkerEntry
 
 
 class TokenEndpoints:
-    """Answers from preprocess; no worker computes anything.
+    """Handlers served by preprocess alone, without workers.
 
     Args:
-        bodies: memory of all request bodies.
+        bodies: the memory budget shared by all request bodies.
     """
 
     def __init__(self, pipelines: Pipelines, settings: GatewaySettings, bodies: BodyMemory | None = None) -> None:
@@ -42,7 +42,7 @@ class TokenEndpoints:
         self._bodies = bodies
 
     async def tokenize(self, request: Request) -> Response:
-        """POST /tokenize."""
+        """Tokenize a prompt or a chat."""
         body = await self._body(request)
         fields = check(TokenizeRequest, body, self._budgets)
         count_tools(fields.tools, SchemaMeter(self._budgets))
@@ -62,11 +62,11 @@ class TokenEndpoints:
         )
 
     async def detokenize(self, request: Request) -> Response:
-        """POST /detokenize."""
+        """Return the text of token ids."""
         fields = check(DetokenizeRequest, await self._body(request), self._budgets)
         entry = self._entry(fields.model)
         with telemetry.stage("gateway.detokenize", parent=dict(request.headers), model=entry.model):
-            await _pay(len(fields.tokens))
+            await _charge(len(fields.tokens))
             try:
                 text = await self._pipelines.preprocess.detokenize(
                     entry.model, pack_u32(fields.tokens), skip_special_tokens=False
@@ -77,7 +77,7 @@ class TokenEndpoints:
         return _json({"prompt": text})
 
     async def render(self, request: Request) -> Response:
-        """POST /v1/chat/completions/render: the chat completion as its worker would get it."""
+        """Render a chat completion as its worker would receive it."""
         body = await self._body(request)
         fields = check(ChatCompletionRequest, body, self._budgets)
         request_id = ChatFormat.id_prefix + secrets.token_hex(12)
@@ -104,7 +104,7 @@ class TokenEndpoints:
         return await read_json(request, limit, self._settings.body_timeout_s, self._budgets.values, self._bodies)
 
     def _entry(self, model: str | None) -> WorkerEntry:
-        """The model named, or the only one there is."""
+        """Returns the entry of the named model, or of the only served model."""
         if model is not None:
             return self._pipelines.registry.model(model)
         entries = list(self._pipelines.registry.models.values())
@@ -114,12 +114,12 @@ class TokenEndpoints:
         return entries[0]
 
     async def _tokens(self, entry: WorkerEntry, prompt: Prompt) -> TokenizedPrompt:
-        made = await self._pipelines.preprocess.tokenize(entry.model, prompt, 0, "", "")
-        await _pay(made.length)
-        return made
+        tokenized = await self._pipelines.preprocess.tokenize(entry.model, prompt, 0, "", "")
+        await _charge(tokenized.length)
+        return tokenized
 
 
-async def _pay(tokens: int) -> None:
+async def _charge(tokens: int) -> None:
     permit = permits.current()
     await permit.charge(tokens)
     permit.spent(tokens)
@@ -139,9 +139,9 @@ def _prompt(body: dict[str, Any], fields: TokenizeRequest) -> Prompt:
 
 
 def _sampling(generation: GenerationRequest, prompt: TokenizedPrompt) -> dict[str, Any]:
-    """What its worker gets: what the client set, else the model's own defaults, and the ids that end the answer."""
+    """Returns the worker's parameters: the client's, else the model's defaults, and all stop token ids."""
     stop = generation.stop
-    given = {
+    params = {
         **asdict(generation.sampling.or_else(prompt.defaults)),
         "max_tokens": stop.max_tokens or prompt.default_max_tokens,
         "min_tokens": stop.min_tokens or None,
@@ -149,9 +149,9 @@ def _sampling(generation: GenerationRequest, prompt: TokenizedPrompt) -> dict[st
         "ignore_eos": stop.ignore_eos or None,
         "n": generation.choices,
     }
-    ends = dict.fromkeys((*stop.token_ids, *unpack_u32(prompt.stop_token_ids), *unpack_u32(prompt.eos_token_ids)))
-    kept = {key: value for key, value in given.items() if value not in (None, [], {}, ())}
-    return {**kept, "stop_token_ids": list(ends)}
+    stop_ids = dict.fromkeys((*stop.token_ids, *unpack_u32(prompt.stop_token_ids), *unpack_u32(prompt.eos_token_ids)))
+    non_default = {key: value for key, value in params.items() if value not in (None, [], {}, ())}
+    return {**non_default, "stop_token_ids": list(stop_ids)}
 
 
 def _context(entry: WorkerEntry, prompt: TokenizedPrompt) -> int:

@@ -1,8 +1,7 @@
-"""A tool_choice that demands a call, as a schema for engines that can follow one.
+"""Enforces a tool_choice that requires a call, with a JSON schema for engines with structured output.
 
-The answer is then one object `{"name": …, "parameters": {…}}` of a function that may be called, whatever form the
-model itself would have written calls in. Engines without schemas are left to the model, and postprocess says when it
-does not do what was demanded.
+The output is then one object `{"name": …, "parameters": {…}}`, whatever the model's own format of calls. Without
+structured output the model may ignore the tool_choice; postprocess reports that.
 """
 
 from __future__ import annotations
@@ -15,17 +14,17 @@ from services.gateway.apis.openai.json_schema import check_schema
 from services.gateway.core.request import StructuredOutput
 
 CALL_PARSER = "llama3_json"
-"""Postprocess' name for the parser of such an object."""
+"""Postprocess' parser of such an object."""
 
 
 def forced_call(tools: list[dict[str, Any]], tool_choice: Any) -> StructuredOutput | None:
-    """The schema of a demanded call; None when none is demanded, or when the tools' schemas cannot live in one.
+    """Returns the schema of a required call; None if no call is required, or the tools' schemas cannot be combined.
 
     Args:
-        tools: of a chat; `SchemaMeter` has counted their parameters.
+        tools: the chat's tools, already measured by `SchemaMeter`.
 
     Raises:
-        SluiceError: INVALID_ARGUMENT naming the tool whose parameters are no schema.
+        SluiceError: INVALID_ARGUMENT naming the tool whose parameters are not a valid schema.
     """
     if tool_choice in (None, "none", "auto"):
         return None
@@ -41,7 +40,7 @@ def forced_call(tools: list[dict[str, Any]], tool_choice: Any) -> StructuredOutp
         for name, definition in (parameters.pop("$defs", None) or {}).items():
             if definitions.setdefault(name, definition) != definition:
                 return None
-        if _points_elsewhere(parameters):
+        if _has_unresolvable_reference(parameters):
             return None
         calls.append(
             {
@@ -59,16 +58,16 @@ def forced_call(tools: list[dict[str, Any]], tool_choice: Any) -> StructuredOutp
     )
 
 
-def _points_elsewhere(schema: Any) -> bool:
-    """Whether a reference would not be found any more once the schema is a part of another."""
-    waiting = [schema]
-    while waiting:
-        node = waiting.pop()
+def _has_unresolvable_reference(schema: Any) -> bool:
+    """Returns whether a reference would not resolve once the schema is embedded in another."""
+    pending = [schema]
+    while pending:
+        node = pending.pop()
         if isinstance(node, dict):
             reference = node.get("$ref")
             if isinstance(reference, str) and not reference.startswith("#/$defs/"):
                 return True
-            waiting += node.values()
+            pending += node.values()
         elif isinstance(node, list):
-            waiting += node
+            pending += node
     return False

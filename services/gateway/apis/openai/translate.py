@@ -1,4 +1,4 @@
-"""OpenAI requests in the gateway's own words."""
+"""Translates chat completions and completions to generation requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from services.common.packing import pack_u32
 from services.gateway.apis.openai.prompt_embeds import read_prompt_embeds
 from services.gateway.apis.openai.schema_meter import SchemaMeter
 from services.gateway.apis.openai.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields, Tool
-from services.gateway.apis.openai.structured_output import Constraint, constraint
+from services.gateway.apis.openai.structured_output import Constraint, read_constraint
 from services.gateway.apis.openai.tool_choice import CALL_PARSER, forced_call
 from services.gateway.core.request import (
     ChatPrompt,
@@ -39,18 +39,18 @@ def chat_request(
     budgets: BodyBudgets,
     forces_calls: bool = False,
 ) -> GenerationRequest:
-    """A chat completion.
+    """Returns the generation request of a chat completion.
 
     Args:
-        budgets: of the schemas of its tools and of its constraint, together.
-        forces_calls: an engine of the model can be held to a schema, so a demanded tool call is.
+        budgets: bounds the schemas of tools and constraint together.
+        forces_calls: the model's engines support structured output, which enforces required tool calls.
 
     Raises:
-        SluiceError: INVALID_ARGUMENT names what cannot be honoured.
+        SluiceError: INVALID_ARGUMENT for invalid or unsupported fields.
     """
     meter = SchemaMeter(budgets)
     count_tools(fields.tools, meter)
-    asked = constraint(fields, meter)
+    constraint = read_constraint(fields, meter)
     prompt = ChatPrompt(
         messages_json=orjson.dumps(body["messages"]),
         tools_json=_dump(body.get("tools")),
@@ -61,15 +61,15 @@ def chat_request(
         continue_final_message=bool(fields.continue_final_message),
         documents_json=_dump(body.get("documents")),
     )
-    demanded = _demanded_call(body, fields) if forces_calls else None
-    parsing = _parsing(fields, prompt, demanded)
+    forced = _forced_call(body, fields) if forces_calls else None
+    parsing = _parsing(fields, prompt, forced)
     max_tokens = fields.max_completion_tokens if fields.max_completion_tokens is not None else fields.max_tokens
     logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
-    return _request(fields, prompt, request_id, max_tokens, max_choices, logprobs, asked, parsing, demanded)
+    return _request(fields, prompt, request_id, max_tokens, max_choices, logprobs, constraint, parsing, forced)
 
 
 def count_tools(tools: Sequence[Tool] | None, meter: SchemaMeter) -> None:
-    """Adds the schemas of a chat's tools; SluiceError(INVALID_ARGUMENT) names the one that is over a budget."""
+    """Measures the schemas of a chat's tools; raises SluiceError(INVALID_ARGUMENT) if one exceeds a budget."""
     for index, tool in enumerate(tools or ()):
         if tool.function.parameters is not None:
             meter.add_schema(tool.function.parameters, f"tools[{index}].function.parameters")
@@ -78,28 +78,34 @@ def count_tools(tools: Sequence[Tool] | None, meter: SchemaMeter) -> None:
 def completion_requests(
     fields: CompletionRequest, request_id: str, max_choices: int, budgets: BodyBudgets
 ) -> list[GenerationRequest]:
-    """A completion, one request per prompt; SluiceError(INVALID_ARGUMENT) names what cannot be honoured."""
+    """Returns the generation requests of a completion, one per prompt.
+
+    Raises:
+        SluiceError: INVALID_ARGUMENT for invalid or unsupported fields.
+    """
     if fields.best_of is not None and fields.best_of != (fields.n or 1):
-        raise _unsupported("best_of", "it is accepted only where it equals n")
+        raise _unsupported("best_of", "it must equal n")
     prompts = fields.prompts
     if (fields.n or 1) <= max_choices < len(prompts) * (fields.n or 1):
         raise invalid(
-            f"{len(prompts)} prompts times n are more than {max_choices} choices.", param="prompt", code="invalid_value"
+            f"{len(prompts)} prompts times n exceed the limit of {max_choices} choices.",
+            param="prompt",
+            code="invalid_value",
         )
     max_tokens = COMPLETION_TOKENS if fields.max_tokens is None else max(fields.max_tokens, 1)
-    asked = constraint(fields, SchemaMeter(budgets))
+    constraint = read_constraint(fields, SchemaMeter(budgets))
 
     def request(prompt: Prompt, index: int) -> GenerationRequest:
-        return _request(fields, prompt, f"{request_id}-{index}", max_tokens, max_choices, fields.logprobs, asked)
+        return _request(fields, prompt, f"{request_id}-{index}", max_tokens, max_choices, fields.logprobs, constraint)
 
     if fields.prompt_embeds is not None:
         return [request(read_prompt_embeds(fields.prompt_embeds), 0)]
     return [
         request(
-            TextPrompt(given, fields.add_special_tokens) if isinstance(given, str) else TokenPrompt(pack_u32(given)),
+            TextPrompt(value, fields.add_special_tokens) if isinstance(value, str) else TokenPrompt(pack_u32(value)),
             index,
         )
-        for index, given in enumerate(prompts)
+        for index, value in enumerate(prompts)
     ]
 
 
@@ -110,9 +116,9 @@ def _request(
     max_tokens: int | None,
     max_choices: int,
     logprobs: int | None,
-    asked: Constraint | None,
+    constraint: Constraint | None,
     parsing: Parsing | None = None,
-    demanded: StructuredOutput | None = None,
+    forced: StructuredOutput | None = None,
 ) -> GenerationRequest:
     choices = fields.n or 1
     if choices > max_choices:
@@ -121,9 +127,11 @@ def _request(
         )
     min_tokens = fields.min_tokens or 0
     if max_tokens is not None and min_tokens > max_tokens:
-        raise invalid(f"min_tokens is {min_tokens}, more than the {max_tokens} of max_tokens.", param="min_tokens")
-    if asked is not None and demanded is not None:
-        raise invalid(f"{asked.field} and a tool_choice that demands a call exclude each other.", param=asked.field)
+        raise invalid(f"min_tokens is {min_tokens}, more than max_tokens, {max_tokens}.", param="min_tokens")
+    if constraint is not None and forced is not None:
+        raise invalid(
+            f"{constraint.field} and a tool_choice that requires a call exclude each other.", param=constraint.field
+        )
     prompt_logprobs = _prompt_logprobs(fields, logprobs)
     return GenerationRequest(
         request_id=request_id,
@@ -137,12 +145,12 @@ def _request(
         priority=fields.priority or 0,
         lora=fields.lora_path or "",
         cache_salt=_cache_salt(fields),
-        guided=asked.guided if asked else demanded,
-        guided_calls=demanded is not None,
+        guided=constraint.guided if constraint else forced,
+        guided_calls=forced is not None,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         token_texts=logprobs is not None or fields.continuous_usage or bool(fields.return_token_ids),
-        needs=tuple(_needs(fields, logprobs, prompt_logprobs, asked.needs if asked else None, demanded)),
+        needs=tuple(_required_capabilities(fields, logprobs, prompt_logprobs, constraint, forced)),
     )
 
 
@@ -183,21 +191,21 @@ def _cache_salt(fields: GenerationFields) -> str:
 
 
 def _prompt_logprobs(fields: GenerationFields, logprobs: int | None) -> int | None:
-    """With echo a completion's logprobs are those of its prompt as well."""
+    """Returns the alternatives per prompt token; with echo, `logprobs` of a completion includes its prompt."""
     if isinstance(fields, CompletionRequest) and fields.echo and logprobs is not None:
         return max(logprobs, fields.prompt_logprobs or 0)
     return fields.prompt_logprobs
 
 
-def _needs(
+def _required_capabilities(
     fields: GenerationFields,
     logprobs: int | None,
     prompt_logprobs: int | None,
-    constrained: tuple[str, str] | None,
-    demanded: StructuredOutput | None,
+    constraint: Constraint | None,
+    forced: StructuredOutput | None,
 ) -> list[tuple[str, str]]:
-    needs = [constrained] if constrained else []
-    if demanded is not None:
+    needs = [constraint.required_capability] if constraint else []
+    if forced is not None:
         needs.append(("guided_json", "tool_choice"))
     if logprobs is not None:
         needs.append(("logprobs", "logprobs"))
@@ -210,12 +218,12 @@ def _needs(
     return needs
 
 
-def _parsing(fields: ChatCompletionRequest, prompt: ChatPrompt, demanded: StructuredOutput | None) -> Parsing:
+def _parsing(fields: ChatCompletionRequest, prompt: ChatPrompt, forced: StructuredOutput | None) -> Parsing:
     tools = "auto" if fields.tools and fields.tool_choice != "none" else ""
-    reasons = fields.separate_reasoning is not False
+    separate = fields.separate_reasoning is not False
     return Parsing(
-        tool_parser=CALL_PARSER if demanded is not None else tools,
-        reasoning_parser="auto" if reasons and demanded is None else "",
+        tool_parser=CALL_PARSER if forced is not None else tools,
+        reasoning_parser="auto" if separate and forced is None else "",
         tools_json=prompt.tools_json,
         tool_choice_json=prompt.tool_choice_json,
         single_tool_call=fields.parallel_tool_calls is False,
@@ -224,7 +232,7 @@ def _parsing(fields: ChatCompletionRequest, prompt: ChatPrompt, demanded: Struct
     )
 
 
-def _demanded_call(body: dict[str, Any], fields: ChatCompletionRequest) -> StructuredOutput | None:
+def _forced_call(body: dict[str, Any], fields: ChatCompletionRequest) -> StructuredOutput | None:
     return forced_call(body["tools"], fields.tool_choice) if fields.tools else None
 
 

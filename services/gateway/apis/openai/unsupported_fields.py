@@ -1,7 +1,6 @@
-"""Fields that OpenAI, vLLM or SGLang know and that cannot be honoured here: refused with the reason, never dropped.
+"""Fields of OpenAI, vLLM or SGLang that are not supported: rejected with a reason, never silently ignored.
 
-A field at a value that asks for nothing (null, or the default of whoever invented it) is accepted, because clients send
-their defaults.
+Neutral values (null, or the field's default) are accepted, because some clients always send them.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ UNSUPPORTED = "unsupported"
 """The type of the validation error."""
 
 
-def refused(reason: str, *neutral: Any) -> Any:
-    """A field that is refused for a reason unless it is null or one of the neutral values."""
+def unsupported_field(reason: str, *neutral: Any) -> Any:
+    """Returns a field that is rejected with a reason unless it is null or one of the neutral values."""
     return Field(None, description=f"Not supported: {reason}.", json_schema_extra={"enum": [None, *neutral]})
 
 
-def refuse(fields: BaseModel) -> None:
-    """Raises a validation error that names the first field which asks for something that cannot be honoured."""
+def reject_unsupported(fields: BaseModel) -> None:
+    """Raises a validation error for the first unsupported field that is not neutral."""
     kind = type(fields)
     for name in sorted(fields.model_fields_set):
         field = kind.model_fields[name]

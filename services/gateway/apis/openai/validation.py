@@ -1,4 +1,4 @@
-"""Bodies become requests, and what is wrong with them becomes one sentence that names the field."""
+"""Validates request bodies and formats validation errors as one sentence that names the field."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from services.gateway.http.body_budgets import BodyBudgets
 M = TypeVar("M", bound=BaseModel)
 
 MAX_NAME = 64
-"""Longest name of a client's field that an error repeats, characters."""
+"""Most characters of a client's field name that an error repeats."""
 
 
 def check(kind: type[M], body: dict[str, Any], budgets: BodyBudgets) -> M:
-    """The body as a request of this kind; SluiceError(INVALID_ARGUMENT) names the first field that is wrong."""
+    """Returns the validated body; raises SluiceError(INVALID_ARGUMENT) for the first invalid field."""
     try:
         return kind.model_validate(body, context=budgets)
     except ValidationError as error:
@@ -25,7 +25,7 @@ def check(kind: type[M], body: dict[str, Any], budgets: BodyBudgets) -> M:
 
 
 def explain(error: ValidationError) -> SluiceError:
-    """The first thing wrong, naming its field as `messages[0].role`."""
+    """Returns the first validation error, with its field as `messages[0].role`."""
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
     field = ""
     for part in first["loc"]:
@@ -37,11 +37,11 @@ def explain(error: ValidationError) -> SluiceError:
         return invalid(f"Unrecognized request argument supplied: {field}.", param=field, code="unknown_parameter")
     if first["type"] == "missing":
         return invalid(f"Missing required parameter: {field}.", param=field, code="missing_required_parameter")
-    said = first["msg"].removeprefix("Value error, ")
+    message = first["msg"].removeprefix("Value error, ")
     if first["type"] == UNSUPPORTED:
-        name = said.split(" ", 1)[0]
+        name = message.split(" ", 1)[0]
         param = f"{field}.{name}" if field else name
-        return invalid(f"{param}{said.removeprefix(name)}.", param=param, code="unsupported_parameter")
-    param = field or said.split(" ", 1)[0]
-    sentence = f"Invalid value for {field}: {said[0].lower()}{said[1:]}." if field else f"{said}."
+        return invalid(f"{param}{message.removeprefix(name)}.", param=param, code="unsupported_parameter")
+    param = field or message.split(" ", 1)[0]
+    sentence = f"Invalid value for {field}: {message[0].lower()}{message[1:]}." if field else f"{message}."
     return invalid(sentence, param=param, code="invalid_value")

@@ -1,1 +1,1 @@
-"""OpenAI's Responses API: items in, items out, and a bounded memory of what was answered."""
+"""OpenAI's Responses API and the bounded store of its responses."""

@@ -1,4 +1,4 @@
-"""Items as a chat: which messages they make, and where each message comes from."""
+"""Translates items to chat messages, with the path of the item that each message comes from."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ from services.gateway.apis.responses.items import Item, reasoning_text
 
 @dataclass(slots=True)
 class Conversation:
-    """Messages of a chat and, for each, the path of the item that it begins with."""
+    """Chat messages and, for each, the path of its first item."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
-    head: int = 0  # how many of the first messages are the system's
+    head: int = 0  # number of leading system messages
 
     def add(self, message: dict[str, Any], path: str) -> None:
-        """One more message."""
         self.messages.append(message)
         self.paths.append(path)
 
     def without_oldest(self, turns: int) -> Conversation:
-        """The same without the oldest turns; the system's messages stay. A turn begins with a user's message."""
+        """Returns the conversation without its oldest turns, which start with user messages; keeps system messages."""
         starts = self.turn_starts()
         cut = starts[turns]
         return Conversation(
@@ -31,7 +30,7 @@ class Conversation:
         )
 
     def turn_starts(self) -> list[int]:
-        """Where the turns begin that can be cut off before; the first is the beginning."""
+        """Returns the message indexes at which turns start, first that of the oldest turn."""
         users = [
             index
             for index, message in enumerate(self.messages)
@@ -41,19 +40,19 @@ class Conversation:
 
 
 def conversation(instructions: str | None, items: Iterable[Item]) -> Conversation:
-    """The chat of instructions and items; the system's and developer's messages at the beginning become one."""
-    made = Conversation()
+    """Returns the chat of instructions and items; leading system and developer messages are merged."""
+    chat = Conversation()
     if instructions:
-        made.add({"role": "system", "content": [instructions]}, "instructions")
+        chat.add({"role": "system", "content": [instructions]}, "instructions")
     for item in items:
-        _add(made, item)
-    _join(made.messages)
-    made.head = int(bool(made.messages) and made.messages[0]["role"] == "system")
-    return made
+        _add(chat, item)
+    _join(chat.messages)
+    chat.head = int(bool(chat.messages) and chat.messages[0]["role"] == "system")
+    return chat
 
 
 def _join(messages: list[dict[str, Any]]) -> None:
-    """Makes texts of what `_add` keeps as lists: items that become one message would each copy what came before."""
+    """Joins the text lists that `_add` collects, so that merging items takes linear time."""
     for message in messages:
         if message["role"] == "system":
             message["content"] = "\n\n".join(message["content"])
@@ -61,19 +60,19 @@ def _join(messages: list[dict[str, Any]]) -> None:
             message["reasoning_content"] = "".join(message["reasoning_content"])
 
 
-def _add(made: Conversation, item: Item) -> None:
+def _add(chat: Conversation, item: Item) -> None:
     stored = item.stored
     kind = stored["type"]
     if kind == "function_call_output":
         content = stored["output"]
         text = content if isinstance(content, str) else _joined(content)
-        made.add({"role": "tool", "tool_call_id": stored["call_id"], "content": text}, item.path)
+        chat.add({"role": "tool", "tool_call_id": stored["call_id"], "content": text}, item.path)
     elif kind == "reasoning":
-        answer = _answer(made, item, fresh=True)
-        answer.setdefault("reasoning_content", []).append(reasoning_text(stored))
+        message = _assistant_message(chat, item, new=True)
+        message.setdefault("reasoning_content", []).append(reasoning_text(stored))
     elif kind == "function_call":
-        answer = _answer(made, item, fresh=False)
-        answer.setdefault("tool_calls", []).append(
+        message = _assistant_message(chat, item, new=False)
+        message.setdefault("tool_calls", []).append(
             {
                 "id": stored["call_id"],
                 "type": "function",
@@ -81,30 +80,34 @@ def _add(made: Conversation, item: Item) -> None:
             }
         )
     elif stored["role"] == "assistant":
-        _answer(made, item, fresh=True)["content"] = _joined(stored["content"])
+        _assistant_message(chat, item, new=True)["content"] = _joined(stored["content"])
     else:
-        _add_message(made, item)
+        _add_message(chat, item)
 
 
-def _answer(made: Conversation, item: Item, fresh: bool) -> dict[str, Any]:
-    """The assistant's message that an item belongs to; a fresh one unless so far it only has reasoning."""
-    last = made.messages[-1] if made.messages else {}
+def _assistant_message(chat: Conversation, item: Item, new: bool) -> dict[str, Any]:
+    """Returns the assistant message that an item belongs to.
+
+    Args:
+        new: start a message unless the last one holds only reasoning.
+    """
+    last = chat.messages[-1] if chat.messages else {}
     continues = last.get("role") == "assistant"
-    if fresh:
+    if new:
         continues = continues and not last.get("tool_calls") and last["content"] == ""
     if not continues:
-        made.add({"role": "assistant", "content": ""}, item.path)
-    return made.messages[-1]
+        chat.add({"role": "assistant", "content": ""}, item.path)
+    return chat.messages[-1]
 
 
-def _add_message(made: Conversation, item: Item) -> None:
+def _add_message(chat: Conversation, item: Item) -> None:
     text = _joined(item.stored["content"])
     if item.stored["role"] == "user":
-        made.add({"role": "user", "content": text}, item.path)
-    elif len(made.messages) == 1 and made.messages[0]["role"] == "system":
-        made.messages[0]["content"].append(text)
+        chat.add({"role": "user", "content": text}, item.path)
+    elif len(chat.messages) == 1 and chat.messages[0]["role"] == "system":
+        chat.messages[0]["content"].append(text)
     else:
-        made.add({"role": "system", "content": [text]}, item.path)
+        chat.add({"role": "system", "content": [text]}, item.path)
 
 
 def _joined(parts: list[dict[str, Any]]) -> str:

@@ -1,4 +1,4 @@
-"""JSON schemas of what is read by hand, for the API's documentation."""
+"""OpenAPI schemas of fields that are validated outside pydantic."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _TEXT_PART = {
     "required": ["type", "text"],
     "additionalProperties": False,
 }
-_KEPT = {
+_ITEM_FIELDS = {
     "id": {"type": ["string", "null"]},
     "status": {"enum": ["in_progress", "completed", "incomplete", None]},
 }
 _MESSAGE = {
     "type": "object",
     "properties": {
-        **_KEPT,
+        **_ITEM_FIELDS,
         "phase": {},
         "type": {"const": "message"},
         "role": {"enum": ["user", "assistant", "system", "developer"]},
@@ -38,7 +38,7 @@ _MESSAGE = {
 _CALL = {
     "type": "object",
     "properties": {
-        **_KEPT,
+        **_ITEM_FIELDS,
         "parsed_arguments": {},
         "caller": {},
         "namespace": {"type": "null"},
@@ -54,7 +54,7 @@ _CALL = {
 _CALL_OUTPUT = {
     "type": "object",
     "properties": {
-        **_KEPT,
+        **_ITEM_FIELDS,
         "name": {},
         "caller": {},
         "namespace": {},
@@ -67,7 +67,7 @@ _CALL_OUTPUT = {
 }
 
 
-def _told(kind: str) -> dict[str, Any]:
+def _parts(kind: str) -> dict[str, Any]:
     part = {
         "type": "object",
         "properties": {"type": {"const": kind}, "text": {"type": "string"}},
@@ -80,10 +80,10 @@ def _told(kind: str) -> dict[str, Any]:
 _REASONING = {
     "type": "object",
     "properties": {
-        **_KEPT,
+        **_ITEM_FIELDS,
         "type": {"const": "reasoning"},
-        "summary": _told("summary_text"),
-        "content": _told("reasoning_text"),
+        "summary": _parts("summary_text"),
+        "content": _parts("reasoning_text"),
         "encrypted_content": {"type": ["string", "null"]},
     },
     "required": ["type"],

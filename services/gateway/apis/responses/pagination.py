@@ -1,4 +1,4 @@
-"""Pages of items, as OpenAI's lists have them."""
+"""Pages of items in the format of OpenAI's lists."""
 
 from __future__ import annotations
 
@@ -7,23 +7,27 @@ from typing import Any
 
 from services.common.errors import invalid
 
-LIMIT, MOST = 20, 100
+DEFAULT_LIMIT, MAX_LIMIT = 20, 100
 
 
 def page(items: list[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
-    """One page of items, newest first unless `order` says otherwise; SluiceError(INVALID_ARGUMENT) names the field."""
-    limit, order, after = query.get("limit", str(LIMIT)), query.get("order", "desc"), query.get("after")
-    if not (limit.isascii() and limit.isdigit() and len(limit) < 4 and 1 <= int(limit) <= MOST):
-        raise invalid(f"limit must be a number from 1 to {MOST}.", param="limit", code="invalid_value")
+    """Returns a page of items, newest first by default; raises SluiceError(INVALID_ARGUMENT) for invalid parameters."""
+    limit, order, after = query.get("limit", str(DEFAULT_LIMIT)), query.get("order", "desc"), query.get("after")
+    if not (limit.isascii() and limit.isdigit() and len(limit) < 4 and 1 <= int(limit) <= MAX_LIMIT):
+        raise invalid(f"limit must be a number from 1 to {MAX_LIMIT}.", param="limit", code="invalid_value")
     if order not in ("asc", "desc"):
         raise invalid("order must be asc or desc.", param="order", code="invalid_value")
     ordered = items if order == "asc" else items[::-1]
     first = 0
     if after is not None:
-        places = [index for index, item in enumerate(ordered) if item["id"] == after]
-        if not places:
-            raise invalid(f"after names {after[:80]!r}, which is no item here.", param="after", code="invalid_value")
-        first = places[-1] + 1
+        indexes = [index for index, item in enumerate(ordered) if item["id"] == after]
+        if not indexes:
+            raise invalid(
+                f"after names {after[:80]!r}, which is not an item of this response.",
+                param="after",
+                code="invalid_value",
+            )
+        first = indexes[-1] + 1
     shown = ordered[first : first + int(limit)]
     return {
         "object": "list",

@@ -1,4 +1,4 @@
-"""What is kept of responses in Redis, so that every gateway finds what another one answered."""
+"""Stores responses in Redis, shared by all gateways."""
 
 from __future__ import annotations
 
@@ -14,98 +14,98 @@ from services.gateway.apis.responses.store import ResponseStore, StoredResponse
 
 log = logging.getLogger(__name__)
 
-WAITING = 256
-"""Responses on their way to Redis at once; more are not kept."""
-WAITING_OF_OWNER = WAITING // 4
-"""Of one owner, so that none keeps out the responses of others."""
+MAX_PENDING_WRITES = 256
+"""Most concurrent writes to Redis; further responses are not stored."""
+MAX_PENDING_WRITES_PER_OWNER = MAX_PENDING_WRITES // 4
+"""Keeps one owner from blocking the writes of others."""
 _LENGTH = 8
 
 
 class RedisStore(ResponseStore):
-    """See ResponseStore; the bounds are those of each owner.
+    """See ResponseStore; limits apply per owner.
 
-    A response can be found here from the moment it is kept, by other gateways once Redis has it.
+    This gateway finds a response as soon as it is put, other gateways once it is written to Redis.
 
     Args:
-        url: as the router's, see `services.common.redis.target`.
-        most: responses of an owner.
-        most_bytes: of all responses of an owner together.
-        longest_s: from keeping to forgetting, seconds.
-        tasks: owns what is on its way.
+        url: see `services.common.redis.target`.
+        max_responses: most responses per owner.
+        max_bytes: most bytes per owner.
+        ttl_s: seconds until a response expires.
+        tasks: owns the pending writes.
         prefix: first part of every key.
-        timeout_s: how long Redis gets to answer.
-        credentials: what the URL does not say.
+        timeout_s: seconds until a Redis command times out.
+        credentials: credentials that the URL does not contain.
 
     Raises:
-        SluiceError: INVALID_ARGUMENT when the URL is none; the error repeats no password.
+        SluiceError: INVALID_ARGUMENT for an invalid URL; the message never contains the password.
     """
 
     def __init__(
         self,
         url: str,
-        most: int,
-        most_bytes: int,
-        longest_s: float,
+        max_responses: int,
+        max_bytes: int,
+        ttl_s: float,
         tasks: TaskOwner,
         prefix: str = "sluice",
         timeout_s: float = 1.0,
         credentials: Credentials | None = None,
     ) -> None:
         self._redis = ScriptRunner(parse(url, credentials, "responses-redis-url"), timeout_s)
-        self._bounds = (most, most_bytes)
-        self._longest_ms = int(longest_s * 1000)
+        self._limits = (max_responses, max_bytes)
+        self._ttl_ms = int(ttl_s * 1000)
         self._tasks = tasks
         self._prefix = prefix
-        self._script = Script(files("services.gateway.apis.responses").joinpath("kept.lua").read_text("utf-8"))
-        self._waiting: dict[tuple[str, str], StoredResponse] = {}
+        self._script = Script(files("services.gateway.apis.responses").joinpath("responses.lua").read_text("utf-8"))
+        self._pending: dict[tuple[str, str], StoredResponse] = {}
 
-    def keep(self, owner: str, response_id: str, kept: StoredResponse) -> None:
-        """See ResponseStore; one that cannot be kept is a line in the log."""
-        of_owner = sum(one == owner for one, _ in self._waiting)
-        if len(self._waiting) >= WAITING or of_owner >= WAITING_OF_OWNER:
-            log.warning("a response is not kept: too many are on their way to Redis", extra={"response": response_id})
+    def put(self, owner: str, response_id: str, stored: StoredResponse) -> None:
+        """See ResponseStore; logs a warning if the response cannot be stored."""
+        by_owner = sum(name == owner for name, _ in self._pending)
+        if len(self._pending) >= MAX_PENDING_WRITES or by_owner >= MAX_PENDING_WRITES_PER_OWNER:
+            log.warning("response not stored: too many pending writes to Redis", extra={"response": response_id})
             return
-        self._waiting[owner, response_id] = kept
-        self._tasks.spawn(self._send(owner, response_id, kept), "keep-response")
+        self._pending[owner, response_id] = stored
+        self._tasks.spawn(self._write(owner, response_id, stored), "store-response")
 
-    async def _send(self, owner: str, response_id: str, kept: StoredResponse) -> None:
-        value = len(kept.response).to_bytes(_LENGTH, "big") + kept.response + kept.items
+    async def _write(self, owner: str, response_id: str, stored: StoredResponse) -> None:
+        value = len(stored.response).to_bytes(_LENGTH, "big") + stored.response + stored.items
         try:
-            await self._run(owner, "keep", response_id, value, self._longest_ms, *self._bounds)
+            await self._run(owner, "put", response_id, value, self._ttl_ms, *self._limits)
         except FAILURES as error:
-            log.warning("a response is not kept: %s", type(error).__name__, extra={"response": response_id})
+            log.warning("response not stored: %s", type(error).__name__, extra={"response": response_id})
         finally:
-            self._waiting.pop((owner, response_id), None)
+            self._pending.pop((owner, response_id), None)
 
     async def find(self, owner: str, response_id: str) -> StoredResponse | None:
-        """See ResponseStore; SluiceError(UNAVAILABLE) while Redis does not answer."""
-        if (waiting := self._waiting.get((owner, response_id))) is not None:
-            return waiting
-        value = await self._asked(owner, "find", response_id, self._longest_ms)
+        """See ResponseStore; raises SluiceError(UNAVAILABLE) while Redis is unreachable."""
+        if (pending := self._pending.get((owner, response_id))) is not None:
+            return pending
+        value = await self._query(owner, "find", response_id, self._ttl_ms)
         if value is None:
             return None
         end = _LENGTH + int.from_bytes(value[:_LENGTH], "big")
         return StoredResponse(value[_LENGTH:end], value[end:])
 
-    async def drop(self, owner: str, response_id: str) -> bool:
-        """See ResponseStore; SluiceError(UNAVAILABLE) while Redis does not answer."""
-        here = self._waiting.pop((owner, response_id), None) is not None
-        return bool(await self._asked(owner, "drop", response_id)) or here
+    async def delete(self, owner: str, response_id: str) -> bool:
+        """See ResponseStore; raises SluiceError(UNAVAILABLE) while Redis is unreachable."""
+        was_pending = self._pending.pop((owner, response_id), None) is not None
+        return bool(await self._query(owner, "delete", response_id)) or was_pending
 
     async def close(self) -> None:
         """See ResponseStore."""
         await self._redis.close()
 
-    async def _asked(self, owner: str, *arguments: Any) -> Any:
+    async def _query(self, owner: str, *arguments: Any) -> Any:
         try:
             return await self._run(owner, *arguments)
         except FAILURES as error:
-            log.warning("Redis does not tell of a response: %s", type(error).__name__)
+            log.warning("stored response unavailable, Redis failed: %s", type(error).__name__)
             raise unavailable(
-                "Responses are kept in Redis, which does not answer; try again, or send the conversation as input.",
+                "The response store is unavailable; retry, or send the conversation as input.",
                 code="store_unavailable",
             ) from None
 
     async def _run(self, owner: str, *arguments: Any) -> Any:
-        names = [f"{self._prefix}:responses:{{{owner}}}:{what}" for what in ("values", "times", "bytes")]
+        names = [f"{self._prefix}:responses:{{{owner}}}:{kind}" for kind in ("values", "times", "bytes")]
         return await self._redis.run(self._script, names, arguments)

@@ -1,4 +1,4 @@
-"""The response object, as it is answered, streamed and kept."""
+"""Builds the response object in its states, from in progress to completed or failed."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _PREFIXES = {Kind.TEXT: "msg", Kind.REASONING: "rs", Kind.CALL: "fc"}
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
-    """How items are shown.
+class OutputOptions:
+    """How output items are formatted.
 
     Attributes:
-        summary: reasoning stands in the summary, not in the content.
-        sealed: reasoning also stands in `encrypted_content`.
-        naming: what tokens are called, where their log-probabilities are shown.
+        summary: reasoning is in the summary instead of the content.
+        sealed: reasoning is also in `encrypted_content`.
+        naming: the names of tokens; None without log-probabilities.
     """
 
     summary: bool = False
@@ -33,8 +33,8 @@ class Shown:
     naming: Naming | None = None
 
     @classmethod
-    def by(cls, fields: ResponsesRequest, naming: Naming | None) -> Shown:
-        """As a request asks."""
+    def of_request(cls, fields: ResponsesRequest, naming: Naming | None) -> OutputOptions:
+        """Returns the options that a request selects."""
         reasoning = fields.reasoning
         return cls(
             reasoning is not None and reasoning.as_summary, "reasoning.encrypted_content" in fields.includes, naming
@@ -42,15 +42,15 @@ class Shown:
 
 
 class OutputItem:
-    """One block of the answer as an item."""
+    """An output item, made from one block of the output."""
 
-    def __init__(self, block: Block, shown: Shown) -> None:
+    def __init__(self, block: Block, options: OutputOptions) -> None:
         self.id = new_id(_PREFIXES[block.kind])
         self.block = block
-        self._shown = shown
+        self._options = options
 
-    def begun(self) -> dict[str, Any]:
-        """As it is added, with nothing in it."""
+    def in_progress(self) -> dict[str, Any]:
+        """Returns the item as it is added, without content."""
         block = self.block
         if block.kind is Kind.CALL:
             return self._call("in_progress", "")
@@ -58,25 +58,25 @@ class OutputItem:
             return self._reasoning("in_progress", None)
         return self._message("in_progress", [])
 
-    def whole(self, status: str) -> dict[str, Any]:
-        """As it is when it is done."""
+    def completed(self, status: str) -> dict[str, Any]:
+        """Returns the item with all of its content."""
         block = self.block
         if block.kind is Kind.CALL:
-            return self._call(status, block.said)
+            return self._call(status, block.text)
         if block.kind is Kind.REASONING:
-            return self._reasoning(status, block.said)
-        return self._message(status, [self.part(block.said)])
+            return self._reasoning(status, block.text)
+        return self._message(status, [self.part(block.text)])
 
     def part(self, text: str) -> dict[str, Any]:
-        """The one part of its content, of text or of reasoning."""
+        """Returns the single content part of a message or reasoning item."""
         if self.block.kind is Kind.REASONING:
-            kind = "summary_text" if self._shown.summary else "reasoning_text"
+            kind = "summary_text" if self._options.summary else "reasoning_text"
             return {"type": kind, "text": text}
         return {"type": "output_text", "annotations": [], "logprobs": self.logprobs(self.block.tokens), "text": text}
 
     def logprobs(self, tokens: Sequence[Any]) -> list[dict[str, Any]]:
-        """The log-probabilities of some of its tokens; none where none were asked for."""
-        naming = self._shown.naming
+        """Returns the log-probabilities of some of its tokens; empty if not requested."""
+        naming = self._options.naming
         content: list[dict[str, Any]] = chat_logprobs(tokens, naming)["content"] if naming and tokens else []
         return content
 
@@ -85,9 +85,9 @@ class OutputItem:
 
     def _reasoning(self, status: str, text: str | None) -> dict[str, Any]:
         parts = [] if text is None else [self.part(text)]
-        said: dict[str, Any] = {"id": self.id, "type": "reasoning", "status": status}
-        said |= {"summary": parts} if self._shown.summary else {"summary": [], "content": parts}
-        return {**said, "encrypted_content": seal(text or "") if self._shown.sealed else None}
+        item: dict[str, Any] = {"id": self.id, "type": "reasoning", "status": status}
+        item |= {"summary": parts} if self._options.summary else {"summary": [], "content": parts}
+        return {**item, "encrypted_content": seal(text or "") if self._options.sealed else None}
 
     def _call(self, status: str, arguments: str) -> dict[str, Any]:
         block = self.block
@@ -101,54 +101,58 @@ class OutputItem:
         }
 
 
-def output_of(blocks: Sequence[Block], shown: Shown) -> list[OutputItem]:
-    """The items of an answer; one of no words at all is a message without any."""
-    return [OutputItem(block, shown) for block in blocks or [Block(Kind.TEXT)]]
+def output_of(blocks: Sequence[Block], options: OutputOptions) -> list[OutputItem]:
+    """Returns the items of the output; empty output is one empty message."""
+    return [OutputItem(block, options) for block in blocks or [Block(Kind.TEXT)]]
 
 
 def last_status(finish: Finish) -> str:
-    """Of the last item, once the answer has ended."""
+    """Returns the status of the response's last item."""
     return "incomplete" if finish.reason is FinishReason.LENGTH else "completed"
 
 
 class Resource:
-    """One response from beginning to end."""
+    """The response object of one request."""
 
-    def __init__(self, response_id: str, fields: ResponsesRequest, defaults: SamplingParams, prior: str | None) -> None:
+    def __init__(
+        self, response_id: str, fields: ResponsesRequest, defaults: SamplingParams, previous: str | None
+    ) -> None:
         self.id = response_id
         self._fields = fields
         self._head = {"id": response_id, "object": "response", "created_at": int(time.time())}
-        self._request = _said_in_request(fields, defaults, prior)
+        self._request = _request_fields(fields, defaults, previous)
 
     def in_progress(self) -> dict[str, Any]:
-        """Before anything is said."""
-        return self._made("in_progress", [], None)
+        """Returns the object before any output."""
+        return self._object("in_progress", [], None)
 
-    def ended(self, items: Sequence[OutputItem], finish: Finish, counts: Counts) -> dict[str, Any]:
-        """Completed, or incomplete when it ran out of tokens."""
+    def completed(self, items: Sequence[OutputItem], finish: Finish, counts: Counts) -> dict[str, Any]:
+        """Returns the final object: completed, or incomplete if the token limit was reached."""
         status = last_status(finish)
-        output = [item.whole("completed") for item in items[:-1]] + [item.whole(status) for item in items[-1:]]
+        output = [item.completed("completed") for item in items[:-1]] + [item.completed(status) for item in items[-1:]]
         details = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        return {**self._made(status, output, counts), "incomplete_details": details, **degraded(finish)}
+        return {**self._object(status, output, counts), "incomplete_details": details, **degraded(finish)}
 
     def failed(self, items: Sequence[OutputItem], error: SluiceError, counts: Counts) -> dict[str, Any]:
-        """Broken off."""
-        output = [item.whole("completed") for item in items[:-1]] + [item.whole("incomplete") for item in items[-1:]]
+        """Returns the object of a response that failed."""
+        output = [item.completed("completed") for item in items[:-1]] + [
+            item.completed("incomplete") for item in items[-1:]
+        ]
         code = {ErrorKind.OVERLOADED: "rate_limit_exceeded", ErrorKind.INVALID_ARGUMENT: "invalid_prompt"}
-        told = {
+        error_object = {
             "code": code.get(error.kind, "server_error"),
             "message": error.message,
             "param": error.param or None,
         }
-        return {**self._made("failed", output, counts), "error": told}
+        return {**self._object("failed", output, counts), "error": error_object}
 
-    def _made(self, status: str, output: list[dict[str, Any]], counts: Counts | None) -> dict[str, Any]:
-        done = int(time.time()) if status == "completed" else None
+    def _object(self, status: str, output: list[dict[str, Any]], counts: Counts | None) -> dict[str, Any]:
+        completed_at = int(time.time()) if status == "completed" else None
         return {
             **self._head,
             "status": status,
             "background": False,
-            "completed_at": done,
+            "completed_at": completed_at,
             "error": None,
             "incomplete_details": None,
             **self._request,
@@ -158,7 +162,7 @@ class Resource:
 
 
 def usage(counts: Counts) -> dict[str, Any]:
-    """The usage object."""
+    """Returns the usage object."""
     return {
         "input_tokens": counts.prompt,
         "input_tokens_details": {"cached_tokens": counts.cached, "cache_write_tokens": 0},
@@ -168,10 +172,10 @@ def usage(counts: Counts) -> dict[str, Any]:
     }
 
 
-def _said_in_request(fields: ResponsesRequest, defaults: SamplingParams, prior: str | None) -> dict[str, Any]:
+def _request_fields(fields: ResponsesRequest, defaults: SamplingParams, previous: str | None) -> dict[str, Any]:
     reasoning = fields.reasoning
     form = fields.text.format if fields.text is not None else None
-    shown_form = {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)
+    text_format = {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)
     return {
         "model": fields.model,
         "instructions": fields.instructions,
@@ -179,7 +183,7 @@ def _said_in_request(fields: ResponsesRequest, defaults: SamplingParams, prior: 
         "max_tool_calls": fields.max_tool_calls,
         "metadata": fields.metadata or {},
         "parallel_tool_calls": fields.parallel_tool_calls is not False,
-        "previous_response_id": prior,
+        "previous_response_id": previous,
         "prompt_cache_key": fields.prompt_cache_key,
         "reasoning": {
             "effort": reasoning and reasoning.effort,
@@ -189,9 +193,9 @@ def _said_in_request(fields: ResponsesRequest, defaults: SamplingParams, prior: 
         "service_tier": "default",
         "store": fields.store is not False,
         "temperature": fields.temperature if fields.temperature is not None else defaults.temperature,
-        "text": {"format": shown_form, "verbosity": "medium"},
+        "text": {"format": text_format, "verbosity": "medium"},
         "tool_choice": "auto" if fields.tool_choice is None else fields.tool_choice,
-        "tools": [_shown_tool(tool) for tool in fields.tools or ()],
+        "tools": [_with_null_fields(tool) for tool in fields.tools or ()],
         "top_logprobs": fields.top_logprobs or 0,
         "top_p": fields.top_p if fields.top_p is not None else defaults.top_p,
         "truncation": fields.truncation or "disabled",
@@ -199,5 +203,5 @@ def _said_in_request(fields: ResponsesRequest, defaults: SamplingParams, prior: 
     }
 
 
-def _shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
+def _with_null_fields(tool: dict[str, Any]) -> dict[str, Any]:
     return {"description": None, "parameters": None, "strict": None, **tool}

@@ -1,4 +1,4 @@
-"""What the Responses API answers, for its documentation. Answers may have more fields than these."""
+"""OpenAPI schemas of the Responses API's responses, which may have additional fields."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from services.gateway.apis.openai.response_schemas import Open
 
 
 class ResponseUsage(Open):
-    """Tokens of prompt and answer."""
+    """Token counts of input and output."""
 
     input_tokens: int
     input_tokens_details: dict[str, Any]
@@ -18,7 +18,7 @@ class ResponseUsage(Open):
 
 
 class ResponseItem(Open):
-    """A message, reasoning, a call of a function, or what it answered."""
+    """A message, reasoning, a function call, or the output of one."""
 
     id: str
     type: Literal["message", "reasoning", "function_call", "function_call_output"]
@@ -26,7 +26,7 @@ class ResponseItem(Open):
 
 
 class ResponseAnswer(Open):
-    """A response."""
+    """A response object."""
 
     id: str
     object: Literal["response"]
@@ -41,7 +41,7 @@ class ResponseAnswer(Open):
 
 
 class ResponseDeleted(Open):
-    """A response was forgotten."""
+    """The confirmation that a response was deleted."""
 
     id: str
     object: Literal["response"]
@@ -49,7 +49,7 @@ class ResponseDeleted(Open):
 
 
 class ResponseItemList(Open):
-    """Items that a response was made from."""
+    """A page of the input items of a response."""
 
     object: Literal["list"]
     data: list[ResponseItem]
@@ -59,7 +59,7 @@ class ResponseItemList(Open):
 
 
 class InputTokens(Open):
-    """How long a prompt is."""
+    """The length of a prompt in tokens."""
 
     object: Literal["response.input_tokens"]
     input_tokens: int

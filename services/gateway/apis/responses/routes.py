@@ -1,4 +1,4 @@
-"""Where the Responses API is served, and what its documentation says of it."""
+"""Routes of the Responses API and their OpenAPI documentation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from services.gateway.apis.responses.response_schemas import (
 )
 from services.gateway.apis.responses.schemas import InputTokensRequest, ResponsesRequest
 
-KEPT = "/v1/responses/{response_id}"
+STORED = "/v1/responses/{response_id}"
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
@@ -38,13 +38,15 @@ _STREAM = [_query("stream", {"type": "boolean", "default": False})]
 
 
 def add_responses(app: FastAPI, endpoints: ResponsesEndpoints) -> list[type[BaseModel]]:
-    """Adds the routes; answers the models of their bodies."""
+    """Adds the routes and returns the schemas of their request bodies."""
     _post(app, "/v1/responses", endpoints.create, ResponsesRequest, ResponseAnswer, streams=True)
     _post(app, "/v1/responses/input_tokens", endpoints.input_tokens, InputTokensRequest, InputTokens)
-    _kept(app, "GET", KEPT, endpoints.retrieve, responses(ResponseAnswer, _FAILURES), _STREAM)
-    _kept(app, "DELETE", KEPT, endpoints.delete, responses(ResponseDeleted, _FAILURES), [])
-    _kept(app, "GET", f"{KEPT}/input_items", endpoints.input_items, responses(ResponseItemList, _FAILURES), _PAGE)
-    _kept(app, "POST", f"{KEPT}/cancel", endpoints.cancel, responses(ResponseAnswer, (*_FAILURES, 429)), [])
+    _add_stored(app, "GET", STORED, endpoints.retrieve, responses(ResponseAnswer, _FAILURES), _STREAM)
+    _add_stored(app, "DELETE", STORED, endpoints.delete, responses(ResponseDeleted, _FAILURES), [])
+    _add_stored(
+        app, "GET", f"{STORED}/input_items", endpoints.input_items, responses(ResponseItemList, _FAILURES), _PAGE
+    )
+    _add_stored(app, "POST", f"{STORED}/cancel", endpoints.cancel, responses(ResponseAnswer, (*_FAILURES, 429)), [])
     return [ResponsesRequest, InputTokensRequest]
 
 
@@ -53,25 +55,25 @@ def _post(
     path: str,
     endpoint: Endpoint,
     body: type[BaseModel],
-    answer: type[BaseModel],
+    response_model: type[BaseModel],
     streams: bool = False,
 ) -> None:
-    _add(app, "POST", path, endpoint, responses(answer, GENERATING, streams), body_of(body))
+    _add(app, "POST", path, endpoint, responses(response_model, GENERATING, streams), body_of(body))
 
 
-def _kept(
+def _add_stored(
     app: FastAPI,
     method: str,
     path: str,
     endpoint: Endpoint,
-    answers: dict[int | str, Any],
+    documented: dict[int | str, Any],
     parameters: list[dict[str, Any]],
 ) -> None:
-    _add(app, method, path, endpoint, answers, {"parameters": [_ID, *parameters]})
+    _add(app, method, path, endpoint, documented, {"parameters": [_ID, *parameters]})
 
 
 def _add(
-    app: FastAPI, method: str, path: str, endpoint: Endpoint, answers: dict[int | str, Any], extra: dict[str, Any]
+    app: FastAPI, method: str, path: str, endpoint: Endpoint, documented: dict[int | str, Any], extra: dict[str, Any]
 ) -> None:
     async def handle(request: Request) -> Response:
         return await endpoint(request)
@@ -85,6 +87,6 @@ def _add(
         response_model=None,
         name=f"responses_{endpoint.__name__}",
         tags=["OpenAI"],
-        responses=answers,
+        responses=documented,
         openapi_extra=extra,
     )

@@ -1,4 +1,4 @@
-"""POST /v1/responses, checked field by field; what stands in `input` is read by `items`."""
+"""Request schemas of POST /v1/responses; the contents of `input` are validated by the module `items`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from services.gateway.apis.openai.fields import (
     Strict,
     within_list_items,
 )
-from services.gateway.apis.openai.unsupported_fields import refuse, refused
+from services.gateway.apis.openai.unsupported_fields import reject_unsupported, unsupported_field
 from services.gateway.apis.responses.openapi_schemas import INPUT, MAX_TOOLS, TOOL_CHOICE, TOOLS
 
 Includable = Literal[
@@ -71,13 +71,13 @@ ToolChoice = Annotated[
 
 
 class StreamOptions(Strict):
-    """What a stream carries besides its events."""
+    """Options of a streamed response."""
 
     include_obfuscation: bool | None = None
 
 
 class TextFormat(Strict):
-    """What form the answer has to have."""
+    """The format of the output text."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")] | None = None
@@ -88,48 +88,48 @@ class TextFormat(Strict):
     @model_validator(mode="after")
     def _fits_its_type(self) -> TextFormat:
         if self.type == "json_schema" and (self.name is None or self.schema_document is None):
-            raise ValueError("of type json_schema needs a name and a schema")
+            raise ValueError("requires name and schema when type is json_schema")
         if self.type != "json_schema" and (self.name or self.schema_document is not None):
-            raise ValueError("has a name or a schema, which belong to the type json_schema")
+            raise ValueError("accepts name and schema only when type is json_schema")
         return self
 
 
 class TextOptions(Strict):
-    """The text of the answer."""
+    """Options of the output text."""
 
     format: TextFormat | None = None
-    verbosity: Any = refused("say in the prompt how long the answer may be", "medium")
+    verbosity: Any = unsupported_field("request a length in the prompt", "medium")
 
     @model_validator(mode="after")
     def _can_be_honoured(self) -> TextOptions:
-        refuse(self)
+        reject_unsupported(self)
         return self
 
 
 class ReasoningOptions(Strict):
-    """How the model thinks, and what is told of it."""
+    """Whether and how the model reasons, and how the response contains it."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: Literal["auto", "detailed", "concise"] | None = None
     generate_summary: Literal["auto", "detailed", "concise"] | None = None
-    context: Any = refused("templates of the models decide which reasoning they see again", "auto")
-    mode: Any = refused("there is one mode", "standard")
+    context: Any = unsupported_field("the model's template decides which earlier reasoning is in the prompt", "auto")
+    mode: Any = unsupported_field("only the standard mode exists", "standard")
 
     @property
     def as_summary(self) -> bool:
-        """Whether reasoning is told as its summary."""
+        """Whether reasoning is returned as its summary."""
         return (self.summary or self.generate_summary) is not None
 
     @model_validator(mode="after")
     def _can_be_honoured(self) -> ReasoningOptions:
-        refuse(self)
+        reject_unsupported(self)
         if "concise" in (self.summary, self.generate_summary):
-            raise ValueError("asks for a concise summary, but nobody here shortens reasoning; use auto or detailed")
+            raise ValueError("does not support concise summaries; use auto or detailed")
         return self
 
 
 class ContextFields(Strict):
-    """What of a request decides its prompt."""
+    """The fields that determine the prompt."""
 
     model: str = Field(min_length=1)
     input: Input = None
@@ -142,10 +142,10 @@ class ContextFields(Strict):
     text: TextOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
 
-    conversation: Any = refused("use previous_response_id, or send the whole conversation")
+    conversation: Any = unsupported_field("use previous_response_id, or send the whole conversation")
 
     @model_validator(mode="after")
-    def _says_something(self) -> ContextFields:
+    def _has_input(self) -> ContextFields:
         if self.input is None and self.previous_response_id is None:
             raise ValueError("input is missing")
         return self
@@ -154,11 +154,11 @@ class ContextFields(Strict):
 class InputTokensRequest(ContextFields):
     """POST /v1/responses/input_tokens."""
 
-    personality: Any = refused("say it in the instructions")
+    personality: Any = unsupported_field("describe it in the instructions")
 
     @model_validator(mode="after")
     def _can_be_honoured(self) -> InputTokensRequest:
-        refuse(self)
+        reject_unsupported(self)
         return self
 
 
@@ -177,7 +177,7 @@ class ResponsesRequest(ContextFields, EngineExtensions):
     top_k: int | None = Field(None, ge=-1, lt=2**31)
     stop: StopStrings = ()
 
-    # Bookkeeping of OpenAI's own platform, without effect on the answer; prompt_cache_key and user may name a session.
+    # Fields of OpenAI's platform without effect on the output; prompt_cache_key and user may identify a session.
     max_tool_calls: int | None = Field(None, ge=1, le=MAX_TOKEN_ID)
     service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast", "ultrafast"] | None = None
     user: str | None = None
@@ -186,28 +186,28 @@ class ResponsesRequest(ContextFields, EngineExtensions):
     prompt_cache_retention: Literal["in-memory", "in_memory", "24h"] | None = None
     prompt_cache_options: JsonObject = None
 
-    background: Any = refused("answers are not made in the background; stream them", False)
-    prompt: Any = refused("no prompts are kept here; send the instructions")
-    context_management: Any = refused("nothing is compacted here; use truncation")
-    moderation: Any = refused("nothing is moderated here")
-    access_programs: Any = refused("there are no such programs here")
-    image: Any = refused("models here read text")
+    background: Any = unsupported_field("background responses do not exist; use stream", False)
+    prompt: Any = unsupported_field("prompt templates are not stored; send instructions")
+    context_management: Any = unsupported_field("compaction is not supported; use truncation")
+    moderation: Any = unsupported_field("moderation is not supported")
+    access_programs: Any = unsupported_field("access programs do not exist")
+    image: Any = unsupported_field("only text input is accepted")
 
     @property
     def includes(self) -> frozenset[str]:
-        """What `include` names."""
+        """The values of `include`."""
         return frozenset(self.include or ())
 
     @property
     def logprobs(self) -> int | None:
-        """Alternatives per token; None for no log-probabilities at all."""
+        """The number of alternatives per token; None without log-probabilities."""
         if self.top_logprobs is None and "message.output_text.logprobs" not in self.includes:
             return None
         return self.top_logprobs or 0
 
     @model_validator(mode="after")
     def _fits_together(self) -> ResponsesRequest:
-        refuse(self)
+        reject_unsupported(self)
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options needs stream to be true")
         return self

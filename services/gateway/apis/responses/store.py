@@ -1,8 +1,8 @@
-"""What is kept of responses, so that they can be read again and gone on from.
+"""Stores responses so that clients can retrieve and continue them.
 
-Every tenant sees its own responses only. What is kept is bounded in number, bytes and time, for each tenant and for all
-of them together. A tenant over its bounds loses its own oldest response; when all together keep too much, the one that
-keeps most does.
+A tenant can access its own responses only. The store is bounded in number, bytes and time, per tenant and in total. A
+tenant that exceeds its limits loses its own oldest response; when the total is exceeded, the tenant that uses most
+loses its oldest.
 """
 
 from __future__ import annotations
@@ -13,92 +13,95 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from services.common.tasks import TaskOwner
+from services.gateway.settings import GatewaySettings
+
 PER_RESPONSE = 512
-"""Bytes that keeping a response costs besides what it says, roughly."""
+"""Approximate overhead of a stored response, bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """One response: JSON of its object, and of the items it was made from, those of earlier responses included."""
+    """A stored response: JSON of its object and of its input items, including those of earlier responses."""
 
     response: bytes
     items: bytes
 
     @property
     def size(self) -> int:
-        """Bytes, roughly."""
+        """Approximate size in bytes."""
         return len(self.response) + len(self.items) + PER_RESPONSE
 
 
 class ResponseStore(ABC):
-    """Where responses are kept."""
+    """Interface of the response stores."""
 
     @abstractmethod
-    def keep(self, owner: str, response_id: str, kept: StoredResponse) -> None:
-        """Keeps a response from now on; does not wait."""
+    def put(self, owner: str, response_id: str, stored: StoredResponse) -> None:
+        """Stores a response; does not block."""
 
     @abstractmethod
     async def find(self, owner: str, response_id: str) -> StoredResponse | None:
-        """The response, or None when it is not kept (any more) or belongs to someone else."""
+        """Returns the response, or None if it is not stored (any more) or belongs to another owner."""
 
     @abstractmethod
-    async def drop(self, owner: str, response_id: str) -> bool:
-        """Forgets a response; whether it was there."""
+    async def delete(self, owner: str, response_id: str) -> bool:
+        """Deletes a response and returns whether it was stored."""
 
     async def close(self) -> None:
-        """Gives back what it holds of others."""
+        """Closes the store's connections."""
         return
 
 
 class MemoryStore(ResponseStore):
-    """In this process.
+    """Stores responses in this process.
 
     Args:
-        most: responses.
-        most_bytes: of all of them together.
-        longest_s: from keeping to forgetting, seconds.
-        clock: seconds, monotonic.
-        of_owner: most responses and bytes of one owner; None: as many as of all.
+        max_responses: most responses in total.
+        max_bytes: most bytes in total.
+        ttl_s: seconds until a response expires.
+        clock: returns monotonic seconds.
+        owner_limits: most responses and bytes per owner; None for the total limits.
     """
 
     def __init__(
         self,
-        most: int,
-        most_bytes: int,
-        longest_s: float,
+        max_responses: int,
+        max_bytes: int,
+        ttl_s: float,
         clock: Callable[[], float] = time.monotonic,
-        of_owner: tuple[int, int] | None = None,
+        owner_limits: tuple[int, int] | None = None,
     ) -> None:
-        self._most = most
-        self._most_bytes = most_bytes
-        most_of_owner, bytes_of_owner = of_owner or (most, most_bytes)
-        self._most_of_owner = min(most_of_owner, most)
-        self._bytes_of_owner = min(bytes_of_owner, most_bytes)
-        self._longest_s = longest_s
+        self._max_responses = max_responses
+        self._max_bytes = max_bytes
+        owner_responses, owner_bytes = owner_limits or (max_responses, max_bytes)
+        self._max_owner_responses = min(owner_responses, max_responses)
+        self._max_owner_bytes = min(owner_bytes, max_bytes)
+        self._ttl_s = ttl_s
         self._clock = clock
         self._owners: dict[str, OrderedDict[str, tuple[float, StoredResponse]]] = {}
         self._sizes: dict[str, int] = {}
-        self._ages: OrderedDict[tuple[str, str], float] = OrderedDict()  # oldest first
+        self._stored_at: OrderedDict[tuple[str, str], float] = OrderedDict()  # oldest first
         self.size = 0
 
     def __len__(self) -> int:
-        return len(self._ages)
+        return len(self._stored_at)
 
-    def keep(self, owner: str, response_id: str, kept: StoredResponse) -> None:
-        """See ResponseStore; one that alone is over the limit is not kept."""
-        self._forget(owner, response_id)
+    def put(self, owner: str, response_id: str, stored: StoredResponse) -> None:
+        """See ResponseStore; a response that exceeds the limits by itself is not stored."""
+        self._remove(owner, response_id)
         self._expire()
-        if not self._most_of_owner or kept.size > self._bytes_of_owner:
+        if not self._max_owner_responses or stored.size > self._max_owner_bytes:
             return
         now = self._clock()
-        self._owners.setdefault(owner, OrderedDict())[response_id] = (now, kept)
-        self._sizes[owner] = self._sizes.get(owner, 0) + kept.size
-        self._ages[owner, response_id] = now
-        self.size += kept.size
-        while len(self._owners[owner]) > self._most_of_owner or self._sizes[owner] > self._bytes_of_owner:
-            self._forget(owner, next(iter(self._owners[owner])))
-        while len(self._ages) > self._most or self.size > self._most_bytes:
-            self._make_room(owner)
+        self._owners.setdefault(owner, OrderedDict())[response_id] = (now, stored)
+        self._sizes[owner] = self._sizes.get(owner, 0) + stored.size
+        self._stored_at[owner, response_id] = now
+        self.size += stored.size
+        while len(self._owners[owner]) > self._max_owner_responses or self._sizes[owner] > self._max_owner_bytes:
+            self._remove(owner, next(iter(self._owners[owner])))
+        while len(self._stored_at) > self._max_responses or self.size > self._max_bytes:
+            self._evict(owner)
 
     async def find(self, owner: str, response_id: str) -> StoredResponse | None:
         """See ResponseStore."""
@@ -106,34 +109,51 @@ class MemoryStore(ResponseStore):
         found = self._owners[owner].get(response_id) if owner in self._owners else None
         return found[1] if found else None
 
-    async def drop(self, owner: str, response_id: str) -> bool:
+    async def delete(self, owner: str, response_id: str) -> bool:
         """See ResponseStore."""
         self._expire()
-        return self._forget(owner, response_id)
+        return self._remove(owner, response_id)
 
-    def _make_room(self, keeper: str) -> None:
-        """Forgets a response, but not the one that `keeper` just kept."""
-        too_many = len(self._ages) > self._most
-        others = [one for one, kept in self._owners.items() if one != keeper or len(kept) > 1]
-        # Of several that keep the same, the one that is adding loses its own.
-        owner = max(others, key=lambda one: (len(self._owners[one]) if too_many else self._sizes[one], one == keeper))
-        self._forget(owner, next(iter(self._owners[owner])))
+    def _evict(self, writer: str) -> None:
+        """Evicts a response, but not the one that `writer` just stored."""
+        too_many = len(self._stored_at) > self._max_responses
+        candidates = [name for name, stored in self._owners.items() if name != writer or len(stored) > 1]
+        # On a tie, the writer's own response is evicted.
+        owner = max(
+            candidates, key=lambda name: (len(self._owners[name]) if too_many else self._sizes[name], name == writer)
+        )
+        self._remove(owner, next(iter(self._owners[owner])))
 
     def _expire(self) -> None:
-        oldest = self._clock() - self._longest_s
-        while self._ages:
-            (owner, response_id), kept_at = next(iter(self._ages.items()))
-            if kept_at > oldest:
+        expired_before = self._clock() - self._ttl_s
+        while self._stored_at:
+            (owner, response_id), stored_at = next(iter(self._stored_at.items()))
+            if stored_at > expired_before:
                 return
-            self._forget(owner, response_id)
+            self._remove(owner, response_id)
 
-    def _forget(self, owner: str, response_id: str) -> bool:
+    def _remove(self, owner: str, response_id: str) -> bool:
         found = self._owners[owner].pop(response_id, None) if owner in self._owners else None
         if found is None:
             return False
-        del self._ages[owner, response_id]
+        del self._stored_at[owner, response_id]
         self.size -= found[1].size
         self._sizes[owner] -= found[1].size
         if not self._owners[owner]:
             del self._owners[owner], self._sizes[owner]
         return True
+
+
+def build_store(settings: GatewaySettings, tasks: TaskOwner) -> ResponseStore:
+    """Returns the configured store; raises SluiceError for an invalid Redis URL."""
+    url = settings.responses_redis_url.get_secret_value()
+    total = (settings.responses_kept, settings.responses_kept_mb << 20)
+    per_owner = total
+    if settings.api_keys_file is not None:
+        per_tenant = (settings.responses_kept_per_tenant, settings.responses_kept_per_tenant_mb << 20)
+        per_owner = (min(total[0], per_tenant[0]), min(total[1], per_tenant[1]))
+    if not url:
+        return MemoryStore(*total, settings.responses_kept_s, owner_limits=per_owner)
+    from services.gateway.apis.responses.redis_store import RedisStore  # optional: only needed with a Redis URL
+
+    return RedisStore(url, *per_owner, settings.responses_kept_s, tasks, credentials=settings.redis_credentials)

@@ -1,4 +1,4 @@
-"""A request of the Responses API as a chat."""
+"""Translates requests of the Responses API to chat requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from services.gateway.apis.openai.translate import chat_request
 from services.gateway.apis.openai.validation import check
 from services.gateway.apis.responses.conversation import Conversation
 from services.gateway.apis.responses.schemas import ContextFields, ResponsesRequest, TextFormat
-from services.gateway.apis.responses.tools import Tools
+from services.gateway.apis.responses.tools import ChatTools
 from services.gateway.core.request import GenerationRequest
 from services.gateway.http.body_budgets import BodyBudgets
 
@@ -27,12 +27,12 @@ _NAMES = {
     "lora": "lora_path",
     "engine_options": "vllm_xargs",
 }
-_SAME = ("temperature", "top_p", "top_k", "parallel_tool_calls")
+_SAME_NAMES = ("temperature", "top_p", "top_k", "parallel_tool_calls")
 
 
 @dataclass(frozen=True, slots=True)
-class Translated:
-    """A generation and how its errors are put into the client's words."""
+class TranslatedRequest:
+    """A generation request and the client's names of its fields, for errors."""
 
     generation: GenerationRequest
     field_names: FieldNameMap
@@ -41,15 +41,18 @@ class Translated:
 def translate(
     fields: ContextFields,
     conversation: Conversation,
-    tools: Tools,
+    tools: ChatTools,
     request_id: str,
     budgets: BodyBudgets,
     forces_calls: bool,
-) -> Translated:
-    """The chat that a request comes to.
+) -> TranslatedRequest:
+    """Returns the chat request that a response request translates to.
+
+    Args:
+        forces_calls: the model's engines support structured output, which enforces required tool calls.
 
     Raises:
-        SluiceError: INVALID_ARGUMENT names what cannot be honoured, in the client's words.
+        SluiceError: INVALID_ARGUMENT for invalid or unsupported fields, named as in the client's API.
     """
     logprobs = "top_logprobs" if getattr(fields, "top_logprobs", None) is not None else "include"
     field_names = FieldNameMap(
@@ -61,12 +64,12 @@ def translate(
     body = _chat(fields, conversation, tools)
     try:
         chat = check(ChatCompletionRequest, body, budgets)
-        return Translated(chat_request(body, chat, request_id, 1, budgets, forces_calls), field_names)
+        return TranslatedRequest(chat_request(body, chat, request_id, 1, budgets, forces_calls), field_names)
     except SluiceError as error:
-        raise field_names.of(error) from None
+        raise field_names.rename(error) from None
 
 
-def _chat(fields: ContextFields, conversation: Conversation, tools: Tools) -> dict[str, Any]:
+def _chat(fields: ContextFields, conversation: Conversation, tools: ChatTools) -> dict[str, Any]:
     body: dict[str, Any] = {"model": fields.model, "messages": conversation.messages}
     if tools.chat:
         body["tools"] = list(tools.chat)
@@ -82,7 +85,7 @@ def _chat(fields: ContextFields, conversation: Conversation, tools: Tools) -> di
 
 
 def _sampling(fields: ResponsesRequest) -> dict[str, Any]:
-    body = {name: value for name in _SAME if (value := getattr(fields, name)) is not None}
+    body = {name: value for name in _SAME_NAMES if (value := getattr(fields, name)) is not None}
     if fields.max_output_tokens is not None:
         body["max_completion_tokens"] = fields.max_output_tokens
     if fields.stop:
@@ -95,9 +98,9 @@ def _sampling(fields: ResponsesRequest) -> dict[str, Any]:
 def _format(form: TextFormat) -> dict[str, Any]:
     if form.type != "json_schema":
         return {"type": form.type}
-    named: dict[str, Any] = {"name": form.name, "schema": form.schema_document}
+    json_schema: dict[str, Any] = {"name": form.name, "schema": form.schema_document}
     if form.description is not None:
-        named["description"] = form.description
+        json_schema["description"] = form.description
     if form.strict is not None:
-        named["strict"] = form.strict
-    return {"type": "json_schema", "json_schema": named}
+        json_schema["strict"] = form.strict
+    return {"type": "json_schema", "json_schema": json_schema}

@@ -1,4 +1,4 @@
-"""`truncation: auto`: the oldest turns of a conversation that does not fit are left out."""
+"""`truncation: auto`: drops the oldest turns of a conversation that exceeds the context."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from services.gateway.core.request import GenerationRequest
 from services.gateway.pipeline.models import Pipelines
 
 
-async def fitted(
+async def truncated_to_fit(
     pipelines: Pipelines,
     chat: Conversation,
     reserved: int,
-    translated: Callable[[Conversation], GenerationRequest],
+    translate: Callable[[Conversation], GenerationRequest],
 ) -> Conversation:
-    """The conversation with as many of its newest turns as fit; the last turn stays, whether it fits or not.
+    """Returns the conversation with as many of its newest turns as fit; the last turn is always retained.
 
-    Asks preprocess once for a conversation that fits, else about log2(turns) times more.
+    Sends one tokenize request for a conversation that fits, else about log2(turns) more.
 
     Args:
-        reserved: tokens of the context that the answer gets.
-        translated: a conversation as a generation.
+        reserved: tokens of the context that are reserved for the output.
+        translate: returns the generation request of a conversation.
     """
     starts = chat.turn_starts()
-    if len(starts) == 1 or await _fits(pipelines, translated(chat), reserved):
+    if len(starts) == 1 or await _fits(pipelines, translate(chat), reserved):
         return chat
     too_few, enough = 0, len(starts) - 1
     while enough - too_few > 1:
         middle = (too_few + enough) // 2
-        if await _fits(pipelines, translated(chat.without_oldest(middle)), reserved):
+        if await _fits(pipelines, translate(chat.without_oldest(middle)), reserved):
             enough = middle
         else:
             too_few = middle
