@@ -1,1 +1,1 @@
-"""Gateway: speaks HTTP to clients and conducts the pipeline behind it."""
+"""The gateway: serves the HTTP APIs and runs each request through the pipeline."""

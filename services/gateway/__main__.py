@@ -1,4 +1,4 @@
-"""`python -m services.gateway` starts one gateway."""
+"""Entry point of the gateway: `python -m services.gateway`."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ from services.gateway.workers.tokenizer_parity import TokenizerParity
 
 log = logging.getLogger(__name__)
 
-LAST_REPORTS_S = 1.0
-FIRST_READY_S = 2.0
+FLUSH_REPORTS_S = 1.0
+STARTUP_WAIT_S = 2.0
 
 
 async def serve(settings: GatewaySettings, stop: Stop) -> None:
-    """Serves until stopped."""
+    """Runs the gateway until it is stopped."""
     metrics = GatewayMetrics()
     credentials = channel_credentials(settings)
     tasks = TaskOwner(on_death=stop.fail)
@@ -107,7 +107,7 @@ async def serve(settings: GatewaySettings, stop: Stop) -> None:
     bodies = BodyMemory(settings.body_memory_bytes, BodyPace(settings.large_body_share))
     openai = OpenAIEndpoints(pipelines, settings, write_scheduler, parity, pieces, bodies)
     block_runner = BlockAnswerRunner(pipelines, settings, write_scheduler, pieces)
-    kept = build_store(settings, tasks)
+    response_store = build_store(settings, tasks)
     readiness = Readiness(preprocess, router, registry, connections, settings.pipeline.services)
     app = create_app(
         openai,
@@ -116,7 +116,7 @@ async def serve(settings: GatewaySettings, stop: Stop) -> None:
         readiness,
         metrics,
         [
-            partial(add_responses, endpoints=ResponsesEndpoints(block_runner, settings, kept, bodies)),
+            partial(add_responses, endpoints=ResponsesEndpoints(block_runner, settings, response_store, bodies)),
             partial(add_messages, endpoints=MessagesEndpoints(block_runner, settings, bodies)),
         ],
     )
@@ -125,7 +125,7 @@ async def serve(settings: GatewaySettings, stop: Stop) -> None:
     app.add_middleware(RoutingHintHeaders)
     app.add_middleware(DeadlineMiddleware, longest_s=settings.request_timeout_s)
     app.add_middleware(HostMiddleware, policy=host_policy(settings), on_refused=gate.count_refused)
-    app.add_middleware(AnthropicDialect)  # outermost, because errors of all the others get its form
+    app.add_middleware(AnthropicDialect)  # outermost, because it also converts the errors of all other middleware
     close_audit = auditing.attach(app, settings, tasks)
     view = (
         LiveView(preprocess, router, stream_manager, registry, connections, settings.ui_viewers)
@@ -144,31 +144,31 @@ async def serve(settings: GatewaySettings, stop: Stop) -> None:
     tasks.spawn(parity.run(), "parity")
     tasks.spawn(router.run_reports(), "reports")
     tasks.spawn(connections.run_sweeps(), "sweeps")
-    silent = WorkerWatchdog(
+    watchdog = WorkerWatchdog(
         lambda: connections.workers,
         stream_manager.computing,
         settings.token_timeout_s,
         partial(metrics.trouble, "worker", SILENT),
     )
-    tasks.spawn(silent.run(), "silent-workers")
+    tasks.spawn(watchdog.run(), "worker-watchdog")
     tasks.spawn(_sweep_stalled(stream_manager, settings.stall_timeout_s), "stalled")
     if view is not None:
         tasks.spawn(view.run(), "live-view")
-    await readiness.first(FIRST_READY_S)
-    serving = tasks.spawn(server.serve(), "http")
-    log.info("HTTP server listens", extra={"address": server.address})
+    await readiness.first(STARTUP_WAIT_S)
+    http_task = tasks.spawn(server.serve(), "http")
+    log.info("HTTP server listening", extra={"address": server.address})
 
     await stop.wait()
     readiness.leaving = True
     if view is not None:
         view.close()
     server.stop()
-    ending = asyncio.get_running_loop().call_later(settings.drain_s, stream_manager.give_up_all, shutting_down())
-    await asyncio.gather(serving, return_exceptions=True)
-    ending.cancel()
-    await router.flush_reports(LAST_REPORTS_S)
+    drain_timer = asyncio.get_running_loop().call_later(settings.drain_s, stream_manager.give_up_all, shutting_down())
+    await asyncio.gather(http_task, return_exceptions=True)
+    drain_timer.cancel()
+    await router.flush_reports(FLUSH_REPORTS_S)
     await tasks.close()
-    await kept.close()
+    await response_store.close()
     close_audit()
     await gate.close()
     for replicas in replica_sets:
@@ -182,11 +182,11 @@ async def _sweep_stalled(stream_manager: StreamManager, stall_timeout_s: float) 
 
 
 def main() -> None:
-    """Reads the settings and runs."""
+    """Loads the settings and runs the gateway."""
     settings = GatewaySettings.load()
     if not settings.metrics_listen:
         telemetry.configure_metrics()  # the gateway serves /metrics itself
-    scraping.health = lambda: {"status": "ok"}  # the process lives, as its own /health says; /ready says more
+    scraping.health = lambda: {"status": "ok"}  # liveness only, as /health; /ready covers readiness
     run("gateway", settings, lambda stop: serve(settings, stop))
 
 

@@ -1,4 +1,4 @@
-"""The HTTP application: which path does what, and what an error looks like."""
+"""The HTTP application: routes and error handlers."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ from services.gateway.readiness import Readiness
 from sluice import __version__
 
 AddRoutes = Callable[[FastAPI], list[type[BaseModel]]]
-"""Adds an API's routes; answers the models of its request bodies."""
+"""Adds an API's routes and returns the Pydantic models of its request bodies."""
 
-_WITH_NAMES = (
+_PATHS_WITH_NAMES = (
     (re.compile(r"^/v1/models/.+$"), "/v1/models/{model}"),
     (re.compile(r"^/v1/responses/(?!input_tokens$)[^/]+"), "/v1/responses/{response_id}"),
 )
 
 
 class ResponseCounter:
-    """Counts answers by path and status; one metric per request."""
+    """Counts HTTP responses by path and status."""
 
     def __init__(self, app: ASGIApp, metrics: GatewayMetrics, paths: frozenset[str]) -> None:
         self._app = app
@@ -75,7 +75,7 @@ class ResponseCounter:
 
     def _label(self, path: str) -> str:
         if path not in self._paths:
-            for pattern, label in _WITH_NAMES:
+            for pattern, label in _PATHS_WITH_NAMES:
                 path = pattern.sub(label, path, count=1)
         return path if path in self._paths else "other"
 
@@ -88,16 +88,12 @@ def create_app(
     metrics: GatewayMetrics,
     apis: Sequence[AddRoutes] = (),
 ) -> FastAPI:
-    """The application over a pipeline that runs; `apis` are those beside chats, completions and embeddings."""
+    """Returns the HTTP application; `apis` adds APIs other than chat completions, completions and embeddings."""
     app = FastAPI(
         title="Sluice",
         version=__version__,
         description="An OpenAI-compatible gateway to large language models.",
-        telemetry={
-            "tracing": False,
-            "metrics": False,
-            "logs": False,
-        },  # by our own telemetry
+        telemetry={"tracing": False, "metrics": False, "logs": False},  # services.common.observability does this
     )
     bodies = _add_openai(app, openai, tokens, embeddings)
     for add in apis:
@@ -113,7 +109,7 @@ def create_app(
 def _add_openai(
     app: FastAPI, openai: OpenAIEndpoints, tokens: TokenEndpoints, embeddings: EmbeddingEndpoints
 ) -> list[type[BaseModel]]:
-    """The models of the request bodies."""
+    """Adds the OpenAI routes and returns the Pydantic models of their request bodies."""
     bodies: list[type[BaseModel]] = []
 
     def post(
@@ -149,7 +145,7 @@ def _add_openai(
 
     @app.get("/v1/models", tags=["OpenAI"], response_model=None, responses=responses(EitherModelList, (400, 401, 500)))
     async def models(request: Request) -> dict[str, Any]:
-        """List the models that workers serve now; in Anthropic's form for its clients."""
+        """List the models currently served; in Anthropic's format for Anthropic clients."""
         listed = await openai.models()
         if speaks_anthropic(request.scope):
             return anthropic_models.page(listed["data"], request.query_params)
@@ -165,7 +161,7 @@ def _add_openai(
         openapi_extra={"parameters": [parameter]},
     )
     async def model(request: Request) -> dict[str, Any]:
-        """Retrieve one of the models; in Anthropic's form for its clients."""
+        """Retrieve one model; in Anthropic's format for Anthropic clients."""
         shown = await openai.model(request.path_params["model"])
         return anthropic_models.as_anthropic(shown) if speaks_anthropic(request.scope) else shown
 
@@ -181,7 +177,7 @@ ROOT: Mapping[str, str] = {
     "live_view": "/ui",
     "ready": "/ready",
 }
-"""What `GET /` answers to anyone: where to look, and nothing about models."""
+"""Response of `GET /`, which needs no key; contains nothing about models."""
 
 
 def _add_operations(app: FastAPI, readiness: Readiness) -> None:
@@ -191,7 +187,7 @@ def _add_operations(app: FastAPI, readiness: Readiness) -> None:
 
     @app.get("/health", tags=["Operations"])
     async def health() -> dict[str, str]:
-        """The process lives."""
+        """Liveness of the process."""
         return {"status": "ok"}
 
     @app.get(
@@ -200,18 +196,18 @@ def _add_operations(app: FastAPI, readiness: Readiness) -> None:
         response_model=None,
         responses={
             404: {"description": "Not a model of this key."},
-            503: {"description": "Not ready; what is missing."},
+            503: {"description": "Not ready; the body states what is missing."},
         },
         openapi_extra={"parameters": [{"name": "model", "in": "query", "schema": {"type": "string"}}]},
     )
     async def ready(request: Request) -> Response:
-        """The services behind the gateway answer, also before any worker is there; with `model`, its workers do."""
+        """Readiness of the services behind the gateway, independent of workers; with `model`, of that model."""
         permit, model = permits.current(), request.query_params.get("model")
         state = readiness.report(permit) if model is None else readiness.report_model(model, permit)
         return Response(orjson.dumps(state), 200 if state["ready"] else 503, media_type="application/json")
 
     text: dict[int | str, Any] = {
-        200: {"description": "Prometheus' text format.", "content": {"text/plain": {"schema": {"type": "string"}}}}
+        200: {"description": "Prometheus text format.", "content": {"text/plain": {"schema": {"type": "string"}}}}
     }
 
     @app.get("/metrics", tags=["Operations"], response_class=Response, responses=text)
@@ -221,7 +217,7 @@ def _add_operations(app: FastAPI, readiness: Readiness) -> None:
 
 
 def _add_errors(app: FastAPI) -> dict[type[Exception], Answer]:
-    """What endpoints raise, and how it is answered."""
+    """Adds the exception handlers and returns those for errors that endpoints raise deliberately."""
 
     async def typed(request: Request, error: Exception) -> Response:
         assert isinstance(error, SluiceError)
@@ -231,15 +227,15 @@ def _add_errors(app: FastAPI) -> dict[type[Exception], Answer]:
         assert isinstance(error, HTTPException)
         path = shortened(request.url.path)
         hints = {
-            404: f"There is no {path} here.",
-            405: f"{path} does not take {request.method}.",
+            404: f"The path {path} does not exist; see /docs for the available paths.",
+            405: f"The path {path} does not support {request.method}.",
         }
         response = plain_error_response(hints.get(error.status_code, str(error.detail)), error.status_code)
         response.headers.update(error.headers or {})
         return response
 
     async def unexpected(request: Request, error: Exception) -> Response:
-        return error_response(internal("Unexpected failure in the gateway; its log has the details."))
+        return error_response(internal("Unexpected failure in the gateway; see its log for details."))
 
     expected: dict[type[Exception], Answer] = {SluiceError: typed, HTTPException: of_http}
     for kind, answer in expected.items():

@@ -1,4 +1,4 @@
-"""Whether this gateway can serve, and what is missing."""
+"""Readiness of the gateway and of the services it depends on."""
 
 from __future__ import annotations
 
@@ -19,16 +19,19 @@ from services.gateway.workers.registry import WorkerRegistry
 ALL = ("preprocess", "router", "postprocess")
 
 PUBLIC = ("ready", "workers", "pid")
-"""Parts of the state that requests without a key get: numbers, no names."""
+"""Fields of the state shown to requests without a key: numbers only, no names."""
 
-LOOK_AGAIN_S = 0.05
+POLL_INTERVAL_S = 0.05
 
 
 class Readiness:
-    """Looks at the services behind the gateway.
+    """Reports the readiness of the gateway.
 
     Args:
-        needed: the services without which it cannot serve.
+        needed: services without which the gateway is not ready.
+
+    Attributes:
+        leaving: whether the gateway is draining: requests in progress continue, and it reports not ready.
     """
 
     def __init__(
@@ -44,35 +47,37 @@ class Readiness:
         self._registry = registry
         self._connections = connections
         self._needed = needed
-        self.leaving = False  # it answers what runs and takes no more
+        self.leaving = False
 
     async def first(self, most_s: float) -> None:
-        """Waits until the gateway knows the workers and reaches them all, or for `most_s`: until then it does not
-        listen, so that balancers which only look whether a port is open send nothing too early."""
+        """Waits until the gateway is ready and connected to every registered worker, at most `most_s` seconds.
+
+        The gateway listens only afterwards, because some load balancers check only whether the port is open.
+        """
         with suppress(TimeoutError):
             async with asyncio.timeout(most_s):
                 while not self._complete:  # noqa: ASYNC110
-                    await asyncio.sleep(LOOK_AGAIN_S)
+                    await asyncio.sleep(POLL_INTERVAL_S)
 
     @property
     def _complete(self) -> bool:
         return bool(self.state()["ready"]) and self._connections.connected_workers >= len(self._registry.workers)
 
     def report(self, permit: Permit) -> dict[str, Any]:
-        """The state as far as a request may know it: its own models, and without a key no names at all."""
+        """Returns the state as visible to a request: only the models its key may use; without a key, no names."""
         state = self.state()
         if not permit.is_known:
             return {name: state[name] for name in PUBLIC}
         return {**state, "models": [name for name in state["models"] if permit.may_use(name)]}
 
     def report_model(self, model: str, permit: Permit) -> dict[str, Any]:
-        """Whether this gateway can run requests for a model now, and how many connected workers it has.
+        """Returns whether requests for a model can run now, and the number of its connected workers.
 
         Args:
-            model: served name, or that of a LoRA adapter.
+            model: served name of a model or LoRA adapter.
 
         Raises:
-            SluiceError: NOT_FOUND for a model that the request's key may not use, whether there is such a model or not.
+            SluiceError: NOT_FOUND for a model that the key may not use, whether the model exists or not.
         """
         if not permit.may_use(model):
             raise not_found("The model does not exist.", param="model", code="model_not_found")
@@ -86,7 +91,7 @@ class Readiness:
         return link is not None and link.connected
 
     def state(self) -> dict[str, Any]:
-        """`ready`, then replicas that serve by service, workers that are connected, this process, and models."""
+        """Returns `ready`, serving replicas by service, connected workers, the process id and the served models."""
         services = {
             "preprocess": len(self._preprocess.replicas.serving),
             "router": len(self._router.replicas.serving),

@@ -97,7 +97,7 @@ async def test_a_handler(folder: Path) -> None:
         (PipelineConfig(stages={"route": "own_stages:Nobody"}), "has no Nobody"),
         (PipelineConfig(stages={"route": "own_stages:Tidy"}), "needs a method `async def route`"),
         (PipelineConfig(stages={"postprocess": "own_stages:Tidy"}), "needs a method `def open`"),
-        (PipelineConfig(stages={"tokenize": "services.common.errors:invalid"}), "is no class"),
+        (PipelineConfig(stages={"tokenize": "services.common.errors:invalid"}), "is not a class"),
         (PipelineConfig(handler="own_stages:Tidy"), "needs a method `async def start`"),
         (PipelineConfig(stages={"route": "own_stages:Sticky", "place": "own_stages:FirstConnected"}), "leave stage"),
     ],

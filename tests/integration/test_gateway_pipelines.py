@@ -57,8 +57,8 @@ def stages(monkeypatch: pytest.MonkeyPatch) -> None:
     module.Listener = Listener
     monkeypatch.setitem(__import__("sys").modules, "listening_stage", module)
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    monkeypatch.setattr(pipelines_module, "LOOK_EVERY_S", 0.02)
-    monkeypatch.setattr(pipelines_module, "SET_UP_AGAIN_S", 0.1)
+    monkeypatch.setattr(pipelines_module, "POLL_INTERVAL_S", 0.02)
+    monkeypatch.setattr(pipelines_module, "SET_UP_RETRY_S", 0.1)
     Listener.calls, Listener.broken = [], False
 
 

@@ -367,7 +367,7 @@ def held(request_id: str) -> worker_pb2.GenerateRequest:
     return worker_pb2.GenerateRequest(request_id=request_id, model="tiny", text="Hello")
 
 
-async def test_a_cancel_in_the_middle_of_tokenizing_is_heard_at_once(host: WorkerServer, gate: AdmissionGate) -> None:
+async def test_a_cancel_in_the_middle_of_tokenizing_is_active_at_once(host: WorkerServer, gate: AdmissionGate) -> None:
     async with stub_of(host) as stub:
         caller = Caller(stub)
         await caller.send({slot: held(f"r{slot}") for slot in range(6)})

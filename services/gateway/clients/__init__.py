@@ -1,1 +1,1 @@
-"""The services behind the gateway. Only these files know gRPC messages."""
+"""Clients of the services behind the gateway, which convert between gRPC messages and the gateway's data model."""

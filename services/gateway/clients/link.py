@@ -1,4 +1,4 @@
-"""A link keeps one session to one process open, and opens another one when it is lost."""
+"""Base class of the links to workers and postprocess replicas, which keep a session open and reconnect."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ log = logging.getLogger(__name__)
 
 BACKOFF_S = (0.1, 2.0)
 INVALID_BACKOFF_S = (0.5, 30.0)
-"""Between sessions that ended because of what the peer sent: reconnecting and logging must stay cheap."""
+"""Backoff after sessions that ended with an invalid message, to bound the cost of reconnecting and logging."""
 
 In = TypeVar("In")
 Out = TypeVar("Out")
 
 
 class Link(ABC, Generic[Out, In]):
-    """One peer, one session at a time.
+    """A connection to one peer with one session at a time.
 
     Args:
-        peer: what is at the other end, in words for messages, such as ``worker worker-0``.
-        channel: to the peer.
-        connect_timeout_s: longest wait for the connection before an attempt counts as failed.
-        on_lost: called when a session ended; every stream it carried is gone with it.
+        peer: name of the peer for messages, such as ``worker worker-0``.
+        channel: channel to the peer.
+        connect_timeout_s: timeout of a connection attempt.
+        on_lost: called when a session has ended, with all of its streams.
 
     Attributes:
-        streams: what the peer may send something for, by slot; rows and events of other slots are dropped.
-        retired: takes no new streams; closed after the last one.
-        sessions: how many were opened so far; a higher number means that the peer came back.
-        breaker: of what was asked of the peer.
+        streams: streams of the session by slot; rows and events of other slots are dropped.
+        retired: whether the link accepts no new streams and is closed after the last one.
+        sessions: number of sessions opened so far; it increases when the peer returns.
+        breaker: circuit breaker of the peer.
     """
 
     def __init__(
@@ -64,28 +64,28 @@ class Link(ABC, Generic[Out, In]):
         self._connected = asyncio.Event()
         self._session: ClientSession[Out, In] | None = None
         self._abandoned = False
-        self._garbled: SluiceError | None = None
+        self._protocol_error: SluiceError | None = None
 
     @property
     def live(self) -> int:
-        """Streams this link carries now."""
+        """Number of streams on this link."""
         return len(self.streams)
 
     def adopt(self, stream: GenerationStream) -> None:
-        """From now on the peer may send something for this stream."""
+        """Accepts messages of the peer for a stream."""
         self.streams[stream.slot] = stream
 
     def release(self, stream: GenerationStream) -> None:
-        """What the peer still sends for this stream is dropped; one that is not carried here is ignored."""
+        """Drops further messages of the peer for a stream; does nothing if it is not on this link."""
         self.streams.pop(stream.slot, None)
 
     @property
     def connected(self) -> bool:
-        """Whether a stream started now has a session to travel on."""
+        """Whether a session is open."""
         return self._connected.is_set()
 
     async def ready(self, most_s: float = inf) -> None:
-        """Waits for the connection, at most `most_s` seconds; SluiceError(CANNOT_CONNECT) when it does not come."""
+        """Waits for the session, at most `most_s` seconds; raises SluiceError(CANNOT_CONNECT) on timeout."""
         if self._connected.is_set():
             return
         try:
@@ -97,31 +97,31 @@ class Link(ABC, Generic[Out, In]):
         """Keeps a session open until cancelled."""
         backoff, invalid_backoff = BACKOFF_S[0], INVALID_BACKOFF_S[0]
         while True:
-            error = await self._carry_one_session()
+            error = await self._run_session()
             if error is not None:
                 log.warning("%s", error.message)
                 backoff = BACKOFF_S[0]
                 self._on_lost(error)
-            if self._garbled is not None:
+            if self._protocol_error is not None:
                 backoff = invalid_backoff
                 invalid_backoff = min(invalid_backoff * 2, INVALID_BACKOFF_S[1])
             await asyncio.sleep(backoff * random.uniform(0.5, 1.5))
             backoff = min(backoff * 2, BACKOFF_S[1])
 
-    async def _carry_one_session(self) -> SluiceError | None:
+    async def _run_session(self) -> SluiceError | None:
         try:
             await asyncio.wait_for(self._channel.channel_ready(), self._connect_timeout_s)
-        except (TimeoutError, grpc.aio.UsageError):  # or the channel was closed, and this link is about to be
+        except (TimeoutError, grpc.aio.UsageError):  # UsageError: the channel was closed, this link follows
             return None
-        self._session = ClientSession(self.peer, self._open_call, self._drain, self._take)
+        self._session = ClientSession(self.peer, self._open_call, self._drain, self._receive)
         self._abandoned = False
-        self._garbled = None
+        self._protocol_error = None
         self.sessions += 1
         self._connected.set()
         try:
             self._on_connected()
             error = passed_on(await self._session.run(), self.peer)
-            return self._garbled or error
+            return self._protocol_error or error
         finally:
             self._connected.clear()
             self._session = None
@@ -132,57 +132,57 @@ class Link(ABC, Generic[Out, In]):
             self._session.wake()
 
     def break_off(self) -> None:
-        """Ends the session from this side, as if the peer had gone."""
+        """Ends the session as if the peer was lost."""
         if self._session is not None:
             self._session.close()
 
     def abandon(self) -> None:
-        """Ends the session from this side; what the peer still says on it is not heard."""
+        """Ends the session and ignores any further messages of the peer on it."""
         self._abandoned = True
         self.break_off()
 
-    def _take(self, message: In | None) -> None:
+    def _receive(self, message: In | None) -> None:
         if self._abandoned:
             return
-        if message is None:  # gRPC could not parse it, and has logged that
-            self._end_garbled(self._invalid_message(""))
+        if message is None:  # gRPC could not parse it, and has logged the failure
+            self._end_invalid(self._invalid_message(""))
             return
         try:
             self._on_message(message)
         except SluiceError as error:
-            self._end_garbled(self._invalid_message(f": {error.message}"))
-        except Exception:  # a defect of this process: the trace is wanted
-            log.exception("a message of the %s could not be handled; its session ends", self.peer)
-            self._end_garbled(self._invalid_message(""))
+            self._end_invalid(self._invalid_message(f": {error.message}"))
+        except Exception:  # a bug in this process: log the traceback
+            log.exception("handling a message of the %s failed; ending its session", self.peer)
+            self._end_invalid(self._invalid_message(""))
 
     def _invalid_message(self, reason: str) -> SluiceError:
         return SluiceError(ErrorKind.INTERNAL, f"The {self.peer} sent an invalid message{reason or '.'}")
 
-    def _end_garbled(self, error: SluiceError) -> None:
-        """Ends the session because of what the peer sent.
+    def _end_invalid(self, error: SluiceError) -> None:
+        """Ends the session because of an invalid message.
 
         Args:
-            error: not retryable, because what the streams of the session got may have gaps.
+            error: must not be retryable, because output of the session's streams may be missing.
         """
-        self._garbled = error
+        self._protocol_error = error
         self.breaker.trip()
         self.abandon()
 
     def _on_connected(self) -> None:
-        """A session is open: what is said now travels on it."""
+        """Called when a session is open, before its first message."""
 
     @abstractmethod
     def _open_call(self) -> grpc.aio.StreamStreamCall[Out, In]:
-        """Opens the RPC."""
+        """Starts the RPC of a session."""
 
     @abstractmethod
     def _drain(self) -> Out | None:
-        """Next message to send."""
+        """Returns the next message to send, or None."""
 
     @abstractmethod
     def _on_message(self, message: In) -> None:
-        """A message came in."""
+        """Handles a message of the peer."""
 
     @abstractmethod
     def _reset(self) -> None:
-        """Forgets what was waiting to be sent on a session that is gone."""
+        """Discards pending messages of a closed session."""

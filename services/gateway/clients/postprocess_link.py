@@ -1,4 +1,4 @@
-"""The session to one postprocess replica: tokens go out, text comes back."""
+"""The session to one postprocess replica: sends tokens and receives text."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from sluice.v1 import common_pb2, postprocess_pb2, postprocess_pb2_grpc
 if TYPE_CHECKING:
     from services.gateway.streams.stream import GenerationStream
 
-MAX_WAITING_BYTES = 16 << 20
+MAX_PENDING_BYTES = 16 << 20
 TOKEN_BYTES_PER_MESSAGE = 2 << 20
-MOST_TOKENS = (1 << 32) - 1
-MOST_OPEN_BYTES = 12 << 20
-"""Of one stream; what travels with it fits beside it into the 16 MiB that a replica takes."""
+MAX_TOKENS = (1 << 32) - 1
+MAX_OPEN_BYTES = 12 << 20
+"""Maximum size of the message that opens a stream; leaves room for the rest within the 16 MiB a replica accepts."""
 
 
 @dataclass(slots=True)
 class Sent:
-    """How much of a stream its client has got.
+    """How much output of a stream has been sent to its client.
 
     Attributes:
         text: code points of content.
         reasoning: code points of reasoning.
-        calls: code points of arguments, by the index of each tool call that was begun.
-        tokens: tokens that were told with their own bytes.
+        calls: code points of arguments, by index of each started tool call.
+        tokens: tokens sent with their bytes.
     """
 
     text: int = 0
@@ -46,44 +46,49 @@ class Sent:
 
 
 class TextEvents(Protocol):
-    """What postprocess tells the switchboard."""
+    """Handles the events of postprocess sessions; implemented by `StreamManager`."""
 
     def on_token_texts(self, stream: GenerationStream, pieces: list[bytes], offsets: Sequence[int]) -> None:
-        """The bytes of a stream's next tokens, and the code points of text before them."""
+        """Receives the bytes of the next tokens, and their offsets in the text, in code points."""
 
     def on_text(self, stream: GenerationStream, piece: str) -> None:
-        """The next text of a stream."""
+        """Receives the next text."""
 
     def on_reasoning(self, stream: GenerationStream, piece: str) -> None:
-        """The next reasoning of a stream."""
+        """Receives the next reasoning text."""
 
     def on_tool_call(self, stream: GenerationStream, call: int, call_id: str, name: str, arguments: str) -> None:
-        """The next piece of a tool call of a stream."""
+        """Receives the next piece of a tool call."""
 
     def on_degraded(self, stream: GenerationStream, reason: str) -> None:
-        """A stream goes on with a fallback."""
+        """Is notified that the stream continues with a fallback."""
 
     def on_finished(self, stream: GenerationStream, finish: Finish) -> None:
-        """A stream is over."""
+        """Is notified that the stream has ended."""
 
     def on_text_failed(self, stream: GenerationStream, error: SluiceError) -> None:
-        """A stream could not be turned into text."""
+        """Is notified that the replica failed to produce the stream's text."""
 
     def on_broken(self, stream: GenerationStream, error: Exception) -> None:
-        """Handling what a peer sent for a stream raised; the other streams of the message go on."""
+        """Is notified that handling a message for the stream raised; other streams of the message are unaffected."""
 
     def on_post_connected(self, link: PostLink) -> None:
-        """A replica takes streams."""
+        """Is notified that a replica accepts streams."""
 
     def on_post_leaves(self, link: PostLink) -> None:
-        """A replica asks for its streams to be moved to others."""
+        """Is notified that a replica drains and its streams must move."""
 
     def on_post_lost(self, link: PostLink, error: SluiceError) -> None:
-        """A replica's session is gone, and with it every stream on it."""
+        """Is notified that a replica's session, and with it all of its streams, was lost."""
 
 
 class PostLink(Link[postprocess_pb2.PostSessionRequest, postprocess_pb2.TextBatch]):
-    """The session to one postprocess replica."""
+    """The session to one postprocess replica.
+
+    Attributes:
+        leaving: whether the replica drains and its streams must move.
+        replica: the replica of the connection.
+    """
 
     def __init__(
         self,
@@ -97,7 +102,7 @@ class PostLink(Link[postprocess_pb2.PostSessionRequest, postprocess_pb2.TextBatc
             connect_timeout_s,
             lambda error: events.on_post_lost(self, error),
         )
-        self.leaving = False  # asked for its streams to be moved
+        self.leaving = False
         self.address = replica.address
         self.replica = replica
         self._stub = replica.stub
@@ -119,58 +124,60 @@ class PostLink(Link[postprocess_pb2.PostSessionRequest, postprocess_pb2.TextBatc
         tokens: array[int] | None = None,
         sent: Sent | None = None,
     ) -> None:
-        """Opens a stream that this link has adopted; its text goes to the events.
+        """Opens a stream that this link has adopted.
 
         Args:
-            max_tokens: of the whole generation; text of further tokens is not wanted.
-            tokens: of a stream that began on another session, all of them so far.
-            sent: how much its client has got; only the rest goes to the events.
+            max_tokens: limit of the whole generation; further tokens produce no text.
+            tokens: for a stream continued from another session, all tokens so far.
+            sent: output that its client has already received, which is not repeated.
 
         Raises:
-            SluiceError: TOO_LARGE when a replica would not take the message.
+            SluiceError: TOO_LARGE when the message exceeds the replica's limit.
         """
         options = stream_options(request, prompt)
-        options.max_tokens = min(max(max_tokens, 1), MOST_TOKENS)
+        options.max_tokens = min(max(max_tokens, 1), MAX_TOKENS)
         resume = None if tokens is None or sent is None else _resume(tokens, sent)
         if resume is not None:
             self._drop_columns(slot)
         opening = postprocess_pb2.OpenStream(
             slot=slot, request_id=request_id, options=options, trace=trace, resume=resume
         )
-        if (size := opening.ByteSize()) > MOST_OPEN_BYTES:  # a replica would end the session, with all on it
-            message = f"Stop strings and tools are {size} bytes with all that belongs to them; send fewer of them."
+        if (size := opening.ByteSize()) > MAX_OPEN_BYTES:  # would end the session with all of its streams
+            message = f"Stop strings and tools take {size} bytes; send fewer or shorter ones."
             raise SluiceError(ErrorKind.TOO_LARGE, message, code="request_too_large")
         self._opens.append((opening, size))
         self._wake()
 
     def feed(self, slots: bytes, counts: bytes, token_ids: bytes) -> None:
-        """Passes token columns on, untouched; a replica that does not take them for long is given up."""
+        """Sends token columns unchanged; ends the session if too many are pending."""
         if not self.connected:
-            return  # whatever stream they belong to will be opened again with its tokens
+            return  # their streams will be opened again with all of their tokens
         self._columns.append((slots, counts, token_ids))
         self._column_bytes += len(token_ids)
-        if self._column_bytes > MAX_WAITING_BYTES:
+        if self._column_bytes > MAX_PENDING_BYTES:
             self.break_off()
         self._wake()
 
     def _drop_columns(self, slot: int) -> None:
-        """Forgets tokens that still wait here for a stream: it is opened again, and told them as its past."""
-        name = pack_u32([slot])
-        if not any(name in slots for slots, _, _ in self._columns):
+        """Drops pending tokens of a stream, which the opening message will contain."""
+        packed_slot = pack_u32([slot])
+        if not any(packed_slot in slots for slots, _, _ in self._columns):
             return
         slots, counts, ids = (unpack_u32(b"".join(column)) for column in zip(*self._columns, strict=True))
-        kept, start = (array("I"), array("I"), array("I")), 0
+        remaining, start = (array("I"), array("I"), array("I")), 0
         for row, number in zip(slots, counts, strict=True):
             if row != slot:
-                kept[0].append(row)
-                kept[1].append(number)
-                kept[2].extend(ids[start : start + number])
+                remaining[0].append(row)
+                remaining[1].append(number)
+                remaining[2].extend(ids[start : start + number])
             start += number
-        self._columns = [(pack_u32(kept[0]), pack_u32(kept[1]), pack_u32(kept[2]))] if kept[0] else []
-        self._column_bytes = 4 * len(kept[2])
+        self._columns = (
+            [(pack_u32(remaining[0]), pack_u32(remaining[1]), pack_u32(remaining[2]))] if remaining[0] else []
+        )
+        self._column_bytes = 4 * len(remaining[2])
 
     def end(self, slot: int, reason: FinishReason, stop_token_id: int | None) -> None:
-        """Says that the engine is done; a finish event answers."""
+        """Ends a stream whose engine has finished; the replica responds with a finish event."""
         self._ends.append(
             postprocess_pb2.EndStream(
                 slot=slot, finish_reason=common_pb2.FinishReason.ValueType(int(reason)), stop_token_id=stop_token_id
@@ -179,7 +186,7 @@ class PostLink(Link[postprocess_pb2.PostSessionRequest, postprocess_pb2.TextBatc
         self._wake()
 
     def close_stream(self, slot: int) -> None:
-        """Forgets a stream without an answer."""
+        """Closes a stream without further events."""
         self._closes.append(slot)
         self._wake()
 
@@ -190,7 +197,7 @@ class PostLink(Link[postprocess_pb2.PostSessionRequest, postprocess_pb2.TextBatc
         if not (self._opens or self._columns or self._ends or self._closes):
             return None
         opens = self._take_opens()
-        if self._opens:  # nothing must overtake the opening of its stream
+        if self._opens:  # nothing may overtake the opening of its stream
             return postprocess_pb2.PostSessionRequest(opens=opens)
         columns = self._take_columns()
         message = postprocess_pb2.PostSessionRequest(opens=opens)
@@ -199,7 +206,7 @@ class PostLink(Link[postprocess_pb2.PostSessionRequest, postprocess_pb2.TextBatc
             message.tokens.slots = slots
             message.tokens.counts = counts
             message.tokens.token_ids = token_ids
-        if not self._columns:  # an end must not overtake tokens
+        if not self._columns:  # an end may not overtake tokens
             message.ends.extend(self._ends)
             message.closes = pack_u32(self._closes)
             self._ends.clear()
@@ -207,24 +214,24 @@ class PostLink(Link[postprocess_pb2.PostSessionRequest, postprocess_pb2.TextBatc
         return message
 
     def _take_opens(self) -> list[postprocess_pb2.OpenStream]:
-        taken, size = 0, 0
-        while taken < len(self._opens):
-            size += self._opens[taken][1]
-            if taken and size > TOKEN_BYTES_PER_MESSAGE:
+        count, size = 0, 0
+        while count < len(self._opens):
+            size += self._opens[count][1]
+            if count and size > TOKEN_BYTES_PER_MESSAGE:
                 break
-            taken += 1
-        opens, self._opens = self._opens[:taken], self._opens[taken:]
+            count += 1
+        opens, self._opens = self._opens[:count], self._opens[count:]
         return [opening for opening, _ in opens]
 
     def _take_columns(self) -> list[tuple[bytes, bytes, bytes]]:
         if self._column_bytes <= TOKEN_BYTES_PER_MESSAGE:
             columns, self._columns, self._column_bytes = self._columns, [], 0
             return columns
-        taken, size = 0, 0
-        while taken < len(self._columns) and size < TOKEN_BYTES_PER_MESSAGE:
-            size += len(self._columns[taken][2])
-            taken += 1
-        columns, self._columns = self._columns[:taken], self._columns[taken:]
+        count, size = 0, 0
+        while count < len(self._columns) and size < TOKEN_BYTES_PER_MESSAGE:
+            size += len(self._columns[count][2])
+            count += 1
+        columns, self._columns = self._columns[:count], self._columns[count:]
         self._column_bytes -= size
         return columns
 
@@ -232,8 +239,8 @@ class PostLink(Link[postprocess_pb2.PostSessionRequest, postprocess_pb2.TextBatc
         events, find, on_text = self._events, self.streams.get, self._events.on_text
         text, start = message.text, 0
         for event in message.events:
-            if event.HasField("tokens"):  # tokens come before their text
-                self._each(event, tell_token_texts)
+            if event.HasField("tokens"):  # events receive tokens before their text
+                self._dispatch(event, dispatch_token_texts)
         for slot, length in zip(unpack_u32(message.slots), unpack_u32(message.text_lengths), strict=True):
             stream = find(slot)
             if stream is not None:
@@ -243,21 +250,21 @@ class PostLink(Link[postprocess_pb2.PostSessionRequest, postprocess_pb2.TextBatc
                     events.on_broken(stream, error)
             start += length
         for event in message.events:
-            self._each(event, tell_event)
+            self._dispatch(event, dispatch_event)
         if message.draining:
             self.leaving = True
             self._events.on_post_leaves(self)
 
-    def _each(
+    def _dispatch(
         self,
         event: postprocess_pb2.StreamEvent,
-        tell: Callable[[TextEvents, GenerationStream, postprocess_pb2.StreamEvent], None],
+        dispatch: Callable[[TextEvents, GenerationStream, postprocess_pb2.StreamEvent], None],
     ) -> None:
-        """Passes one event on; what it raises ends its stream only."""
+        """Dispatches one event; an exception fails only its stream."""
         stream = self.streams.get(event.slot)
         if stream is not None:
             try:
-                tell(self._events, stream, event)
+                dispatch(self._events, stream, event)
             except Exception as error:
                 self._events.on_broken(stream, error)
 
@@ -274,7 +281,7 @@ class PostLink(Link[postprocess_pb2.PostSessionRequest, postprocess_pb2.TextBatc
 
 
 def stream_options(request: GenerationRequest, prompt: TokenizedPrompt) -> postprocess_pb2.StreamOptions:
-    """How a generation's tokens become text."""
+    """Returns the options for turning a generation's tokens into text."""
     stop, parsing = request.stop, request.parsing
     options = postprocess_pb2.StreamOptions(
         model=request.model,
@@ -299,14 +306,14 @@ def stream_options(request: GenerationRequest, prompt: TokenizedPrompt) -> postp
     return options
 
 
-def tell_token_texts(events: TextEvents, stream: GenerationStream, event: postprocess_pb2.StreamEvent) -> None:
-    """Passes the bytes of a stream's next tokens on."""
+def dispatch_token_texts(events: TextEvents, stream: GenerationStream, event: postprocess_pb2.StreamEvent) -> None:
+    """Dispatches the token bytes of an event."""
     tokens = event.tokens
     events.on_token_texts(stream, split_pieces(tokens.lengths, tokens.pieces), unpack_u32(tokens.text_offsets))
 
 
-def tell_event(events: TextEvents, stream: GenerationStream, event: postprocess_pb2.StreamEvent) -> None:
-    """Passes everything of a stream on but its plain text and the bytes of its tokens."""
+def dispatch_event(events: TextEvents, stream: GenerationStream, event: postprocess_pb2.StreamEvent) -> None:
+    """Dispatches everything of an event except token bytes."""
     if event.text:
         events.on_text(stream, event.text)
     if event.reasoning:
@@ -341,6 +348,6 @@ def _resume(tokens: array[int], sent: Sent) -> postprocess_pb2.StreamResume:
 
 
 def split_pieces(lengths: bytes, pieces: bytes) -> list[bytes]:
-    """The bytes of each token; `lengths` is packed u32."""
+    """Returns the bytes of each token; `lengths` is packed u32."""
     ends = list(accumulate(unpack_u32(lengths)))
     return [pieces[start:end] for start, end in zip([0, *ends], ends, strict=False)]

@@ -1,4 +1,4 @@
-"""Preprocess: prompts in, token ids out."""
+"""Client of the preprocess service, which tokenizes prompts."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from services.gateway.core.request import (
 )
 from sluice.v1 import common_pb2, preprocess_pb2, preprocess_pb2_grpc
 
-LIST_S = 2.0
+LIST_TIMEOUT_S = 2.0
 TOKENIZE_SHARE = 0.5
-ANY_TOKEN = bytes(4)
+PLACEHOLDER_TOKEN = bytes(4)
 
 A = TypeVar("A")
 
@@ -41,7 +41,7 @@ class TokenizerIdentity:
 
 
 class PreprocessClient:
-    """Calls whichever preprocess replica has the least to do."""
+    """Sends calls to the least loaded preprocess replica."""
 
     def __init__(
         self, targets: Sequence[str], credentials: grpc.ChannelCredentials | None, tokenize_timeout_s: float
@@ -49,7 +49,7 @@ class PreprocessClient:
         self.replicas: ReplicaSet[preprocess_pb2_grpc.PreprocessAsyncStub] = ReplicaSet(
             "preprocess", targets, _stub, credentials, shared=lambda stub: cast(Any, stub.Tokenize)
         )
-        self._turnstile = ConcurrencyLimiter("preprocess")
+        self._limiter = ConcurrencyLimiter("preprocess")
         self._timeout_s = tokenize_timeout_s
 
     async def _call(
@@ -58,17 +58,16 @@ class PreprocessClient:
         request: Any,
         hedge: str,
     ) -> A:
-        """One call in its turn, within its share of the request's deadline."""
+        """Makes a call within the concurrency limit and its share of the request's deadline."""
         deadline = deadlines.current()
-        async with self._turnstile.turn(deadline.left_s):
+        async with self._limiter.turn(deadline.left_s):
             share_s = deadline.share(TOKENIZE_SHARE, self._timeout_s)
             return await self.replicas.call(method, request, share_s, hedge=hedge)
 
     async def tokenize(
         self, model: str, prompt: Prompt, block_size: int, lora: str, cache_salt: str
     ) -> TokenizedPrompt:
-        """Token ids and block hashes of a prompt, within its share of the request's deadline; SluiceError as preprocess
-        says."""
+        """Returns token ids and block hashes of a prompt; raises SluiceError as preprocess does."""
         request = preprocess_pb2.TokenizeRequest(model=model, block_size=block_size, lora=lora, cache_salt=cache_salt)
         if isinstance(prompt, ChatPrompt):
             request.chat.CopyFrom(_chat_input(prompt))
@@ -78,59 +77,59 @@ class PreprocessClient:
                 request.text.add_special_tokens = prompt.add_special_tokens
         elif isinstance(prompt, TokenPrompt):
             request.tokens.token_ids = prompt.token_ids
-        else:  # there are no ids to make, but how the model ends its answers is still to be learnt
-            request.tokens.token_ids = ANY_TOKEN
+        else:  # input embeddings: only the model's stop tokens and defaults are needed
+            request.tokens.token_ids = PLACEHOLDER_TOKEN
             request.block_size = 0
-        answer = await self._call(lambda stub: stub.Tokenize, request, "tokenize")
+        response = await self._call(lambda stub: stub.Tokenize, request, "tokenize")
         embeds = prompt if isinstance(prompt, EmbedsPrompt) else None
         return TokenizedPrompt(
-            token_ids=answer.token_ids if embeds is None else b"",
-            block_hashes=answer.block_hashes,
-            hash_scheme=answer.hash_scheme,
-            stop_token_ids=answer.stop_token_ids,
-            eos_token_ids=answer.eos_token_ids,
-            context_length=answer.context_length,
-            prompt_tail=answer.prompt_tail if embeds is None else b"",
+            token_ids=response.token_ids if embeds is None else b"",
+            block_hashes=response.block_hashes,
+            hash_scheme=response.hash_scheme,
+            stop_token_ids=response.stop_token_ids,
+            eos_token_ids=response.eos_token_ids,
+            context_length=response.context_length,
+            prompt_tail=response.prompt_tail if embeds is None else b"",
             embeds=embeds,
-            defaults=_defaults(answer.default_sampling),
-            default_max_tokens=answer.default_max_tokens if answer.HasField("default_max_tokens") else None,
+            defaults=_defaults(response.default_sampling),
+            default_max_tokens=response.default_max_tokens if response.HasField("default_max_tokens") else None,
         )
 
     async def detokenize(self, model: str, token_ids: bytes, skip_special_tokens: bool = True) -> str:
-        """Text of packed token ids."""
+        """Returns the text of packed token ids."""
         request = preprocess_pb2.DetokenizeRequest(
             model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens
         )
-        answer = await self._call(lambda stub: stub.Detokenize, request, "detokenize")
-        return answer.text
+        response = await self._call(lambda stub: stub.Detokenize, request, "detokenize")
+        return response.text
 
     async def tokenizers(self) -> dict[str, TokenizerIdentity]:
-        """What one replica says of its loaded tokenizers, by model."""
+        """Returns the loaded tokenizers of one replica, by model."""
         request = preprocess_pb2.ListTokenizersRequest()
-        answer = await self.replicas.call(lambda stub: stub.ListModels, request, LIST_S)
+        response = await self.replicas.call(lambda stub: stub.ListModels, request, LIST_TIMEOUT_S)
         return {
             info.model: TokenizerIdentity(
                 info.tokenizer.processor, info.tokenizer.fingerprint, info.tokenizer.prompt_fingerprint
             )
-            for info in answer.models
+            for info in response.models
             if info.loaded
         }
 
     async def token_texts(self, model: str, token_ids: bytes) -> list[str]:
-        """Text of each of the packed token ids by itself."""
+        """Returns the text of each of the packed token ids separately."""
         request = preprocess_pb2.DetokenizeRequest(model=model, token_ids=token_ids, each=True)
-        answer = await self._call(lambda stub: stub.Detokenize, request, "detokenize")
-        return list(answer.each)
+        response = await self._call(lambda stub: stub.Detokenize, request, "detokenize")
+        return list(response.each)
 
     async def render(self, model: str, prompt: ChatPrompt) -> str:
-        """A chat's prompt as text."""
+        """Returns the prompt of a chat as text."""
         request = preprocess_pb2.RenderRequest(model=model, chat=_chat_input(prompt))
-        answer = await self._call(lambda stub: stub.Render, request, "tokenize")
-        return answer.text
+        response = await self._call(lambda stub: stub.Render, request, "tokenize")
+        return response.text
 
 
 def _stub(channel: grpc.aio.Channel) -> preprocess_pb2_grpc.PreprocessAsyncStub:
-    """A stub whose calls of Tokenize share a stream."""
+    """Returns a stub that multiplexes its calls of Tokenize over one stream."""
     stub: Any = preprocess_pb2_grpc.PreprocessStub(channel)
     stub.Tokenize = MultiplexedCall(
         "preprocess", stub.Tokenize, stub.Session, preprocess_pb2.TokenizeCall, preprocess_pb2.TokenizeCalls

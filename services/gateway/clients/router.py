@@ -1,4 +1,4 @@
-"""Router: where a prompt goes, and what it is told about the request afterwards."""
+"""Client of the router: route queries, and reports about the progress of requests."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ from sluice.v1 import router_pb2, router_pb2_grpc
 
 log = logging.getLogger(__name__)
 
-REPORT_BACKLOG = 100_000
+MAX_PENDING_REPORTS = 100_000
 REPORT_RETRY_S = 1.0
 
-_BOOK = router_pb2.RouteQueryRequest.MODE_SELECT_AND_RESERVE
-_ASK = router_pb2.RouteQueryRequest.MODE_QUERY_ONLY
+_RESERVE = router_pb2.RouteQueryRequest.MODE_SELECT_AND_RESERVE
+_QUERY_ONLY = router_pb2.RouteQueryRequest.MODE_QUERY_ONLY
 
-N = TypeVar("N")
+T = TypeVar("T")
 
 
 class RouterClient:
-    """Asks whichever router replica has the least to do.
+    """Sends calls to the least loaded router replica.
 
-    Progress reports (prefill done, request over) are batched: while one report is under way the next one collects.
+    Progress reports (prefill complete, request ended) are sent in batches: while one batch is in flight, the next one
+    accumulates.
 
     Args:
-        owner: whose lease holds the reservations; whoever follows the router's worker list under this name renews it.
+        owner: owner of the reservations; the stream of the worker list under this name renews their lease.
     """
 
     def __init__(
@@ -49,13 +50,13 @@ class RouterClient:
             "router", targets, _stub, credentials, shared=lambda stub: cast(Any, stub.RouteQuery)
         )
         self.owner = owner
-        self._turnstile = ConcurrencyLimiter("router")
+        self._limiter = ConcurrencyLimiter("router")
         self._timeout_s = route_timeout_s
-        self._computed: list[str] = []
-        self._over: list[router_pb2.RequestOutcome] = []
-        self._news = asyncio.Event()
-        self._told_all = asyncio.Event()
-        self._told_all.set()
+        self._completed_prefills: list[str] = []
+        self._outcomes: list[router_pb2.RequestOutcome] = []
+        self._pending_event = asyncio.Event()
+        self._all_sent = asyncio.Event()
+        self._all_sent.set()
 
     async def route(
         self,
@@ -75,15 +76,15 @@ class RouterClient:
         policy: str = "",
         book: bool = True,
     ) -> Route:
-        """Chooses a worker, or a pair, and books the request there; SluiceError as the router says.
+        """Chooses a worker, or a pair, and reserves capacity there; raises SluiceError as the router does.
 
         Args:
-            session_id: requests of one session go to one worker; empty: no session.
-            candidates: worker ids to choose from; None for all of the model.
-            timeout_s: longest wait; None for the setting.
-            explain: the answer says what the router thought of each candidate.
-            policy: how to choose; empty for the router's setting.
-            book: False only asks.
+            session_id: id for session affinity; empty: no session.
+            candidates: ids of the workers to choose from; None for all workers of the model.
+            timeout_s: timeout; None for the configured one.
+            explain: whether to return the scores of all candidates.
+            policy: routing policy; empty for the router's default.
+            book: whether to reserve; False only queries.
         """
         reference = router_pb2.PromptRef(prompt_tokens=prompt.estimated_length)
         if prompt.hash_scheme and block_size:
@@ -93,7 +94,7 @@ class RouterClient:
         else:
             reference.token_ids = prompt.token_ids
         query = router_pb2.RouteQueryRequest(
-            mode=_BOOK if book else _ASK,
+            mode=_RESERVE if book else _QUERY_ONLY,
             request_id=request_id,
             model=model,
             prompt=reference,
@@ -107,86 +108,86 @@ class RouterClient:
             owner=self.owner,
             explain=explain,
         )
-        longest_s = self._timeout_s if timeout_s is None else timeout_s
-        async with self._turnstile.turn(deadlines.current().left_s):  # a hedge is idempotent by request id
-            answer = await self.replicas.call(lambda stub: stub.RouteQuery, query, longest_s, hedge="route")
+        effective_timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        async with self._limiter.turn(deadlines.current().left_s):  # a hedge is idempotent by request id
+            response = await self.replicas.call(lambda stub: stub.RouteQuery, query, effective_timeout_s, hedge="route")
         return Route(
-            worker_id=answer.decode.worker_id,
-            rank=answer.decode.data_parallel_rank,
-            reservation_id=answer.reservation_id,
-            degraded=answer.degraded,
-            scores=tuple(map(_score, answer.scores)),
-            prefill_worker_id=answer.prefill.worker_id,
-            prefill_rank=answer.prefill.data_parallel_rank,
-            prefill_skipped=answer.prefill_skipped,
-            tokens_to_compute=answer.tokens_to_compute,
-            headers={} if book else dict(answer.headers),
+            worker_id=response.decode.worker_id,
+            rank=response.decode.data_parallel_rank,
+            reservation_id=response.reservation_id,
+            degraded=response.degraded,
+            scores=tuple(map(_score, response.scores)),
+            prefill_worker_id=response.prefill.worker_id,
+            prefill_rank=response.prefill.data_parallel_rank,
+            prefill_skipped=response.prefill_skipped,
+            tokens_to_compute=response.tokens_to_compute,
+            headers={} if book else dict(response.headers),
         )
 
     def prefill_complete(self, reservation_id: str) -> None:
-        """Tells, soon, that a request's prompt is computed."""
-        self._computed.append(reservation_id)
-        self._told_all.clear()
-        self._news.set()
+        """Reports, with the next batch, that prefill of a request is complete."""
+        self._completed_prefills.append(reservation_id)
+        self._all_sent.clear()
+        self._pending_event.set()
 
     def free(self, reservation_id: str, cached_tokens: int | None = None, output_tokens: int = 0) -> None:
-        """Tells, soon, that a request is over, how long its output was and, if known, what was cached of its prompt."""
-        self._over.append(
+        """Reports, with the next batch, that a request has ended, with its output and (if known) cached tokens."""
+        self._outcomes.append(
             router_pb2.RequestOutcome(
                 reservation_id=reservation_id, cached_tokens=cached_tokens, output_tokens=output_tokens
             )
         )
-        self._told_all.clear()
-        self._news.set()
+        self._all_sent.clear()
+        self._pending_event.set()
 
     async def run_reports(self) -> None:
-        """Sends the reports until cancelled."""
+        """Sends reports until cancelled."""
         while True:
-            await self._news.wait()
-            self._news.clear()
-            self._computed = await self._report(self._computed, self._tell_computed)
-            self._over = await self._report(self._over, self._tell_over)
-            if not self._computed and not self._over:
-                self._told_all.set()
+            await self._pending_event.wait()
+            self._pending_event.clear()
+            self._completed_prefills = await self._report(self._completed_prefills, self._send_completed_prefills)
+            self._outcomes = await self._report(self._outcomes, self._send_outcomes)
+            if not self._completed_prefills and not self._outcomes:
+                self._all_sent.set()
 
     async def flush_reports(self, timeout_s: float) -> None:
-        """Waits until everything told so far has been sent, at most `timeout_s` seconds."""
+        """Waits until all pending reports have been sent, at most `timeout_s` seconds."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._told_all.wait(), timeout_s)
+            await asyncio.wait_for(self._all_sent.wait(), timeout_s)
 
-    async def _tell_computed(self, reservation_ids: list[str]) -> None:
+    async def _send_completed_prefills(self, reservation_ids: list[str]) -> None:
         request = router_pb2.MarkPrefillCompleteRequest(reservation_ids=reservation_ids)
         await self.replicas.call(lambda stub: stub.MarkPrefillComplete, request, self._timeout_s)
 
-    async def _tell_over(self, outcomes: list[router_pb2.RequestOutcome]) -> None:
+    async def _send_outcomes(self, outcomes: list[router_pb2.RequestOutcome]) -> None:
         ids = [outcome.reservation_id for outcome in outcomes]
         request = router_pb2.FreeRequestRequest(reservation_ids=ids)
         await self.replicas.call(lambda stub: stub.FreeRequest, request, self._timeout_s)
-        # Any replica can free, but each remembers only its own decisions: all of them hear how these ended.
+        # Any replica can release reservations, but outcomes go to all, as each tracks only its own decisions.
         request = router_pb2.FreeRequestRequest(outcomes=outcomes)
         calls = [replica.stub.FreeRequest(request, timeout=self._timeout_s) for replica in self.replicas.serving]
-        for told in await asyncio.gather(*calls, return_exceptions=True):
-            if isinstance(told, grpc.aio.AioRpcError):
-                log.info("a router replica did not hear how requests ended", extra={"status": told.code().name})
+        for result in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(result, grpc.aio.AioRpcError):
+                log.info("sending request outcomes to a router replica failed", extra={"status": result.code().name})
 
-    async def _report(self, news: list[N], tell: Callable[[list[N]], Awaitable[None]]) -> list[N]:
-        """Sends one batch; what is left to send afterwards, which includes what came in meanwhile."""
-        if not news:
-            return news
-        batch = news[:]
+    async def _report(self, pending: list[T], send: Callable[[list[T]], Awaitable[None]]) -> list[T]:
+        """Sends one batch and returns the remaining reports, including those added meanwhile."""
+        if not pending:
+            return pending
+        batch = pending[:]
         try:
-            await tell(batch)
+            await send(batch)
         except SluiceError as error:
-            log.warning("a report to the router was not delivered: %s", error.message, extra={"requests": len(batch)})
-            if error.retryable and len(news) < REPORT_BACKLOG:
+            log.warning("sending reports to the router failed: %s", error.message, extra={"requests": len(batch)})
+            if error.retryable and len(pending) < MAX_PENDING_REPORTS:
                 await asyncio.sleep(REPORT_RETRY_S)
-                self._news.set()
-                return news
-        return news[len(batch) :]
+                self._pending_event.set()
+                return pending
+        return pending[len(batch) :]
 
 
 def _stub(channel: grpc.aio.Channel) -> router_pb2_grpc.RouterAsyncStub:
-    """A stub whose calls of RouteQuery share a stream."""
+    """Returns a stub that multiplexes its calls of RouteQuery over one stream."""
     stub: Any = router_pb2_grpc.RouterStub(channel)
     stub.RouteQuery = MultiplexedCall(
         "router", stub.RouteQuery, stub.Session, router_pb2.RouteCall, router_pb2.RouteCalls

@@ -1,4 +1,4 @@
-"""The session to one worker: generations start, tokens come back."""
+"""The session to one worker: sends starts of generations and receives their tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from services.common.errors import ErrorKind, SluiceError, invalid
 from services.common.packing import pack_u32
 from services.common.rpc.errors import from_detail, passed_on
 from services.gateway.clients.link import Link
-from services.gateway.clients.postprocess_link import TextEvents, stream_options, tell_event, tell_token_texts
+from services.gateway.clients.postprocess_link import TextEvents, dispatch_event, dispatch_token_texts, stream_options
 from services.gateway.core.request import (
     ChatPrompt,
     DisaggregationPart,
@@ -37,54 +37,54 @@ if TYPE_CHECKING:
     from services.gateway.streams.stream import GenerationStream
 
 START_BYTES_PER_MESSAGE = 4 << 20
-MOST_START_BYTES = 16 << 20
-"""What workers take unless they are told otherwise."""
+MAX_START_BYTES = 16 << 20
+"""Default of the workers' --max-message-mb."""
 TOKEN_BYTES = 4
 BATCH_TOKENS = Budget("batch_tokens", 1 << 18, "--max-batch-tokens")
-_AROUND_START = 64
-NONE_YET: array[int] = array("I")
+_START_OVERHEAD_BYTES = 64
+NO_TOKENS: array[int] = array("I")
 
 
 class WorkerEvents(TextEvents, Protocol):
-    """What arrives from a worker, each for a stream of that worker; text only where the worker makes it."""
+    """Handles the events of a worker's streams; text events only where the engine detokenizes."""
 
     def on_prompt(self, stream: GenerationStream, token_ids: bytes) -> None:
-        """The worker made the ids of a stream's prompt, packed u32."""
+        """Receives the token ids, packed u32, of a prompt that the worker tokenized."""
 
     def on_tokens(self, link: WorkerLink, slots: bytes, counts: bytes, token_ids: bytes) -> None:
-        """Token columns of many streams, packed u32 each; rows of slots that are not the link's are dropped."""
+        """Receives token columns of many streams, each packed u32; rows of slots not on the link are dropped."""
 
     def on_logprobs(self, stream: GenerationStream, positions: list[PositionLogprobs]) -> None:
-        """Log-probabilities of the next tokens of a stream."""
+        """Receives log-probabilities of the next tokens."""
 
     def on_prompt_logprobs(self, stream: GenerationStream, positions: list[PositionLogprobs]) -> None:
-        """Log-probabilities of a stream's prompt."""
+        """Receives log-probabilities of the prompt."""
 
     def on_started(self, stream: GenerationStream, cached_tokens: int) -> None:
-        """The prompt is computed."""
+        """Is notified that prefill has completed."""
 
     def on_ended(
         self, stream: GenerationStream, reason: FinishReason, stop_token_id: int | None, completion_tokens: int
     ) -> None:
-        """The engine is done with a stream."""
+        """Is notified that the engine has finished."""
 
     def on_handoff(self, stream: GenerationStream, handoff: bytes) -> None:
-        """A prefill worker is done with its part; the decode worker goes on with what it hands over."""
+        """Receives the handoff of a prefill worker for the decode worker."""
 
     def on_failed(self, stream: GenerationStream, error: SluiceError) -> None:
-        """The engine could not finish a stream."""
+        """Is notified that the worker failed to finish the stream."""
 
 
 class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
     """The session to one worker.
 
     Args:
-        most_start_bytes: largest message that the worker takes; a larger one would end the session with all on it.
-        batch_tokens: bounds the tokens of one message; a worker that sends more loses its session.
+        max_start_bytes: largest message that the worker accepts; a larger one would end the session.
+        batch_tokens: maximum number of tokens in one message of the worker; exceeding it ends the session.
 
     Attributes:
-        embedding: calls for vectors under way, which the session does not carry.
-        keep: by slot, what appends a token to its stream; most rows are one token.
+        embedding: number of embedding calls in progress, which are separate from the session.
+        keep: function that appends one token to its stream, by slot; most rows have one token.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
         connect_timeout_s: float,
         events: WorkerEvents,
         on_lost: Callable[[WorkerLink, SluiceError], None],
-        most_start_bytes: int = MOST_START_BYTES,
+        max_start_bytes: int = MAX_START_BYTES,
         batch_tokens: Budget = BATCH_TOKENS,
     ) -> None:
         super().__init__(f"worker {worker_id}", channel, connect_timeout_s, lambda error: on_lost(self, error))
@@ -104,8 +104,8 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
         self.stub: worker_pb2_grpc.WorkerAsyncStub = worker_pb2_grpc.WorkerStub(channel)
         self._events = events
         self.embedding = 0
-        self._heard_at = 0.0
-        self._most_start_bytes = most_start_bytes
+        self._active_at = 0.0
+        self._max_start_bytes = max_start_bytes
         self._batch_tokens = batch_tokens
         self.keep: dict[int, Callable[[int], None]] = {}
         self._starts: list[tuple[worker_pb2.SessionStart, int]] = []  # each with its size, bytes
@@ -113,26 +113,26 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
 
     @property
     def live(self) -> int:
-        """Streams and calls for vectors that the worker works on."""
+        """Number of streams and embedding calls on the worker."""
         return len(self.streams) + self.embedding
 
     def adopt(self, stream: GenerationStream) -> None:
-        """From now on the worker may send something for this stream."""
+        """Accepts messages of the worker for a stream."""
         super().adopt(stream)
         self.keep[stream.slot] = stream.tokens.append
 
     def release(self, stream: GenerationStream) -> None:
-        """What the worker still sends for this stream is dropped."""
+        """Drops further messages of the worker for a stream."""
         super().release(stream)
         self.keep.pop(stream.slot, None)
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the worker said something or, when that is longer ago, was first given something to do."""
-        return monotonic() - self._heard_at
+        """Seconds since the last message of the worker, or since it became busy if that is later."""
+        return monotonic() - self._active_at
 
     def break_off_silent(self) -> None:
-        """Ends the session, as if the worker had gone; it is not trusted until it has begun a generation again."""
+        """Ends the session as if the worker was lost, and opens its circuit breaker."""
         self.breaker.trip()
         self.break_off()
 
@@ -146,28 +146,28 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
         max_tokens: int,
         rank: int | None,
         trace: common_pb2.TraceContext | None,
-        generated: array[int] = NONE_YET,
+        generated: array[int] = NO_TOKENS,
         part: DisaggregationPart | None = None,
     ) -> None:
         """Starts the generation of a stream that this link has adopted.
 
         Args:
-            max_tokens: of the whole generation.
-            generated: what earlier workers made of it; this one goes on after the last of them.
-            part: of this worker, when two share the request.
+            max_tokens: limit of the whole generation, including `generated`.
+            generated: tokens generated by earlier workers, after which this one continues.
+            part: role of this worker in a pair.
 
         Raises:
-            SluiceError: TOO_LARGE when the worker would not take the message.
+            SluiceError: TOO_LARGE when the message exceeds the worker's limit.
         """
-        if len(self.streams) <= 1:  # it had nothing to generate
-            self._heard_at = monotonic()
+        if len(self.streams) <= 1:  # the worker was idle
+            self._active_at = monotonic()
         self.breaker.try_pass()
         if generated:
             prompt = replace(prompt, token_ids=prompt.token_ids + pack_u32(generated))
         message = worker_pb2.GenerateRequest(
             request_id=request_id,
             model=request.model,
-            tokens=worker_pb2.TokenPrompt(token_ids=prompt.token_ids) if prompt.known else None,
+            tokens=worker_pb2.TokenPrompt(token_ids=prompt.token_ids) if prompt.has_token_ids else None,
             embeds=_embeds(prompt.embeds) if prompt.embeds else None,
             sampling=_sampling(request.sampling, seed),
             stop=_stop(request.stop, prompt, max_tokens, len(generated)),
@@ -188,13 +188,13 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
             message.messages_json = _messages(prompt.raw)
         start = worker_pb2.SessionStart(slot=slot, request=message)
         size = start.ByteSize()
-        if size + _AROUND_START > self._most_start_bytes:
-            raise _too_large(size, self._most_start_bytes)
+        if size + _START_OVERHEAD_BYTES > self._max_start_bytes:
+            raise _too_large(size, self._max_start_bytes)
         self._starts.append((start, size))
         self._wake()
 
     def cancel(self, slot: int) -> None:
-        """Ends a generation; what it still says is ignored."""
+        """Cancels a generation on the worker."""
         self._cancels.append(slot)
         self._wake()
 
@@ -204,23 +204,23 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
     def _drain(self) -> worker_pb2.WorkerSessionRequest | None:
         if not self._starts and not self._cancels:
             return None
-        taken, size = 0, 0
-        while taken < len(self._starts):
-            size += self._starts[taken][1]
-            if taken and size > START_BYTES_PER_MESSAGE:  # workers take messages of some size only
+        count, size = 0, 0
+        while count < len(self._starts):
+            size += self._starts[count][1]
+            if count and size > START_BYTES_PER_MESSAGE:  # workers limit the size of messages
                 break
-            taken += 1
-        starts, self._starts = self._starts[:taken], self._starts[taken:]
-        # A cancel must not overtake the start it belongs to.
+            count += 1
+        starts, self._starts = self._starts[:count], self._starts[count:]
+        # A cancel must not overtake the start of its generation.
         cancels: list[int] = []
         if not self._starts:
             cancels, self._cancels = self._cancels, []
         return worker_pb2.WorkerSessionRequest(starts=[start for start, _ in starts], cancels=pack_u32(cancels))
 
     def _on_message(self, message: worker_pb2.TokenBatch) -> None:
-        self._heard_at = monotonic()
+        self._active_at = monotonic()
         if len(message.token_ids) > self._batch_tokens.limit * TOKEN_BYTES:
-            self._end_garbled(
+            self._end_invalid(
                 self._batch_tokens.refuse(
                     f"The {self.peer} sent {len(message.token_ids) // TOKEN_BYTES} tokens in one message; at most "
                     f"{self._batch_tokens.limit} are accepted",
@@ -262,22 +262,22 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
 
     def _on_text_events(self, stream: GenerationStream, extra: worker_pb2.TokenExtra) -> None:
         if not stream.request.engine_text:
-            raise invalid(f"The {self.peer} sent text for a stream whose text postprocess makes.")
+            raise invalid(f"The {self.peer} sent text for a stream that postprocess detokenizes.")
         for event in extra.events:
             if event.HasField("tokens"):
-                tell_token_texts(self._events, stream, event)
-            tell_event(self._events, stream, event)
+                dispatch_token_texts(self._events, stream, event)
+            dispatch_event(self._events, stream, event)
 
     def _reset(self) -> None:
         self._starts.clear()
         self._cancels.clear()
 
 
-def _too_large(size: int, most: int) -> SluiceError:
+def _too_large(size: int, max_bytes: int) -> SluiceError:
     return SluiceError(
         ErrorKind.TOO_LARGE,
-        f"The request is {size} bytes as a worker gets it, and workers take {most}: shorten the prompt, or raise the "
-        "workers' --max-message-mb and the gateway's --worker-message-mb.",
+        f"The request takes {size} bytes as sent to a worker, but workers accept at most {max_bytes}: shorten the "
+        "prompt, or raise the workers' --max-message-mb and the gateway's --worker-message-mb.",
         code="request_too_large",
     )
 
@@ -323,7 +323,7 @@ def _guided(guided: StructuredOutput) -> common_pb2.GuidedDecoding:
 
 
 def _messages(prompt: ChatPrompt) -> bytes:
-    """An OpenAI request body with what decides the prompt."""
+    """Returns an OpenAI request body with the fields that determine the prompt."""
     opens = prompt.add_generation_prompt
     parts = {
         b"messages": prompt.messages_json,

@@ -1,4 +1,4 @@
-"""The gateway's own words for a generation; no HTTP, no gRPC."""
+"""The gateway's data model of a generation, independent of HTTP and gRPC."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BYTES_PER_TOKEN = 4
 
 
 class FinishReason(IntEnum):
-    """The numbers of `sluice.v1.FinishReason`."""
+    """Why a generation ended; values as in `sluice.v1.FinishReason`."""
 
     STOP = 1
     LENGTH = 2
@@ -26,10 +26,10 @@ class FinishReason(IntEnum):
 
     @classmethod
     def of(cls, number: int) -> FinishReason:
-        """Returns the reason of a number that a peer sent.
+        """Returns the reason for a number received from a peer.
 
         Raises:
-            SluiceError: `INTERNAL`, for a number that this version does not define.
+            SluiceError: INTERNAL for a number that this version does not define.
         """
         try:
             return cls(number)
@@ -40,7 +40,7 @@ class FinishReason(IntEnum):
 
 
 class Role(IntEnum):
-    """The part a worker plays; the numbers of `sluice.v1.WorkerRole`."""
+    """The role of a worker; values as in `sluice.v1.WorkerRole`."""
 
     AGGREGATED = 1
     PREFILL = 2
@@ -49,7 +49,7 @@ class Role(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class DisaggregationPart:
-    """What one worker of a pair is told: its part and, for the second one, what the first handed over."""
+    """The role of one worker of a pair and, for the decode worker, the handoff of the prefill worker."""
 
     role: Role
     handoff: bytes = b""
@@ -57,7 +57,7 @@ class DisaggregationPart:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A conversation, as the JSON the client sent."""
+    """A conversation, as the JSON that the client sent."""
 
     messages_json: bytes
     tools_json: bytes = b""
@@ -71,7 +71,7 @@ class ChatPrompt:
 
 @dataclass(frozen=True, slots=True)
 class TextPrompt:
-    """Plain text."""
+    """A prompt of plain text."""
 
     text: str
     add_special_tokens: bool | None = None
@@ -79,21 +79,21 @@ class TextPrompt:
 
 @dataclass(frozen=True, slots=True)
 class TokenPrompt:
-    """Token ids, packed u32."""
+    """A prompt of token ids, packed u32."""
 
     token_ids: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class EmbedsPrompt:
-    """Input embeddings in place of ids: little-endian float32, one row of `width` per position."""
+    """A prompt of input embeddings: little-endian float32, one row of `width` values per position."""
 
     values: bytes
     width: int
 
     @property
     def length(self) -> int:
-        """Positions."""
+        """Number of positions."""
         return len(self.values) // (4 * self.width)
 
 
@@ -102,7 +102,7 @@ Prompt = ChatPrompt | TextPrompt | TokenPrompt | EmbedsPrompt
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen; None leaves it to the engine."""
+    """Sampling parameters; None leaves the choice to the engine."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -119,7 +119,7 @@ class SamplingParams:
     engine_options: Mapping[str, Any] = field(default_factory=dict)
 
     def or_else(self, defaults: SamplingParams) -> SamplingParams:
-        """The same, with what is None taken from `defaults`."""
+        """Returns these parameters with unset ones of DEFAULTED taken from `defaults`."""
         unset = {
             name: value
             for name in DEFAULTED
@@ -129,12 +129,12 @@ class SamplingParams:
 
 
 DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""What a model's files may recommend."""
+"""Parameters for which a model's files may recommend a default."""
 
 
 @dataclass(frozen=True, slots=True)
 class StopParams:
-    """When a generation ends; `max_tokens` None is what fits into the context."""
+    """Stop conditions of a generation; `max_tokens` None means up to the context length."""
 
     max_tokens: int | None = None
     min_tokens: int = 0
@@ -146,20 +146,20 @@ class StopParams:
 
 @dataclass(frozen=True, slots=True)
 class Parsing:
-    """How the answer is taken apart; `auto` is what the model needs, empty is not at all."""
+    """Parsers for tool calls and reasoning; `auto` selects by model, empty selects none."""
 
     tool_parser: str = ""
     reasoning_parser: str = ""
     tools_json: bytes = b""
     tool_choice_json: bytes = b""
     single_tool_call: bool = False
-    drop_reasoning: bool = False  # the client does not want to hear it
-    template_kwargs_json: bytes = b""  # what the chat template was told: some models only think when that says so
+    drop_reasoning: bool = False  # the client does not want reasoning in the response
+    template_kwargs_json: bytes = b""  # arguments of the chat template: they may switch reasoning on
 
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutput:
-    """A constraint on the output: choices are a tuple, the other kinds a text (a JSON document for the JSON kinds)."""
+    """A constraint on the output. The grammar is a tuple for `choice`, else a text (for the JSON kinds, JSON)."""
 
     kind: Literal["json_schema", "regex", "ebnf", "choice", "json_object", "structural_tag"]
     grammar: str | tuple[str, ...] = ""
@@ -167,11 +167,11 @@ class StructuredOutput:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One prompt and how to continue it, `choices` times.
+    """One prompt and the parameters for generating `choices` continuations.
 
-    `logprobs` and `prompt_logprobs` count the alternatives per token: 0 is the token itself only, None is none at all.
-    `needs` are the capabilities that an engine must have for this, each with the client's field that asks for it; empty
-    where the gateway itself does.
+    `logprobs` and `prompt_logprobs` are the number of alternatives per token: 0 returns the token itself only, None
+    returns no log-probabilities. `needs` are the capabilities an engine must have, each with the request field that
+    requires it; the field is empty where the gateway itself requires the capability.
     """
 
     request_id: str
@@ -186,19 +186,19 @@ class GenerationRequest:
     lora: str = ""
     cache_salt: str = ""
     guided: StructuredOutput | None = None
-    guided_calls: bool = False  # what the constraint asks for is a tool call, not an answer
+    guided_calls: bool = False  # the constraint describes a tool call, not content
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    token_texts: bool = False  # the sinks hear what each token stands for
+    token_texts: bool = False  # the sinks receive the bytes of each token
     needs: tuple[tuple[str, str], ...] = ()
     hints: RoutingHints = NO_HINTS
-    engine_text: bool = False  # the worker makes the text
-    session_id: str = ""  # requests of one session go to one worker; as `sessions.current`
+    engine_text: bool = False  # the worker's engine detokenizes
+    session_id: str = ""  # as `session_affinity.current`
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizedPrompt:
-    """What preprocess made of a prompt; ids and hashes are packed."""
+    """A tokenized prompt; ids and block hashes are packed."""
 
     token_ids: bytes
     block_hashes: bytes
@@ -210,16 +210,16 @@ class TokenizedPrompt:
     defaults: SamplingParams = SamplingParams()
     default_max_tokens: int | None = None
     embeds: EmbedsPrompt | None = None  # in place of ids
-    raw: ChatPrompt | TextPrompt | None = None  # the worker makes the ids and says them with its first delta
+    raw: ChatPrompt | TextPrompt | None = None  # the worker tokenizes it and returns the ids with its first delta
 
     @property
-    def known(self) -> bool:
-        """It is made of ids, and they are here."""
+    def has_token_ids(self) -> bool:
+        """Whether the prompt consists of token ids that the gateway has."""
         return self.raw is None and self.embeds is None
 
     @property
     def length(self) -> int:
-        """Tokens of the prompt; 0 as long as only the worker could know."""
+        """Number of prompt tokens; 0 until the worker has tokenized a raw prompt."""
         return len(self.token_ids) // 4 if self.embeds is None else self.embeds.length
 
     @property
@@ -234,13 +234,13 @@ class TokenizedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What the router thought of one worker; everything is in blocks, the lowest cost won.
+    """The router's score of one worker, in blocks; the lowest cost wins.
 
     Attributes:
-        overlap: of the prompt, held there as a prefix, by tier: device, host, disk.
-        predicted: blocks nobody reported but the router expects there.
-        prefill: outstanding prefill booked on it.
-        decode: booked on it for decoding.
+        overlap: prefix blocks of the prompt cached there, by tier: device, host, disk.
+        predicted: blocks that the router expects there without a report of the worker.
+        prefill: outstanding prefill blocks reserved on the worker.
+        decode: decode blocks reserved on the worker.
     """
 
     worker: str
@@ -254,17 +254,18 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where a generation goes.
+    """The workers chosen for a generation.
 
     Attributes:
-        worker_id: who answers; of a pair, the decode worker.
-        rank: of its data-parallel ranks; None: it chooses. The same of `prefill_rank`.
-        reservation_id: of all that is booked; empty when nothing is.
-        prefill_worker_id: who computes the prompt for it; empty: the worker does all.
-        prefill_skipped: why there is no prefill worker although there are some, in the router's word.
-        tokens_to_compute: of the prompt, as far as the router knows caches.
-        headers: of an answer that books nothing, for the schedulers that route by header.
-        split_skipped: why one worker does what was meant for two, as a `degraded` mark.
+        worker_id: the worker; of a pair, the decode worker.
+        rank: its data-parallel rank; None: the worker chooses. `prefill_rank` likewise.
+        reservation_id: the router's reservation for all workers of the route; empty without one.
+        degraded: the fallback that produced this route; empty: none.
+        prefill_worker_id: the prefill worker; empty: one worker runs prefill and decode.
+        prefill_skipped: the router's reason for choosing no prefill worker although the model has some.
+        split_skipped: why one worker runs a request intended for a pair, as a `degraded` reason.
+        tokens_to_compute: uncached prompt tokens, as estimated by the router.
+        headers: response headers for query-only requests, for schedulers that route by header.
     """
 
     worker_id: str
@@ -277,12 +278,12 @@ class Route:
     split_skipped: str = ""
     tokens_to_compute: int = 0
     headers: Mapping[str, str] = field(default_factory=dict)
-    scores: tuple[Score, ...] = ()  # only where they were asked for
+    scores: tuple[Score, ...] = ()  # only if requested
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """How one choice ended; `stop_token_id` is told to sinks only where the client asked for that id to end it."""
+    """The end of one choice; sinks receive `stop_token_id` only where the client requested that stop token."""
 
     reason: FinishReason
     stop_string: str = ""
@@ -304,34 +305,34 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class PositionLogprobs:
-    """Log-probabilities at one position; `top` has the most likely first."""
+    """Log-probabilities at one position; `top` is sorted by descending probability."""
 
     chosen: TokenLogprob
     top: tuple[TokenLogprob, ...] = ()
 
 
 class Sink(Protocol):
-    """Takes what one choice says; called on the event loop, must not block.
+    """Receives the output of one choice; called on the event loop, must not block.
 
-    `finish` or `fail` is called exactly once, and nothing after it.
+    Either `finish` or `fail` is called exactly once, as the last call.
     """
 
     def logprobs(self, positions: Sequence[PositionLogprobs]) -> None:
-        """The next tokens' log-probabilities, before what the tokens stand for; only when asked for."""
+        """Receives the log-probabilities of the next tokens, before their bytes; only if requested."""
 
     def prompt_logprobs(self, positions: Sequence[PositionLogprobs]) -> None:
-        """The prompt's log-probabilities, once, before anything else; only when asked for."""
+        """Receives the log-probabilities of the prompt, once, before everything else; only if requested."""
 
     def tokens(self, pieces: Sequence[bytes], offsets: Sequence[int]) -> None:
-        """What the next tokens stand for, before their text, and where it begins; only when asked for."""
+        """Receives the bytes of the next tokens and their offsets in the text, before the text; only if requested."""
 
     def text(self, piece: str) -> None: ...
 
     def reasoning(self, piece: str) -> None:
-        """The next text of the model's thinking."""
+        """Receives the next reasoning text."""
 
     def tool_call(self, call: int, call_id: str, name: str, arguments: str) -> None:
-        """The next piece of call number `call`; id and name come with its first piece only."""
+        """Receives the next piece of the tool call with index `call`; only the first piece has id and name."""
 
     def finish(self, finish: Finish) -> None: ...
 
@@ -339,15 +340,15 @@ class Sink(Protocol):
 
 
 class _NullSink:
-    """Takes everything and keeps nothing."""
+    """Discards everything."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        return _nothing
+        return _discard
 
 
-def _nothing(*_said: object) -> None:
+def _discard(*_output: object) -> None:
     pass
 
 
 NULL_SINK = cast(Sink, _NullSink())
-"""The sink of a choice that is over."""
+"""The sink of a choice that has ended."""

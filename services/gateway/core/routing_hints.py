@@ -1,4 +1,7 @@
-"""Where a request asks to run. Whatever API it speaks, its pipeline sees it: a context variable, as the deadline is."""
+"""Hints of a request about the workers that should run it.
+
+They are a context variable, like the deadline: the pipeline reads them independently of the API that was called.
+"""
 
 from __future__ import annotations
 
@@ -16,23 +19,24 @@ USUAL_SOURCES = {
     "prefill_rank": "x-sluice-prefill-dp-rank",
     "subset": "x-gateway-destination-endpoint-subset",
 }
-"""Headers in which parts of Directions arrive when their `sources` do not tell."""
+"""Header of each hint, for errors about hints without an entry in `sources`."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingHints:
-    """What a request says about the workers that run it. Workers go by id or by host:port.
+    """Constraints of a request on the workers that run it. Workers are named by id or by host:port.
 
     Attributes:
-        workers: who answers, the best first; empty: not said.
-        endpoints: the same, as a scheduler in front of gateways says it: with routing discover it is the gateway.
-        prefill: who computes the prompt; empty: not said.
-        rank: data-parallel rank of the worker that answers; None: not said.
-        prefill_rank: of the other one.
-        subset: who may be chosen at all; None: everybody.
-        token_ids: packed u32; the prompt, in place of the one that the client wrote.
-        query_only: the request wants to know who would run it, and to run nothing.
-        sources: by attribute, the header or the body's field it was read from; for errors.
+        workers: workers for decode (or for the whole request), in order of preference; empty: unset.
+        endpoints: the same, as set by a scheduler in front of the gateways; with routing discover these are gateways
+            and are ignored here.
+        prefill: workers for prefill, in order of preference; empty: unset.
+        rank: data-parallel rank of the decode worker; None: unset.
+        prefill_rank: data-parallel rank of the prefill worker; None: unset.
+        subset: the only workers that may be chosen; None: all.
+        token_ids: packed u32; the prompt, in place of the one in the body.
+        query_only: return the workers that would be chosen, and run nothing.
+        sources: for each attribute, the header or body field it was read from; used in errors.
     """
 
     workers: tuple[str, ...] = ()
@@ -46,38 +50,38 @@ class RoutingHints:
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def over(self, other: RoutingHints) -> RoutingHints:
-        """Returns both; where both have a part, this one's counts. Names of workers and their ranks count together."""
-        answering, prefilling = bool(self.workers or self.endpoints), bool(self.prefill)
-        own = {
-            "workers": answering,
+        """Returns these hints merged with `other`; these take precedence. A rank is taken along with its worker."""
+        has_workers, has_prefill = bool(self.workers or self.endpoints), bool(self.prefill)
+        is_set = {
+            "workers": has_workers,
             "endpoints": True,
-            "prefill": prefilling,
-            "rank": answering or self.rank is not None,
-            "prefill_rank": prefilling or self.prefill_rank is not None,
+            "prefill": has_prefill,
+            "rank": has_workers or self.rank is not None,
+            "prefill_rank": has_prefill or self.prefill_rank is not None,
             "subset": self.subset is not None,
             "token_ids": self.token_ids is not None,
         }
-        chosen = {name: self if counts else other for name, counts in own.items()}
-        parts: dict[str, Any] = {name: getattr(one, name) for name, one in chosen.items()}
-        sources = {name: one.sources[name] for name, one in chosen.items() if name in one.sources}
-        return RoutingHints(**parts, query_only=self.query_only or other.query_only, sources=sources)
+        chosen = {name: self if own else other for name, own in is_set.items()}
+        values: dict[str, Any] = {name: getattr(hints, name) for name, hints in chosen.items()}
+        sources = {name: hints.sources[name] for name, hints in chosen.items() if name in hints.sources}
+        return RoutingHints(**values, query_only=self.query_only or other.query_only, sources=sources)
 
-    def source(self, part: str) -> str:
-        """Returns the header, or the body's field, that an attribute was read from."""
-        return self.sources.get(part) or USUAL_SOURCES[part]
+    def source(self, attribute: str) -> str:
+        """Returns the header or body field that an attribute was read from."""
+        return self.sources.get(attribute) or USUAL_SOURCES[attribute]
 
     @property
     def answering_source(self) -> str:
-        """Where the worker that answers was named."""
+        """The header or body field that names the decode worker."""
         return self.source("workers" if self.workers else "endpoints")
 
     @property
     def answering(self) -> tuple[str, ...]:
-        """Who answers, where the router chooses nobody."""
+        """Workers for decode, where no router chooses."""
         return self.workers or self.endpoints
 
     def allows(self, worker_id: str, address: str, prefill: bool) -> bool:
-        """Whether the router may choose a worker, which is a `prefill` worker or one that answers."""
+        """Returns whether the router may choose a worker; `prefill` is its role."""
         if self.subset is not None and worker_id not in self.subset and address not in self.subset:
             return False
         names = self.prefill if prefill else self.workers
@@ -85,7 +89,7 @@ class RoutingHints:
 
 
 def described(source: str) -> str:
-    """Returns a source as an error message names it."""
+    """Returns a source in the form used by error messages."""
     return f"the header {source}" if source.startswith("x-") else source
 
 
@@ -95,22 +99,22 @@ _current: ContextVar[RoutingHints] = ContextVar("hints", default=NO_HINTS)
 
 
 def current() -> RoutingHints:
-    """Of the request at hand."""
+    """Returns the hints of the current request."""
     return _current.get()
 
 
-def add(said: RoutingHints) -> None:
-    """The body of the request at hand says something, too; its headers come first."""
-    _current.set(_current.get().over(said))
+def add(hints: RoutingHints) -> None:
+    """Adds hints from the body of the current request; its headers take precedence."""
+    _current.set(_current.get().over(hints))
 
 
 def at_rank(rank: int) -> None:
-    """The body of the request at hand names the data-parallel rank of its worker, whoever that is."""
-    said = _current.get()
-    if said.rank is None:
-        _current.set(replace(said, rank=rank, sources={**said.sources, "rank": "data_parallel_rank"}))
+    """Sets the data-parallel rank from the body of the current request, for any worker; headers take precedence."""
+    hints = _current.get()
+    if hints.rank is None:
+        _current.set(replace(hints, rank=rank, sources={**hints.sources, "rank": "data_parallel_rank"}))
 
 
-def begin(said: RoutingHints) -> None:
-    """A request begins."""
-    _current.set(said)
+def begin(hints: RoutingHints) -> None:
+    """Sets the hints of a new request."""
+    _current.set(hints)

@@ -1,1 +1,1 @@
-"""The stages between a request and its stream: which run, in which order, and how plugins join them."""
+"""The pipeline of a request: its configuration, its stages, and plugins that replace them."""

@@ -1,4 +1,4 @@
-"""Puts the stages together that a PipelineConfig describes."""
+"""Builds the stages of a pipeline from its configuration."""
 
 from __future__ import annotations
 
@@ -20,48 +20,49 @@ from services.gateway.workers.registry import WorkerEntry
 
 
 class Stages(NamedTuple):
-    """Who does what.
+    """The stages of one pipeline.
 
     Attributes:
-        placement: finds workers for what runs.
-        router_asking: says who would be chosen.
-        migrator: moves generations whose worker is lost.
-        pairs: conducts generations that two workers share.
-        text: the link to a stage of the operator's that makes the text; None: it is made elsewhere.
-        own: the operator's stages.
+        tokenizing: tokenizes prompts.
+        placement: chooses workers for requests that run.
+        router_selector: chooses workers for query-only requests.
+        migrator: migrates generations whose worker is lost.
+        pairs: runs disaggregated generations.
+        text: adapter of a custom postprocess stage; None without one.
+        custom: all custom stages.
     """
 
     tokenizing: TokenizeStage
     placement: PlaceStage
-    router_asking: WorkerSelector
+    router_selector: WorkerSelector
     migrator: Migrator
     pairs: DisaggOrchestrator
     text: CustomPostprocessAdapter | None
-    own: tuple[object, ...]
+    custom: tuple[object, ...]
 
 
 class FrontendTokenizeStage:
-    """Asks the preprocess services."""
+    """Tokenizes prompts with the preprocess services."""
 
     def __init__(self, preprocess: PreprocessClient) -> None:
         self._preprocess = preprocess
 
     async def tokenize(self, request: GenerationRequest, worker: WorkerEntry) -> TokenizedPrompt:
-        """See TokenizeStage."""
+        """Implements TokenizeStage."""
         return await self._preprocess.tokenize(
             request.model, request.prompt, worker.block_size, request.lora, request.cache_salt
         )
 
 
-def assembled(config: PipelineConfig, components: Components) -> Stages:
+def build_stages(config: PipelineConfig, components: Components) -> Stages:
     """Returns the stages of a configuration.
 
     Raises:
-        ValueError: a stage of the operator's cannot take the place it is to have.
+        ValueError: a custom stage cannot be loaded or lacks a method.
     """
     plugins = Plugins(config, components)
     rules = DisaggRules(config.disaggregation, config.disagg_min_tokens)
-    asking = WorkerSelector(
+    selector = WorkerSelector(
         components.router,
         components.registry,
         components.connections,
@@ -70,8 +71,8 @@ def assembled(config: PipelineConfig, components: Components) -> Stages:
         rules,
     )
     if plugins.route is not None:
-        asking.own_route = plugins.route.route
-    placement: PlaceStage = asking
+        selector.own_route = plugins.route.route
+    placement: PlaceStage = selector
     if plugins.place is not None:
         placement = plugins.place
     elif config.routing == "direct":
@@ -79,14 +80,15 @@ def assembled(config: PipelineConfig, components: Components) -> Stages:
     tokenizing: TokenizeStage = FrontendTokenizeStage(components.preprocess)
     if config.preprocessing == "engine":
         tokenizing = EngineTokenizeStage()
-    stream_manager, parts = components.stream_manager, components
-    policy = replace(parts.migration, enabled=config.migration)
+    registry, connections, metrics = components.registry, components.connections, components.metrics
+    stream_manager = components.stream_manager
+    policy = replace(components.migration, enabled=config.migration)
     return Stages(
         plugins.tokenize or tokenizing,
         placement,
-        asking,
-        Migrator(policy, placement, parts.registry, parts.connections, stream_manager, parts.metrics, parts.tasks),
-        DisaggOrchestrator(rules, parts.registry, parts.connections, stream_manager, parts.metrics, config.migration),
+        selector,
+        Migrator(policy, placement, registry, connections, stream_manager, metrics, components.tasks),
+        DisaggOrchestrator(rules, registry, connections, stream_manager, metrics, config.migration),
         None if plugins.postprocess is None else CustomPostprocessAdapter(plugins.postprocess, stream_manager),
         plugins.all,
     )

@@ -1,4 +1,4 @@
-"""PipelineConfig: what of a request's way runs where, from a preset, a file and flags; checked at start."""
+"""Configuration of the pipeline, from a preset, a file and flags; validated at startup."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 DEFAULT_PRESET = "full_discovery"
 ALIASES = ("direct_route", "migration_enabled")
-"""Names of knobs that users of other gateways bring along: `routing: direct`, and `migration`."""
+"""Alternative names, known from other gateways, of `routing: direct` and `migration`."""
 _NO_STAGES: Mapping[str, str] = MappingProxyType({})
 _NO_MODELS: Mapping[str, PipelineConfig] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
 class PipelineConfig:
-    """The knobs of the pipeline.
+    """Options of the pipeline.
 
     Attributes:
-        preprocessing: who makes token ids of prompts: preprocess services, or the worker's engine.
-        postprocessing: who makes text of tokens: postprocess services, or the worker's engine.
-        routing: discover: the router chooses. direct: each request says which worker runs it. query-only: requests are
-            answered with token ids and the workers that would be chosen, and nothing runs.
-        migration: generations whose worker is lost go on elsewhere.
-        disaggregation: as `disaggregation.DisaggRules`.
-        disagg_min_tokens: as there.
-        stages: `package.module:Class` by stage, in place of the project's own.
-        handler: `package.module:Class` in place of the whole pipeline; empty: the project's own.
-        models: by served name, configurations that differ from this one.
+        preprocessing: where prompts are tokenized: preprocess services or the worker's engine.
+        postprocessing: where tokens become text: postprocess services or the worker's engine.
+        routing: discover: the router chooses the worker. direct: each request names its worker. query-only: the
+            response contains token ids and the workers that would be chosen, and nothing runs.
+        migration: continue generations whose worker is lost on another worker.
+        disaggregation: as `DisaggRules.mode`.
+        disagg_min_tokens: as `DisaggRules.min_tokens`.
+        stages: custom stages, `package.module:Class` by stage name.
+        handler: custom pipeline, `package.module:Class`; empty: the default one.
+        models: configurations of single models that differ from this one, by served name.
     """
 
     preprocessing: StageLocation = "frontend"
@@ -56,10 +56,14 @@ class PipelineConfig:
     models: Mapping[str, PipelineConfig] = field(default_factory=lambda: _NO_MODELS)
 
     def check(self) -> PipelineConfig:
-        """Itself; ValueError with a sentence that says what to change when the knobs exclude each other."""
-        for refusal, applies in _refusals(self).items():
+        """Returns this configuration if its options are consistent.
+
+        Raises:
+            ValueError: two options conflict; the message states what to change.
+        """
+        for message, applies in _conflicts(self).items():
             if applies:
-                raise ValueError(refusal)
+                raise ValueError(message)
         for name, config in self.models.items():
             try:
                 config.check()
@@ -68,17 +72,17 @@ class PipelineConfig:
         return self
 
     def of(self, model: str) -> PipelineConfig:
-        """The configuration of a model, by its served name."""
+        """Returns the configuration of a model, by served name."""
         return self.models.get(model, self)
 
     @property
     def all(self) -> list[PipelineConfig]:
-        """This one and those of single models."""
+        """This configuration and those of single models."""
         return [self, *self.models.values()]
 
     @property
     def services(self) -> frozenset[str]:
-        """The services without which one of the configurations cannot be served."""
+        """Services required by at least one of the configurations."""
         needed = {"router"}
         for config in self.all:
             if config.preprocessing == "frontend" and "tokenize" not in config.stages:
@@ -89,36 +93,36 @@ class PipelineConfig:
 
     @property
     def replicas_make_text(self) -> bool:
-        """Whether postprocess services make the text under this configuration; those of models may differ."""
+        """Whether postprocess replicas make the text, for models without a configuration of their own."""
         return self.postprocessing == "frontend" and "postprocess" not in self.stages
 
 
 def resolve(flags: Mapping[str, Any], file: Path | None = None) -> PipelineConfig:
-    """The configuration of a preset, changed by a file, changed by flags.
+    """Returns the configuration of a preset with the changes of a file and, on top, of flags.
 
     Args:
-        flags: by field of PipelineConfig, and `preset`; None is unset.
-        file: TOML, YAML or JSON with the same names; dashes count as underscores.
+        flags: values by field of PipelineConfig, plus `preset`; None is unset.
+        file: TOML, YAML or JSON with the same names; dashes are equivalent to underscores.
 
     Raises:
-        ValueError: a sentence that says what to change.
+        ValueError: a value is invalid; the message states what to change.
     """
-    filed = _unaliased(read(file)) if file is not None else {}
-    given = _unaliased({name: value for name, value in flags.items() if value is not None})
-    preset = given.pop("preset", None) or filed.pop("preset", None) or DEFAULT_PRESET
-    filed.pop("preset", None)
+    file_values = _resolve_aliases(read_file(file)) if file is not None else {}
+    flag_values = _resolve_aliases({name: value for name, value in flags.items() if value is not None})
+    preset = flag_values.pop("preset", None) or file_values.pop("preset", None) or DEFAULT_PRESET
+    file_values.pop("preset", None)
     if preset not in PRESETS:
         raise ValueError(f"preset must be one of {', '.join(PRESETS)}, not {preset!r}.")
-    models = filed.pop("models", {})
-    stages = {**filed.pop("stages", {}), **given.pop("stages", {})}
-    config = PipelineConfig(**{**PRESETS[preset], **filed, **given}, stages=MappingProxyType(stages))
+    models = file_values.pop("models", {})
+    stages = {**file_values.pop("stages", {}), **flag_values.pop("stages", {})}
+    config = PipelineConfig(**{**PRESETS[preset], **file_values, **flag_values}, stages=MappingProxyType(stages))
     by_model = {name: _of_model(config, values) for name, values in models.items()}
     return replace(config, models=MappingProxyType(by_model)).check()
 
 
 def _of_model(config: PipelineConfig, values: Mapping[str, Any]) -> PipelineConfig:
-    """What a file has for one model: on top of the preset it names, or else of what all models have."""
-    changes = _unaliased(values)
+    """Returns the configuration of one model: its changes to its own preset, or else to the common configuration."""
+    changes = _resolve_aliases(values)
     if "preset" in changes:
         config = PipelineConfig(**PRESETS[changes.pop("preset")])
     if "stages" in changes:
@@ -126,18 +130,22 @@ def _of_model(config: PipelineConfig, values: Mapping[str, Any]) -> PipelineConf
     return replace(config, **changes)
 
 
-def read(file: Path) -> dict[str, Any]:
-    """Returns the fields of a file, checked one by one; ValueError with a sentence that names the file."""
+def read_file(file: Path) -> dict[str, Any]:
+    """Returns the validated fields of a file.
+
+    Raises:
+        ValueError: the file or a field is invalid; the message names the file.
+    """
     try:
-        found = _parsed(file)
+        document = _parsed(file)
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error.strerror}.") from error
     except ValueError as error:
         raise ValueError(f"{file} cannot be read: {error}.") from error
-    values = _checked(str(file), found, _ALLOWED)
+    values = _checked(str(file), document, _ALLOWED)
     if (models := values.get("models")) is not None:
         if not isinstance(models, dict):
-            raise ValueError(f"{file}: models must hold fields such as routing for each model.")
+            raise ValueError(f"{file}: models must map each model to fields such as routing.")
         values["models"] = {
             str(name): _checked(f"{file}: models: {name}", of_model, _ALLOWED_OF_MODEL)
             for name, of_model in models.items()
@@ -145,19 +153,19 @@ def read(file: Path) -> dict[str, Any]:
     return values
 
 
-def _checked(place: str, found: Any, allowed: Sequence[str]) -> dict[str, Any]:
-    if not isinstance(found, dict):
-        raise ValueError(f"{place} must hold fields such as routing, not {type(found).__name__}.")
-    values = {str(name).replace("-", "_"): value for name, value in found.items()}
+def _checked(location: str, document: Any, allowed: Sequence[str]) -> dict[str, Any]:
+    if not isinstance(document, dict):
+        raise ValueError(f"{location} must contain fields such as routing, not {type(document).__name__}.")
+    values = {str(name).replace("-", "_"): value for name, value in document.items()}
     for name, value in values.items():
         if name not in allowed:
-            raise ValueError(f"{place}: {name} is unknown; there are {', '.join(allowed)}.")
-        _check_value(place, name, value)
+            raise ValueError(f"{location}: {name} is unknown; valid fields are {', '.join(allowed)}.")
+        _check_value(location, name, value)
     return values
 
 
-def _unaliased(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The same knobs under their own names; ValueError when an alias contradicts one of them."""
+def _resolve_aliases(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options with aliases replaced; raises ValueError when an alias contradicts its option."""
     named = dict(values)
     direct, enabled = (named.pop(alias, None) for alias in ALIASES)
     if direct and named.setdefault("routing", "direct") != "direct":
@@ -168,13 +176,13 @@ def _unaliased(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_stages(texts: list[str]) -> dict[str, str]:
-    """`NAME=package.module:Class` texts by name; ValueError with a sentence for anything else."""
+    """Parses `NAME=package.module:Class` texts into classes by name; raises ValueError for an invalid text."""
     stages: dict[str, str] = {}
     for text in texts:
         name, _, path = text.partition("=")
         _check_stage(name, path)
         if name in stages:
-            raise ValueError(f"stage {name} is given twice.")
+            raise ValueError(f"stage {name} is set twice.")
         stages[name] = path
     return stages
 
@@ -189,12 +197,12 @@ def _parsed(file: Path) -> Any:
         try:
             import yaml
         except ImportError as error:
-            raise ValueError("YAML needs the package pyyaml; install it, or write TOML or JSON") from error
+            raise ValueError("YAML needs the package pyyaml; install it, or use TOML or JSON") from error
         try:
             return yaml.safe_load(text)
         except yaml.YAMLError as error:
             raise ValueError(" ".join(str(error).split())) from error
-    raise ValueError("its name must end in .toml, .yaml, .yml or .json")
+    raise ValueError("the file name must end in .toml, .yaml, .yml or .json")
 
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {
@@ -219,36 +227,39 @@ def _check_value(file: str, name: str, value: Any) -> None:
         raise ValueError(f"{file}: handler must be package.module:Class, not {value!r}.")
     if name == "stages":
         if not isinstance(value, dict):
-            raise ValueError(f"{file}: stages must name a package.module:Class for each stage.")
+            raise ValueError(f"{file}: stages must map each stage to a package.module:Class.")
         for stage, path in value.items():
             _check_stage(str(stage), path if isinstance(path, str) else "")
 
 
 def _check_stage(name: str, path: str) -> None:
     if name not in get_args(StageName):
-        raise ValueError(f"stage {name!r} is unknown; there are {', '.join(get_args(StageName))}.")
+        raise ValueError(f"stage {name!r} is unknown; valid stages are {', '.join(get_args(StageName))}.")
     module, _, attribute = path.partition(":")
     if not module or not attribute:
         raise ValueError(f"stage {name} must be {name}=package.module:Class, not {path!r}.")
 
 
-def _refusals(config: PipelineConfig) -> dict[str, bool]:
-    """Sentences, each with whether it is what is wrong."""
-    engine_makes_ids = config.preprocessing == "engine"
-    engine_makes_text = config.postprocessing == "engine"
+def _conflicts(config: PipelineConfig) -> dict[str, bool]:
+    """Returns the message of every possible conflict, and whether it applies."""
+    engine_tokenizes = config.preprocessing == "engine"
+    engine_detokenizes = config.postprocessing == "engine"
     return {
-        "routing query-only answers token ids, and with preprocessing engine there are none before a worker runs: set "
+        "routing query-only returns token ids, which preprocessing engine produces only on a worker: set "
         "preprocessing to frontend, or routing to discover or direct.": config.routing == "query-only"
-        and engine_makes_ids,
+        and engine_tokenizes,
         "disaggregation require needs the token ids and the text in the gateway: set preprocessing and postprocessing "
         "to frontend, or disaggregation to auto.": config.disaggregation == "require"
-        and (engine_makes_ids or engine_makes_text),
-        "stage tokenize replaces the preprocess services, and with preprocessing engine nobody asks them: set "
-        "preprocessing to frontend, or leave the stage out.": "tokenize" in config.stages and engine_makes_ids,
-        "stage postprocess replaces the postprocess services, and with postprocessing engine nobody asks them: set "
-        "postprocessing to frontend, or leave the stage out.": "postprocess" in config.stages and engine_makes_text,
-        "stage route replaces the router's choice, and with routing direct nobody asks it: set routing to discover, or "
+        and (engine_tokenizes or engine_detokenizes),
+        "stage tokenize replaces the preprocess services, which preprocessing engine does not use: set preprocessing "
+        "to frontend, or leave the stage out.": "tokenize" in config.stages and engine_tokenizes,
+        "stage postprocess replaces the postprocess services, which postprocessing engine does not use: set "
+        "postprocessing to frontend, or leave the stage out.": "postprocess" in config.stages and engine_detokenizes,
+        "stage route replaces the router's choice, which routing direct does not use: set routing to discover, or "
         "leave the stage out.": "route" in config.stages and config.routing == "direct",
-        "stage place chooses and connects workers itself: leave stage route or stage place out.": {"route", "place"}
+        "stage place replaces the selection of workers, stage route included: leave stage route or stage place out.": {
+            "route",
+            "place",
+        }
         <= config.stages.keys(),
     }

@@ -1,7 +1,7 @@
-"""Prompts that the worker's engine makes the token ids of: the gateway passes on what the client wrote.
+"""Tokenization by the worker's engine: the gateway forwards prompts as the client wrote them.
 
-The router has no ids to compare caches with, so it chooses by load. What the prompt holds is known with the first
-delta; from then on the generation is as any other, and may move to another worker.
+Without token ids the router cannot compute overlaps, so it chooses workers by load. The worker returns the prompt's
+token ids with its first delta; from then on the generation can migrate like any other.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from services.gateway.workers.registry import WorkerEntry
 
 
 class EngineTokenizeStage:
-    """Leaves prompts to the worker; ids that the client sent are passed on as they are."""
+    """Leaves tokenization to the worker; token ids sent by the client are forwarded unchanged."""
 
     async def tokenize(self, request: GenerationRequest, worker: WorkerEntry) -> TokenizedPrompt:
-        """See TokenizeStage; SluiceError(INVALID_ARGUMENT) names what a worker cannot be told."""
+        """Implements TokenizeStage; raises SluiceError(INVALID_ARGUMENT) for options that workers do not support."""
         prompt = request.prompt
         if isinstance(prompt, TextPrompt) and prompt.add_special_tokens is not None:
             raise invalid(
-                "add_special_tokens is not supported here: the engine makes the prompt.",
+                "add_special_tokens is not supported by this gateway, because the engine tokenizes prompts; omit it.",
                 param="add_special_tokens",
                 code="unsupported_parameter",
             )
@@ -46,18 +46,21 @@ class EngineTokenizeStage:
         )
 
 
-def check_able(workers: Sequence[WorkerEntry], prompt: TokenizedPrompt, text_out: bool) -> None:
-    """SluiceError(UNAVAILABLE) when no worker does what this gateway leaves to them.
+def check_engine_capabilities(workers: Sequence[WorkerEntry], prompt: TokenizedPrompt, text_out: bool) -> None:
+    """Checks that a worker has every capability required by preprocessing or postprocessing in the engine.
 
     Args:
-        workers: of one model, at least one.
-        text_out: the workers are to make the text.
+        workers: workers of one model, at least one.
+        text_out: whether the engine detokenizes.
+
+    Raises:
+        SluiceError: UNAVAILABLE when no worker has one of the capabilities.
     """
     for capability in prompt_capabilities(prompt, text_out):
         if not any(capability in worker.capabilities for worker in workers):
             flag = "postprocessing" if capability == "text_out" else "preprocessing"
             raise unavailable(
-                f"This gateway leaves {flag} to the engine, and no worker of model {workers[0].model!r} has the "
+                f"This gateway runs with --{flag} engine, but no worker of model {workers[0].model!r} has the "
                 f"capability {capability!r}: start workers that have it, or the gateway with --{flag} frontend.",
                 code="engine_cannot",
             )

@@ -1,8 +1,8 @@
-"""One pipeline for each configuration, and the stages that learn when a model appears and when it has left.
+"""The pipelines of a gateway by model, and the notification of custom stages about models.
 
-Most gateways have one pipeline for all models; a model with a configuration of its own has its own. A stage or a
-handler may have `async on_model(worker)` and `async on_model_removed(name)`: the first is awaited before any request of
-the model reaches the stage, the second is called when no worker has served the model for the grace period.
+One pipeline serves all models without a configuration of their own. Custom stages and handlers may define
+`async on_model(worker)` and `async on_model_removed(name)`: the first is awaited before requests of the model reach
+the stage, the second is called when no worker has served the model for the grace period.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from services.gateway.workers.registry import WorkerRegistry
 
 log = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 1.0
-SET_UP_AGAIN_S = 5.0
+POLL_INTERVAL_S = 1.0
+SET_UP_RETRY_S = 5.0
 GRACE_S = 300.0
 
 
@@ -36,14 +36,14 @@ class Pipelines:
     """The pipelines of a gateway, by model.
 
     Args:
-        config: what is done where, for all models and for single ones.
-        components: the parts of this process.
-        grace_s: how long the stages keep what they have for a model without workers, seconds.
+        config: the configuration, including those of single models.
+        components: the components of this process.
+        grace_s: how long stages keep the state of a model without workers, seconds.
         on_removed: called with the name of a model after that time.
-        set_up_s: longest wait of a request for `on_model`, seconds.
+        set_up_s: how long a request waits for `on_model`, seconds.
 
     Raises:
-        SluiceError: FAILED_PRECONDITION with a sentence about what to change.
+        SluiceError: FAILED_PRECONDITION for an invalid configuration.
     """
 
     def __init__(
@@ -57,39 +57,39 @@ class Pipelines:
         self.config = config
         self.registry: WorkerRegistry = components.registry
         self.preprocess: PreprocessClient = components.preprocess
-        self._every = build_pipeline(config, components)
+        self._default = build_pipeline(config, components)
         self._of_model = {name: build_pipeline(own, components) for name, own in config.models.items()}
-        self._models = {
-            pipeline: ModelLifecycle(_listeners(pipeline), self.registry, components.tasks, set_up_s)
+        self._lifecycles = {
+            pipeline: ModelLifecycle(_lifecycle_listeners(pipeline), self.registry, components.tasks, set_up_s)
             for pipeline in self.all
         }
-        for pipeline, models in self._models.items():
+        for pipeline, models in self._lifecycles.items():
             pipeline.model_ready = models.ready
         self._grace_s = grace_s
         self._on_removed = on_removed
-        self._left_at: dict[str, float] = {}
-        self._connect(components)
+        self._remove_at: dict[str, float] = {}
+        self._install_recovery(components)
 
     @property
     def all(self) -> list[Pipeline]:
-        """Every pipeline once."""
-        return [self._every, *self._of_model.values()]
+        """All pipelines."""
+        return [self._default, *self._of_model.values()]
 
     def of(self, model: str) -> Pipeline:
-        """The pipeline of a model, or of a LoRA adapter's model."""
+        """Returns the pipeline of a model, or of a LoRA adapter's model."""
         if not self._of_model:
-            return self._every
+            return self._default
         found = self._of_model.get(model)
         if found is None and (workers := self.registry.of_model(model)):
             found = self._of_model.get(workers[0].model)
-        return found or self._every
+        return found or self._default
 
     def named(self, request: GenerationRequest) -> GenerationRequest:
-        """See `pipeline.named`."""
+        """Returns the request with a LoRA adapter's name resolved, as `pipeline.named`."""
         return named(request, self.registry)
 
-    def _connect(self, components: Components) -> None:
-        """Installs what becomes of a stream, by its model, where streams are kept."""
+    def _install_recovery(self, components: Components) -> None:
+        """Connects migration, disaggregation and custom postprocessing of each model to the stream manager."""
         stream_manager = components.stream_manager
 
         def migrate(stream: GenerationStream, worker: WorkerLink, error: SluiceError) -> bool:
@@ -107,31 +107,31 @@ class Pipelines:
             stream_manager.texts.custom = lambda model: cast("PostLink | None", self.of(model).stages.text)
 
     async def run(self) -> None:
-        """Sets stages up for models that appear and removes models that have left, until cancelled."""
+        """Sets up stages for new models and removes models without workers, until cancelled."""
         while True:
             self.look()
-            await asyncio.sleep(LOOK_EVERY_S)
+            await asyncio.sleep(POLL_INTERVAL_S)
 
     def look(self) -> None:
-        """Compares the models that are served with those the stages have."""
+        """Compares the served models with those that were set up."""
         now, served = monotonic(), self.registry.models
         for name in served:
-            self._left_at[name] = now + self._grace_s
-            self._models[self.of(name)].begin(name)
-        for name in [name for name, due in self._left_at.items() if due <= now]:
-            del self._left_at[name]
-            log.info("a model has left", extra={"model": name})
-            self._models[self.of(name)].remove(name)
+            self._remove_at[name] = now + self._grace_s
+            self._lifecycles[self.of(name)].begin(name)
+        for name in [name for name, due in self._remove_at.items() if due <= now]:
+            del self._remove_at[name]
+            log.info("model removed", extra={"model": name})
+            self._lifecycles[self.of(name)].remove(name)
             for removed in self._on_removed:
                 removed(name)
 
 
 class ModelLifecycle:
-    """Calls the listeners of one pipeline for each model, once when it appears and once when it has left.
+    """Notifies the stages of one pipeline once when a model appears and once when it is removed.
 
     Args:
         listeners: stages and handlers with `on_model`, `on_model_removed`, or both.
-        set_up_s: longest wait of a request, seconds.
+        set_up_s: how long a request waits for the setup, seconds.
     """
 
     def __init__(self, listeners: Sequence[Any], registry: WorkerRegistry, tasks: TaskOwner, set_up_s: float) -> None:
@@ -140,13 +140,13 @@ class ModelLifecycle:
         self._tasks = tasks
         self._set_up_s = set_up_s
         self._set_up: dict[str, asyncio.Task[bool]] = {}
-        self._again_at: dict[str, float] = {}
+        self._retry_at: dict[str, float] = {}
 
     async def ready(self, model: str) -> None:
-        """Returns when every listener has been set up for a model that is served.
+        """Waits until every listener is set up for a served model.
 
         Raises:
-            SluiceError: UNAVAILABLE while a listener is not, or could not be, set up.
+            SluiceError: UNAVAILABLE when the setup failed or takes too long.
         """
         if not self._listeners:
             return
@@ -157,23 +157,23 @@ class ModelLifecycle:
             if done and setting_up.result():
                 return
         raise unavailable(
-            f"A stage of this gateway is not set up for model {model!r}; the gateway's log has the details.",
+            f"A stage of this gateway is not set up for model {model!r}; see the gateway's log for details.",
             code="stage_unavailable",
         )
 
     def begin(self, model: str) -> None:
-        """Starts to set a model up, unless it is set up, under way, or has failed a moment ago."""
+        """Starts the setup for a model, unless it is done, in progress, or failed less than SET_UP_RETRY_S ago."""
         if not self._listeners or model not in self._registry.models:
             return
         before = self._set_up.get(model)
         failed = before is not None and before.done() and not before.result()
-        if before is None or (failed and monotonic() >= self._again_at.get(model, 0.0)):
+        if before is None or (failed and monotonic() >= self._retry_at.get(model, 0.0)):
             worker = self._registry.models[model]
             self._set_up[model] = self._tasks.spawn(self._call_each("on_model", model, worker), f"on-model-{model}")
 
     def remove(self, model: str) -> None:
-        """The model has left."""
-        self._again_at.pop(model, None)
+        """Notifies the listeners that a model was removed, after any setup in progress."""
+        self._retry_at.pop(model, None)
         before = self._set_up.pop(model, None)
         if before is not None:
             self._tasks.spawn(self._after(before, model), f"on-model-removed-{model}")
@@ -183,8 +183,8 @@ class ModelLifecycle:
         await self._call_each("on_model_removed", model, model)
 
     async def _call_each(self, method: str, model: str, argument: object) -> bool:
-        """Whether none of the listeners raised; what one raises is logged and keeps the others from nothing."""
-        fine = True
+        """Calls every listener and returns whether all succeeded; logs the errors of those that raise."""
+        succeeded = True
         for listener in self._listeners:
             call: Callable[[object], Awaitable[None]] | None = getattr(listener, method, None)
             if call is None:
@@ -192,13 +192,13 @@ class ModelLifecycle:
             try:
                 await call(argument)
             except Exception:
-                fine = False
+                succeeded = False
                 log.exception("%s.%s failed", type(listener).__name__, method, extra={"model": model})
-        if not fine:
-            self._again_at[model] = monotonic() + SET_UP_AGAIN_S
-        return fine
+        if not succeeded:
+            self._retry_at[model] = monotonic() + SET_UP_RETRY_S
+        return succeeded
 
 
-def _listeners(pipeline: Pipeline) -> list[Any]:
-    candidates: Iterable[object] = (pipeline, *pipeline.stages.own)
+def _lifecycle_listeners(pipeline: Pipeline) -> list[Any]:
+    candidates: Iterable[object] = (pipeline, *pipeline.stages.custom)
     return [one for one in candidates if hasattr(one, "on_model") or hasattr(one, "on_model_removed")]

@@ -1,12 +1,11 @@
-"""The life of a request, from the prompt to the moment its tokens flow.
+"""The pipeline of a request, from its prompt to the start of generation.
 
-    model known? → admission → tokenize → does it fit? → place (route, reserve) → start on worker and postprocess
+    find model → tokenize → check length → admit → place (route, reserve) → start on worker and postprocess
 
-From there on the switchboard carries tokens to text to the sinks, and gives the reservation back at the end. Who does
-each step is put together in `assembling`, after PipelineConfig. What fails on the way has one place where it is dealt
-with: a worker that cannot be reached in `placement`, one that is lost later in `migration`, a pair of workers in
-`disaggregation`, a postprocess replica in `text_replicas`, a call that is not answered in `ReplicaSet`, and time that
-is up in `deadlines`.
+Afterwards the stream manager forwards tokens to postprocess and text to the sinks, and releases the reservation at the
+end. `builder` selects the stages by PipelineConfig. Failures are handled in one place each: unreachable workers in
+`placement`, lost workers in `migration`, failed pairs in `disaggregation`, lost postprocess replicas in
+`postprocess_pool`, failed calls in `ReplicaSet`, and exceeded deadlines in `deadlines`.
 """
 
 from __future__ import annotations
@@ -33,48 +32,47 @@ from services.gateway.core.request import (
     TokenizedPrompt,
     TokenPrompt,
 )
-from services.gateway.pipeline import plugins as plugins
+from services.gateway.pipeline import plugins, tenant_cache
 from services.gateway.pipeline import session_affinity as sessions
-from services.gateway.pipeline import tenant_cache
-from services.gateway.pipeline.builder import assembled
+from services.gateway.pipeline.builder import build_stages
 from services.gateway.pipeline.config import PipelineConfig
-from services.gateway.pipeline.engine_preprocessing import check_able
+from services.gateway.pipeline.engine_preprocessing import check_engine_capabilities
 from services.gateway.pipeline.stages import Components
 from services.gateway.placement.selector import PlacementRequest
 from services.gateway.streams.manager import StreamManager
 from services.gateway.streams.stream import GenerationStream
-from services.gateway.workers.capabilities import able, holding
+from services.gateway.workers.capabilities import able, with_adapter
 from services.gateway.workers.registry import WorkerEntry, WorkerRegistry
 
 TEXT_SHARE = 0.5
-UNBOUNDED = 1 << 30
+NO_LIMIT = 1 << 30
 
 
 def build_pipeline(config: PipelineConfig, components: Components) -> Pipeline:
-    """The pipeline that a configuration describes.
+    """Returns the pipeline of a configuration.
 
     Raises:
-        SluiceError: FAILED_PRECONDITION with a sentence that says what to change.
+        SluiceError: FAILED_PRECONDITION for an invalid configuration.
     """
     try:
         config.check()
-        return plugins.own_handler(config, components, Pipeline) if config.handler else Pipeline(config, components)
+        return plugins.load_handler(config, components, Pipeline) if config.handler else Pipeline(config, components)
     except ValueError as error:
         raise SluiceError(ErrorKind.FAILED_PRECONDITION, str(error)) from error
 
 
 def named(request: GenerationRequest, registry: WorkerRegistry) -> GenerationRequest:
-    """Returns the request by the model that runs it: a LoRA adapter's name stands for its model with that adapter.
+    """Returns the request with its model resolved: the name of a LoRA adapter becomes its base model plus the adapter.
 
     Raises:
-        SluiceError: as `WorkerRegistry.model`, INVALID_ARGUMENT when it names two adapters.
+        SluiceError: as `WorkerRegistry.model`; INVALID_ARGUMENT when the request names two adapters.
     """
     entry = registry.model(request.model)
     if entry.model == request.model:
         return request
     if request.lora not in ("", request.model):
         raise invalid(
-            f"{quoted(request.model)} is a LoRA adapter itself, so lora_path cannot name {quoted(request.lora)}.",
+            f"{quoted(request.model)} is a LoRA adapter itself; omit lora_path ({quoted(request.lora)}).",
             param="lora_path",
             code="invalid_value",
         )
@@ -83,7 +81,7 @@ def named(request: GenerationRequest, registry: WorkerRegistry) -> GenerationReq
 
 
 class Generation:
-    """One prompt's choices under way."""
+    """The running choices of one prompt."""
 
     def __init__(self, stream_manager: StreamManager, prompt: TokenizedPrompt) -> None:
         self._stream_manager = stream_manager
@@ -97,60 +95,60 @@ class Generation:
 
     @property
     def migrations(self) -> int:
-        """How often a choice has moved to another worker so far."""
+        """Migrations so far, over all choices."""
         return sum(stream.migrations for stream in self.streams)
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that came from a cache; of several choices, the best."""
+        """Cached prompt tokens; the maximum over all choices."""
         return max((stream.cached_tokens for stream in self.streams), default=0)
 
     @property
     def completion_tokens(self) -> int:
-        """Tokens generated, over all choices."""
+        """Generated tokens, over all choices."""
         return sum(stream.completion_tokens for stream in self.streams)
 
     @property
     def prompt(self) -> TokenizedPrompt:
-        """What was generated from; of a prompt that the worker makes, its ids once they are known."""
+        """The prompt; if the worker tokenizes it, with token ids once they are available."""
         return self.streams[0].prompt if self.streams else self._prompt
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
+        """Number of prompt tokens."""
         return self.prompt.length
 
     @property
     def prompt_ids(self) -> array[int]:
-        """Of the prompt; when the worker makes them, they come into this array later."""
-        learnt = self.streams[0].prompt_ids if self.streams else None
-        return unpack_u32(self.prompt.token_ids) if learnt is None else learnt
+        """Token ids of the prompt; if the worker tokenizes it, they are appended to this array later."""
+        prompt_ids_by_worker = self.streams[0].prompt_ids if self.streams else None
+        return unpack_u32(self.prompt.token_ids) if prompt_ids_by_worker is None else prompt_ids_by_worker
 
     @property
     def generated_tokens(self) -> int:
-        """The same, also of choices that were given up."""
+        """Generated tokens over all choices, including aborted ones."""
         return sum(max(stream.completion_tokens, len(stream.tokens)) for stream in self.streams)
 
     @property
     def reasoning_tokens(self) -> int:
-        """Of them, those inside the model's thinking."""
+        """Generated reasoning tokens, over all choices."""
         return sum(stream.reasoning_tokens for stream in self.streams)
 
     def cancel(self) -> None:
-        """Stops whatever still runs; the sinks hear nothing more."""
+        """Cancels all running choices; their sinks are not called again."""
         for stream in self.streams:
             self._stream_manager.cancel(stream)
 
 
 class Pipeline:
-    """Conducts preprocess, router, workers and postprocess, for the models of one configuration.
+    """Runs requests for the models of one configuration.
 
     Args:
-        config: what is done where.
-        components: the parts of this process.
+        config: the configuration.
+        components: the components of this process.
 
     Attributes:
-        model_ready: returns when the stages are set up for a model; raises SluiceError when they cannot be.
+        model_ready: waits until the stages are set up for a model; raises SluiceError if the setup failed.
     """
 
     def __init__(self, config: PipelineConfig, components: Components) -> None:
@@ -161,44 +159,44 @@ class Pipeline:
         self.connections = components.connections
         self.stream_manager = components.stream_manager
         self._post_wait_s = components.post_wait_s
-        stages = assembled(config, components)
+        stages = build_stages(config, components)
         self.stages = stages
         self.tokenizing = stages.tokenizing
         self.placement = stages.placement
-        self.model_ready: Callable[[str], Awaitable[None]] = _at_once
-        self._router_asking = stages.router_asking
+        self.model_ready: Callable[[str], Awaitable[None]] = _no_setup
+        self._router_selector = stages.router_selector
         self._engine_text = config.postprocessing == "engine"
-        self._text_replicas = config.replicas_make_text
+        self._replicas_make_text = config.replicas_make_text
 
     async def start(self, request: GenerationRequest, sinks: Sequence[Sink]) -> Generation:
-        """Starts every choice of a request; `sinks[i]` hears choice i.
+        """Starts every choice of a request; `sinks[i]` receives the output of choice i.
 
         Raises:
-            SluiceError: before anything runs; nothing is left behind then.
+            SluiceError: a choice could not be started; all others are cancelled then.
         """
         if self.config.routing == "query-only":
             raise SluiceError(
                 ErrorKind.FAILED_PRECONDITION,
-                "This gateway runs nothing (routing query-only): /v1/chat/completions and /v1/completions answer which "
-                "worker would be chosen.",
+                "This gateway does not run requests (routing query-only): use /v1/chat/completions or /v1/completions, "
+                "which return the worker that would be chosen.",
                 code="query_only",
             )
         with self.stream_manager.expecting(request.choices):
-            return await self._started(request, sinks)
+            return await self._start_choices(request, sinks)
 
-    async def _started(self, request: GenerationRequest, sinks: Sequence[Sink]) -> Generation:
+    async def _start_choices(self, request: GenerationRequest, sinks: Sequence[Sink]) -> Generation:
         deadline = deadlines.current()
-        request, entry, prompt = await self._prepared(request)
-        max_tokens = _fit(request, prompt, entry)
+        request, entry, prompt = await self._prepare(request)
+        max_tokens = _max_tokens(request, prompt, entry)
         permit = permits.current()
         await permit.charge(prompt.estimated_length + request.choices * (request.stop.max_tokens or 0))
         generation = Generation(self.stream_manager, prompt)
         permit.watch(generation)
         try:
-            if self._text_replicas:
+            if self._replicas_make_text:
                 await self.connections.text_ready(deadline.share(TEXT_SHARE, self._post_wait_s))
             for index, sink in enumerate(sinks):
-                placed = await self.placement.place(self._wanted(request, index, prompt, entry, max_tokens))
+                placed = await self.placement.place(self._placement_request(request, index, prompt, entry, max_tokens))
                 stream = self.stream_manager.connect(
                     request,
                     index,
@@ -219,44 +217,45 @@ class Pipeline:
         return generation
 
     def only_asks(self) -> bool:
-        """Whether the request at hand is answered with who would run it."""
+        """Returns whether the current request only queries the workers that would run it."""
         return self.config.routing == "query-only" or hints.current().query_only
 
     async def query(self, request: GenerationRequest) -> tuple[TokenizedPrompt, Route]:
-        """What `start` would run, and where; runs and books nothing.
+        """Returns the prompt and the route that `start` would use, without running or reserving anything.
 
         Raises:
-            SluiceError: as `start`, PERMISSION_DENIED without the scope pin-worker, for the answer names workers,
-                FAILED_PRECONDITION where only a worker could make the prompt's ids.
+            SluiceError: as `start`; PERMISSION_DENIED without the scope pin-worker, because the result names workers;
+                FAILED_PRECONDITION where only a worker can tokenize the prompt.
         """
         permits.current().require(Scope.PIN_WORKER, subject="A request for the worker that would run it")
         if self.config.preprocessing == "engine":
             raise SluiceError(
                 ErrorKind.FAILED_PRECONDITION,
-                "This gateway leaves prompts to the engine (preprocessing engine) and knows no ids to answer.",
+                "Query-only requests need token ids, but on this gateway the engine tokenizes prompts (preprocessing "
+                "engine).",
                 code="query_only",
             )
-        request, entry, prompt = await self._prepared(request)
-        wanted = self._wanted(request, 0, prompt, entry, _fit(request, prompt, entry))
-        return prompt, await self._router_asking.ask(wanted)
+        request, entry, prompt = await self._prepare(request)
+        wanted = self._placement_request(request, 0, prompt, entry, _max_tokens(request, prompt, entry))
+        return prompt, await self._router_selector.ask(wanted)
 
-    async def _prepared(self, request: GenerationRequest) -> tuple[GenerationRequest, WorkerEntry, TokenizedPrompt]:
-        """The request as it runs, one of the workers that can run it, and the prompt's ids."""
-        said = hints.current()
+    async def _prepare(self, request: GenerationRequest) -> tuple[GenerationRequest, WorkerEntry, TokenizedPrompt]:
+        """Returns the completed request, one of the workers that can run it, and the tokenized prompt."""
+        routing_hints = hints.current()
         request = named(request, self.registry)
-        able_workers = holding(able(self.registry.of_model(request.model), request.needs), request.lora)
-        request, workers = tenant_cache.separated(request, able_workers, permits.current())
+        able_workers = with_adapter(able(self.registry.of_model(request.model), request.needs), request.lora)
+        request, workers = tenant_cache.with_tenant_salt(request, able_workers, permits.current())
         entry = workers[0]
         await self.model_ready(entry.model)
-        request = replace(request, hints=said, engine_text=self._engine_text, session_id=sessions.current())
-        if said.token_ids is not None:
-            request = replace(request, prompt=TokenPrompt(said.token_ids))
+        request = replace(request, hints=routing_hints, engine_text=self._engine_text, session_id=sessions.current())
+        if routing_hints.token_ids is not None:
+            request = replace(request, prompt=TokenPrompt(routing_hints.token_ids))
         with telemetry.stage("gateway.tokenize"):
             prompt = await self.tokenizing.tokenize(request, entry)
-        check_able(workers, prompt, self._engine_text)
+        check_engine_capabilities(workers, prompt, self._engine_text)
         return replace(request, sampling=request.sampling.or_else(prompt.defaults)), entry, prompt
 
-    def _wanted(
+    def _placement_request(
         self, request: GenerationRequest, index: int, prompt: TokenizedPrompt, entry: WorkerEntry, max_tokens: int
     ) -> PlacementRequest:
         return PlacementRequest(
@@ -269,55 +268,59 @@ class Pipeline:
         )
 
     async def prompt_text(self, request: GenerationRequest) -> str:
-        """The prompt of a completion as text, for clients that want it echoed."""
+        """Returns the prompt of a completion as text, for clients that request an echo."""
         if isinstance(request.prompt, TextPrompt):
             return request.prompt.text
         assert isinstance(request.prompt, TokenPrompt)
         return await self.preprocess.detokenize(request.model, request.prompt.token_ids)
 
 
-async def _at_once(model: str) -> None:
+async def _no_setup(model: str) -> None:
     return None
 
 
 _PROMPT_FIELDS = {ChatPrompt: "messages", EmbedsPrompt: "prompt_embeds"}
 
 
-def _fit(request: GenerationRequest, prompt: TokenizedPrompt, entry: WorkerEntry) -> int:
-    """How many tokens may be generated; SluiceError(INVALID_ARGUMENT) when the prompt leaves no room."""
+def _max_tokens(request: GenerationRequest, prompt: TokenizedPrompt, entry: WorkerEntry) -> int:
+    """Returns how many tokens may be generated.
+
+    Raises:
+        SluiceError: INVALID_ARGUMENT when prompt and `max_tokens` exceed the context length, or the prompt is empty.
+    """
     field = _PROMPT_FIELDS.get(type(request.prompt), "prompt")
-    if prompt.raw is not None:  # the worker checks the rest
+    if prompt.raw is not None:  # the worker checks the length of the prompt
         if entry.context_length and (request.stop.max_tokens or 0) >= entry.context_length:
             raise invalid(
-                f"max_tokens is {request.stop.max_tokens}, but the context of {request.model} holds "
-                f"{entry.context_length}, prompt and answer together.",
+                f"max_tokens is {request.stop.max_tokens}, but the context length of {request.model} is "
+                f"{entry.context_length} tokens for prompt and output together; reduce max_tokens.",
                 param="max_tokens",
                 code="context_length_exceeded",
             )
-        return request.stop.max_tokens or entry.context_length or UNBOUNDED
+        return request.stop.max_tokens or entry.context_length or NO_LIMIT
     if prompt.length == 0:
-        raise invalid("The prompt is empty.", param=field, code="empty_prompt")
+        raise invalid("The prompt is empty; send at least one token.", param=field, code="empty_prompt")
     limits = [limit for limit in (entry.context_length, prompt.context_length) if limit]
     context = min(limits, default=0)
-    wanted = request.stop.max_tokens
+    requested = request.stop.max_tokens
     if not context:
-        wanted = wanted or prompt.default_max_tokens
-        if wanted is None:
+        requested = requested or prompt.default_max_tokens
+        if requested is None:
             raise invalid("The context length of this model is unknown; set max_tokens.", param="max_tokens")
-        return wanted
+        return requested
     if prompt.length >= context:
         raise invalid(
-            f"The prompt has {prompt.length} tokens, but the context of {request.model} holds {context}, "
-            "prompt and answer together; shorten the prompt.",
+            f"The prompt has {prompt.length} tokens, but the context length of {request.model} is {context} tokens for "
+            "prompt and output together; shorten the prompt.",
             param=field,
             code="context_length_exceeded",
         )
-    room = context - prompt.length
-    if wanted is not None and wanted > room:
+    available = context - prompt.length
+    if requested is not None and requested > available:
         raise invalid(
-            f"max_tokens is {wanted}, but after the prompt's {prompt.length} tokens only {room} of the context's "
-            f"{context} are left.",
+            f"max_tokens is {requested}, but after the prompt's {prompt.length} tokens only {available} of the "
+            f"{context} tokens of the context remain; reduce max_tokens or shorten the prompt.",
             param="max_tokens",
             code="context_length_exceeded",
         )
-    return min(room, prompt.default_max_tokens or room) if wanted is None else wanted
+    return min(available, prompt.default_max_tokens or available) if requested is None else requested

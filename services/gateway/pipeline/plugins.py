@@ -1,4 +1,4 @@
-"""Stages of the user's own: found by `package.module:Class`, checked, and put in the place of the project's."""
+"""Loads custom stages and pipelines by `package.module:Class` and validates them."""
 
 from __future__ import annotations
 
@@ -21,59 +21,59 @@ _METHODS = {"tokenize": "tokenize", "route": "route", "place": "place", "postpro
 
 
 class Plugins:
-    """The stages that a configuration names, made; None where it names none.
+    """Holds instances of the custom stages of a configuration; None for stages without one.
 
     Raises:
-        ValueError: a sentence that says what is wrong with a class.
+        ValueError: a class cannot be loaded or constructed, or lacks a method.
     """
 
     def __init__(self, config: PipelineConfig, components: Components) -> None:
         self._config = config
         self._components = components
-        self.tokenize: TokenizeStage | None = self._made("tokenize")
-        self.route: RouteStage | None = self._made("route")
-        self.place: PlaceStage | None = self._made("place")
-        self.postprocess: PostprocessStage | None = self._made("postprocess")
-        made = (self.tokenize, self.route, self.place, self.postprocess)
-        self.all = tuple(stage for stage in made if stage is not None)
+        self.tokenize: TokenizeStage | None = self._load_stage("tokenize")
+        self.route: RouteStage | None = self._load_stage("route")
+        self.place: PlaceStage | None = self._load_stage("place")
+        self.postprocess: PostprocessStage | None = self._load_stage("postprocess")
+        stages = (self.tokenize, self.route, self.place, self.postprocess)
+        self.all = tuple(stage for stage in stages if stage is not None)
 
-    def _made(self, stage: str) -> Any:
+    def _load_stage(self, stage: str) -> Any:
         path = self._config.stages.get(stage)
         return None if path is None else _make(stage, path, self._components)
 
 
-def own_handler(config: PipelineConfig, components: Components, base: type[H]) -> H:
-    """The pipeline that the configuration names, a subclass of the project's; ValueError as Hooks."""
-    found = load("handler", config.handler)
-    if not issubclass(found, base):
+def load_handler(config: PipelineConfig, components: Components, base: type[H]) -> H:
+    """Returns the custom pipeline of a configuration, a subclass of `base`; raises ValueError as `Plugins`."""
+    plugin = load("handler", config.handler)
+    if not issubclass(plugin, base):
         raise ValueError(f"handler: {config.handler} must be a subclass of {base.__module__}.{base.__name__}.")
     handler: H = _make("handler", config.handler, config, components)
     return handler
 
 
 def load(stage: str, path: str) -> type[Any]:
-    """The class for a stage, or for the handler.
+    """Returns the class of a stage or of the handler.
 
     Raises:
-        ValueError: a sentence that names the stage, the path and what to change.
+        ValueError: the class cannot be loaded, or lacks the method of its stage.
     """
     module, _, name = path.partition(":")
     try:
-        found = getattr(importlib.import_module(module), name)
+        plugin = getattr(importlib.import_module(module), name)
     except ImportError as error:
         raise ValueError(f"{stage}: {path} cannot be loaded: {error}.") from error
     except AttributeError as error:
         raise ValueError(f"{stage}: {module} has no {name}.") from error
     except Exception as error:
-        raise ValueError(f"{stage}: {module} fails when it is imported: {type(error).__name__}: {error}.") from error
-    if not isinstance(found, type):
-        raise ValueError(f"{stage}: {path} is no class.")
+        raise ValueError(f"{stage}: importing {module} failed: {type(error).__name__}: {error}.") from error
+    if not isinstance(plugin, type):
+        raise ValueError(f"{stage}: {path} is not a class.")
     method = _METHODS[stage]
-    function = getattr(found, method, None)
-    waits = stage != "postprocess"
-    if not callable(function) or inspect.iscoroutinefunction(function) is not waits:
-        raise ValueError(f"{stage}: {path} needs a method `{'async ' if waits else ''}def {method}`.")
-    return found
+    function = getattr(plugin, method, None)
+    is_async = stage != "postprocess"
+    if not callable(function) or inspect.iscoroutinefunction(function) is not is_async:
+        raise ValueError(f"{stage}: {path} needs a method `{'async ' if is_async else ''}def {method}`.")
+    return plugin
 
 
 def _make(stage: str, path: str, *arguments: Any) -> Any:
@@ -81,4 +81,4 @@ def _make(stage: str, path: str, *arguments: Any) -> Any:
     try:
         return kind(*arguments)
     except Exception as error:
-        raise ValueError(f"{stage}: {path} cannot be made: {type(error).__name__}: {error}.") from error
+        raise ValueError(f"{stage}: constructing {path} failed: {type(error).__name__}: {error}.") from error

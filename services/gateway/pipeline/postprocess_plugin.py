@@ -1,4 +1,4 @@
-"""A postprocess stage of the user's own, where the link to a replica stands: same columns in, same events out."""
+"""Adapts a custom postprocess stage to the interface of `PostLink`."""
 
 from __future__ import annotations
 
@@ -17,42 +17,42 @@ from services.gateway.streams.stream import GenerationStream
 log = logging.getLogger(__name__)
 
 
-class _Open:
-    """A stream of the stage, whose it is, and the tokens it has seen."""
+class _OpenStream:
+    """A stream of the custom stage, and the number of tokens it has received."""
 
-    __slots__ = ("request_id", "seen", "stream")
+    __slots__ = ("request_id", "stream", "token_count")
 
     def __init__(self, stream: CustomStream, request_id: str) -> None:
         self.stream = stream
         self.request_id = request_id
-        self.seen = 0
+        self.token_count = 0
 
 
 class CustomPostprocessAdapter:
-    """Stands where the link to a postprocess replica stands."""
+    """Runs a custom postprocess stage in place of the link to a postprocess replica."""
 
     connected = True
     retired = False
     leaving = False
-    address = "own stage"
+    address = "custom stage"
 
     def __init__(self, stage: PostprocessStage, events: TextEvents) -> None:
         self.streams: dict[int, GenerationStream] = {}
         self._stage = stage
         self._events = events
-        self._open: dict[int, _Open] = {}
+        self._open: dict[int, _OpenStream] = {}
 
     @property
     def live(self) -> int:
-        """Streams whose text the stage makes."""
+        """Number of streams of the stage."""
         return len(self.streams)
 
     def adopt(self, stream: GenerationStream) -> None:
-        """From now on the stage makes this stream's text."""
+        """Assigns a stream to the stage."""
         self.streams[stream.slot] = stream
 
     def release(self, stream: GenerationStream) -> None:
-        """The stream's text is made elsewhere, or the stream is over."""
+        """Removes a stream, which has moved or ended."""
         self.streams.pop(stream.slot, None)
 
     def open(
@@ -66,60 +66,60 @@ class CustomPostprocessAdapter:
         tokens: array[int] | None = None,
         sent: Sent | None = None,
     ) -> None:
-        """Opens a stream and feeds it the tokens that are there already."""
-        opened = self._guarded(slot, request_id, lambda: self._stage.open(request, prompt))
+        """Opens a stream and feeds it the tokens generated so far."""
+        opened = self._call_stage(slot, request_id, lambda: self._stage.open(request, prompt))
         if opened is None:
             return
-        self._open[slot] = _Open(opened, request_id)
+        self._open[slot] = _OpenStream(opened, request_id)
         if tokens:
             self._feed(slot, tokens)
 
     def feed(self, slots: bytes, counts: bytes, token_ids: bytes) -> None:
-        """Gives each stream its tokens."""
+        """Feeds token columns to their streams."""
         ids, start = unpack_u32(token_ids), 0
         for slot, number in zip(unpack_u32(slots), unpack_u32(counts), strict=True):
             self._feed(slot, ids[start : start + number])
             start += number
 
     def end(self, slot: int, reason: FinishReason, stop_token_id: int | None) -> None:
-        """The engine is done."""
+        """Ends a stream after its engine has finished."""
         opened = self._open.get(slot)
         if opened is None:
             return
-        said = self._guarded(slot, opened.request_id, lambda: opened.stream.end(reason, stop_token_id))
-        if said is not None:
-            self._say(slot, said)
-            self._finish(slot, Finish(reason, stop_token_id=stop_token_id, completion_tokens=opened.seen))
+        delta = self._call_stage(slot, opened.request_id, lambda: opened.stream.end(reason, stop_token_id))
+        if delta is not None:
+            self._emit(slot, delta)
+            self._finish(slot, Finish(reason, stop_token_id=stop_token_id, completion_tokens=opened.token_count))
 
     def close_stream(self, slot: int) -> None:
-        """Forgets a stream without an answer."""
+        """Closes a stream without emitting events."""
         self._open.pop(slot, None)
 
     def abandon(self) -> None:
-        """Forgets every stream."""
+        """Closes all streams without emitting events."""
         self._open.clear()
 
     def _feed(self, slot: int, token_ids: array[int]) -> None:
         opened = self._open.get(slot)
         if opened is None:
             return
-        opened.seen += len(token_ids)
-        said = self._guarded(slot, opened.request_id, lambda: opened.stream.feed(token_ids))
-        if said is None:
+        opened.token_count += len(token_ids)
+        delta = self._call_stage(slot, opened.request_id, lambda: opened.stream.feed(token_ids))
+        if delta is None:
             return
-        self._say(slot, said)
-        if said.stopped:
-            self._finish(slot, Finish(FinishReason.STOP, completion_tokens=opened.seen))
+        self._emit(slot, delta)
+        if delta.stopped:
+            self._finish(slot, Finish(FinishReason.STOP, completion_tokens=opened.token_count))
 
-    def _say(self, slot: int, said: TextDelta) -> None:
+    def _emit(self, slot: int, delta: TextDelta) -> None:
         stream = self.streams.get(slot)
         if stream is None:
             return
         try:
-            if said.reasoning:
-                self._events.on_reasoning(stream, said.reasoning)
-            if said.text:
-                self._events.on_text(stream, said.text)
+            if delta.reasoning:
+                self._events.on_reasoning(stream, delta.reasoning)
+            if delta.text:
+                self._events.on_text(stream, delta.text)
         except Exception as error:
             self._events.on_broken(stream, error)
 
@@ -128,15 +128,17 @@ class CustomPostprocessAdapter:
         if (stream := self.streams.get(slot)) is not None:
             self._events.on_finished(stream, finish)
 
-    def _guarded(self, slot: int, request_id: str, call: Callable[[], Any]) -> Any:
-        """What the stage answers; None, and the stream has failed, when it raises."""
+    def _call_stage(self, slot: int, request_id: str, call: Callable[[], Any]) -> Any:
+        """Returns the result of the stage; if it raises, fails the stream and returns None."""
         try:
             return call()
         except SluiceError as error:
             self._fail(slot, error)
         except Exception:
-            log.exception("the postprocess stage failed", extra={"request": request_id})
-            self._fail(slot, internal("The postprocess stage of this gateway failed; its log has the details."))
+            log.exception("custom postprocess stage failed", extra={"request": request_id})
+            self._fail(
+                slot, internal("The postprocess stage of this gateway failed; see the gateway's log for details.")
+            )
         return None
 
     def _fail(self, slot: int, error: SluiceError) -> None:

@@ -1,7 +1,7 @@
-"""The session of a request: requests of one session go to one worker, see docs/router.md.
+"""Session affinity: requests of one session go to one worker, see docs/router.md.
 
-A session's name comes from the client, so the router gets a digest of it that contains the tenant of the API key:
-clients of different tenants never share a session, whatever they send. Keys of one tenant share theirs.
+Clients choose the name of a session, so the router receives a digest of the name and the API key's tenant: tenants
+never share a session, while all keys of one tenant do.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from services.gateway.admission import permit as permits
 
 HEADER = "x-session-id"
 SOURCES = (HEADER, "prompt_cache_key", "user")
-"""Where a session's name may come from: the header, and fields of the body."""
+"""Supported sources of a session's name: the header, and fields of the body."""
 LONGEST_NAME = 512
 _DIGEST_BYTES = 16
 
@@ -23,20 +23,20 @@ _current: ContextVar[str] = ContextVar("session", default="")
 
 
 def current() -> str:
-    """Returns the router's session id for the request at hand; empty: it belongs to none."""
+    """Returns the router's session id for the current request; empty: no session."""
     return _current.get()
 
 
 def begin(sources: Sequence[str], headers: Mapping[str, str], fields: Mapping[str, str | None]) -> None:
-    """Finds the session of the request at hand; the first of the sources that is sent and not empty names it.
+    """Sets the session of the current request from the first source with a non-empty value.
 
     Args:
-        sources: some of SOURCES, what counts most first; empty: requests have no sessions.
-        headers: of the request.
-        fields: of its body, by their names in SOURCES.
+        sources: a subset of SOURCES in order of precedence; empty: no sessions.
+        headers: headers of the request.
+        fields: values of the body's fields, by their names in SOURCES.
 
     Raises:
-        SluiceError: INVALID_ARGUMENT for a name that is longer than LONGEST_NAME characters.
+        SluiceError: INVALID_ARGUMENT for a name of more than LONGEST_NAME characters.
     """
     for source in sources:
         name = headers.get(HEADER) if source == HEADER else fields.get(source)
@@ -49,7 +49,7 @@ def begin(sources: Sequence[str], headers: Mapping[str, str], fields: Mapping[st
 def _session_id(source: str, name: str) -> str:
     if len(name) > LONGEST_NAME:
         raise invalid(
-            f"{source} names a session and has {len(name)} characters; send at most {LONGEST_NAME}.",
+            f"The session name in {source} has {len(name)} characters; send at most {LONGEST_NAME}.",
             param=source,
             code="invalid_value",
         )

@@ -1,4 +1,4 @@
-"""The stages of the pipeline, as whoever replaces one has to write it, and the parts that each may use."""
+"""The interfaces that custom stages implement, and the components available to them."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Components:
-    """What a gateway's process has, whatever its pipeline is.
+    """Components of a gateway process, shared by all pipelines.
 
     Attributes:
-        catalogue: the workers alive.
-        fleet: connections to them.
-        switchboard: the generations under way.
-        tasks: owns what goes on in the background.
-        migration: how generations move, if they may.
-        route_timeout_s: longest wait for the router.
-        post_wait_s: longest wait for a postprocess replica.
+        registry: the registered workers.
+        connections: connections to workers and postprocess replicas.
+        stream_manager: the generations in progress.
+        tasks: owner of background tasks.
+        migration: limits of migration.
+        route_timeout_s: timeout of calls to the router.
+        post_wait_s: how long a stream waits for a postprocess replica.
     """
 
     preprocess: PreprocessClient
@@ -66,48 +66,51 @@ class Components:
 
 @runtime_checkable
 class TokenizeStage(Protocol):
-    """Makes token ids of prompts. Made as `Class(components)`."""
+    """Tokenizes prompts. Constructed as `Class(components)`."""
 
     async def tokenize(self, request: GenerationRequest, worker: WorkerEntry) -> TokenizedPrompt:
-        """The prompt of a request.
+        """Returns the tokenized prompt of a request.
 
         Args:
-            worker: one of those that may run it; its `block_size` is that of the block hashes.
+            worker: one of the workers that can run it; its `block_size` is the block size of the hashes.
 
         Raises:
-            SluiceError: what the client is to hear.
+            SluiceError: returned to the client.
         """
 
 
 @runtime_checkable
 class RouteStage(Protocol):
-    """Chooses workers, in place of the router. Made as `Class(components)`."""
+    """Chooses workers in place of the router. Constructed as `Class(components)`."""
 
-    async def route(self, wanted: PlacementRequest, workers: Sequence[WorkerEntry]) -> Route:
-        """One of the workers, or a pair of them; SluiceError when none will do.
+    async def route(self, placement_request: PlacementRequest, workers: Sequence[WorkerEntry]) -> Route:
+        """Returns a route to one of the workers, or to a pair of them.
 
         Args:
-            workers: those that can do what is wanted, at least one.
+            workers: the workers that can run the request, at least one.
+
+        Raises:
+            SluiceError: none of the workers is suitable.
         """
 
 
 @runtime_checkable
 class PlaceStage(Protocol):
-    """Chooses workers and sees to their connections. Made as `Class(components)`."""
+    """Chooses connected workers. Constructed as `Class(components)`."""
 
-    async def place(self, wanted: PlacementRequest, excluded: Collection[str] = ()) -> Placement:
-        """A worker with a connection.
+    async def place(self, placement_request: PlacementRequest, excluded: Collection[str] = ()) -> Placement:
+        """Returns a connected worker, or a pair of them.
 
         Args:
             excluded: ids of workers that must not be chosen.
 
         Raises:
-            SluiceError: retryable when another try may find somebody; nothing is booked then.
+            SluiceError: retryable if a later attempt may find a worker; no reservation remains then.
         """
 
 
 class TextDelta(NamedTuple):
-    """The next text of a choice; `stopped`: this is where it ends, and the engine may stop."""
+    """The next text of a choice; `stopped` ends the choice and stops the engine."""
 
     text: str = ""
     reasoning: str = ""
@@ -115,18 +118,18 @@ class TextDelta(NamedTuple):
 
 
 class CustomStream(Protocol):
-    """The text of one choice. Called on the event loop for each batch of its tokens: no waiting, no I/O."""
+    """Produces the text of one choice. Called on the event loop for each batch of tokens; must not block."""
 
     def feed(self, token_ids: Sequence[int]) -> TextDelta:
-        """What the next tokens say."""
+        """Returns the text of the next tokens."""
 
     def end(self, reason: FinishReason, stop_token_id: int | None) -> TextDelta:
-        """What was held back; the engine is done."""
+        """Returns the remaining text, after the engine has finished."""
 
 
 @runtime_checkable
 class PostprocessStage(Protocol):
-    """Makes text of tokens. Made as `Class(components)`."""
+    """Turns tokens into text. Constructed as `Class(components)`."""
 
     def open(self, request: GenerationRequest, prompt: TokenizedPrompt) -> CustomStream:
-        """A choice begins. Called again for the same choice when its text is taken up anew."""
+        """Opens the stream of one choice. Called again for the same choice when its text is replayed."""

@@ -1,4 +1,4 @@
-"""Puts a request into its tenant's part of the prefix cache."""
+"""Isolates tenants in the prefix cache with a cache salt."""
 
 from __future__ import annotations
 
@@ -11,46 +11,46 @@ from services.gateway.admission.permit import Permit
 from services.gateway.core.request import GenerationRequest
 from services.gateway.workers.registry import WorkerEntry
 
-_NEED = ("cache_salt", "")  # no field of the client's asks for it
-_NAMESPACES = ("extra_key", "cache_salt")
-"""Options of engines that choose a part of the cache, beside the request's own field."""
+_REQUIRED_CAPABILITY = ("cache_salt", "")  # required by the gateway, not by a field of the request
+_NAMESPACE_OPTIONS = ("extra_key", "cache_salt")
+"""Engine options that select a cache namespace, and so would bypass the salt."""
 
 
-def separated(
+def with_tenant_salt(
     request: GenerationRequest, workers: Sequence[WorkerEntry], permit: Permit
 ) -> tuple[GenerationRequest, Sequence[WorkerEntry]]:
-    """The request with its tenant's salt, and the workers that honour it.
+    """Returns the request with its tenant's salt, and the workers that support salts.
 
     Args:
-        workers: that can run the request otherwise, at least one.
+        workers: workers that can otherwise run the request, at least one.
 
     Returns:
-        What came in where tenants are not kept apart, and where `--tenant-salt auto` finds no engine that can: then
-        `is_shared` is true of the request.
+        The arguments unchanged with `--tenant-salt off`, and with `--tenant-salt auto` where no engine supports salts;
+        in the latter case `is_shared` is true for the request.
 
     Raises:
-        SluiceError: INVALID_ARGUMENT for a salt that clients must not choose, UNAVAILABLE when the gateway insists on
-            salts and no engine of the model has them.
+        SluiceError: INVALID_ARGUMENT for a salt that clients must not choose, UNAVAILABLE with `--tenant-salt on` when
+            no engine of the model supports salts.
     """
     tenants.check_chosen(request.cache_salt)
     if permit.salts == "off":
         return request, workers
-    able = [worker for worker in workers if tenants.separates(worker.capabilities)]
-    if not able:
+    capable = [worker for worker in workers if tenants.separates(worker.capabilities)]
+    if not capable:
         if permit.salts == "on":
             raise unavailable(
-                f"This gateway keeps the caches of tenants apart (--tenant-salt on), and no worker of model "
+                f"This gateway isolates the caches of tenants (--tenant-salt on), but no worker of model "
                 f"{workers[0].model!r} has the capability 'cache_salt': start workers that have it.",
                 code="engine_cannot",
             )
         return request, workers
-    for name in _NAMESPACES:
+    for name in _NAMESPACE_OPTIONS:
         if name in request.sampling.engine_options:
             raise invalid(f"{name} must not be an engine option; send it as a field of the request.", param=name)
     salt = permit.cache_salt(request.cache_salt)
-    return replace(request, cache_salt=salt, needs=(*request.needs, _NEED)), able
+    return replace(request, cache_salt=salt, needs=(*request.needs, _REQUIRED_CAPABILITY)), capable
 
 
 def is_shared(request: GenerationRequest, permit: Permit) -> bool:
-    """Whether a request that passed `separated` runs in a cache that other tenants reach, although it should not."""
-    return permit.salts != "off" and _NEED not in request.needs
+    """Returns whether a request shares its cache with other tenants because no engine supports salts."""
+    return permit.salts != "off" and _REQUIRED_CAPABILITY not in request.needs

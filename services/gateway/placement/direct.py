@@ -1,4 +1,4 @@
-"""Placement where the request says it: no router is asked and nothing is booked."""
+"""Direct routing: the request names its workers; the router is not called and nothing is reserved."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ WORKER_HEADER = "x-sluice-worker"
 
 
 class DirectSelector:
-    """Takes the worker, or the pair, that a request names; of several names the first that can be reached.
+    """Selects the worker, or the pair, named by the request; of several names, the first reachable worker.
 
     Args:
-        pairs: whether a prefill worker may be named.
+        pairs: whether requests may name a prefill worker.
     """
 
     def __init__(self, registry: WorkerRegistry, connections: ConnectionManager, pairs: bool) -> None:
@@ -29,45 +29,47 @@ class DirectSelector:
         self._pairs = pairs
 
     async def place(self, placement_request: PlacementRequest, excluded: Collection[str] = ()) -> Placement:
-        """See PlaceStage.
+        """Implements PlaceStage.
 
         Raises:
-            SluiceError: INVALID_ARGUMENT when no worker is named, or one for a part that it does not play; NOT_FOUND
-                when none of those named is there.
+            SluiceError: INVALID_ARGUMENT when no worker is named, or one with another role; NOT_FOUND when none of the
+                named workers is registered.
         """
-        said = placement_request.request.hints
-        if not said.answering:
+        hints = placement_request.request.hints
+        if not hints.answering:
             raise invalid(
-                "This gateway runs requests where they say (routing direct), and this one does not: name a worker in "
-                f"the header {WORKER_HEADER} or in nvext.decode_worker_id.",
+                f"Missing worker: this gateway uses routing direct; name a worker in the header {WORKER_HEADER} or in "
+                "nvext.decode_worker_id.",
                 param=WORKER_HEADER,
                 code="no_worker_named",
             )
-        prefill, prefill_link = await self._prefill(said, placement_request, excluded)
-        entry, link = await self._first(said.answering, said.answering_source, placement_request, excluded)
-        _check_roles(said, entry, prefill)
-        _check_rank(entry, said.rank, said.source("rank"))
+        prefill, prefill_link = await self._prefill(hints, placement_request, excluded)
+        entry, link = await self._first(hints.answering, hints.answering_source, placement_request, excluded)
+        _check_roles(hints, entry, prefill)
+        _check_rank(entry, hints.rank, hints.source("rank"))
         if prefill is not None:
-            _check_rank(prefill, said.prefill_rank, said.source("prefill_rank"))
+            _check_rank(prefill, hints.prefill_rank, hints.source("prefill_rank"))
         route = Route(
             entry.worker_id,
-            said.rank,
+            hints.rank,
             prefill_worker_id=prefill.worker_id if prefill else "",
-            prefill_rank=said.prefill_rank,
+            prefill_rank=hints.prefill_rank,
         )
         return Placement(route, link, prefill_link)
 
     async def _prefill(
-        self, said: RoutingHints, placement_request: PlacementRequest, excluded: Collection[str]
+        self, hints: RoutingHints, placement_request: PlacementRequest, excluded: Collection[str]
     ) -> tuple[WorkerEntry | None, WorkerLink | None]:
-        if not said.prefill:
+        if not hints.prefill:
             return None, None
-        source = said.source("prefill")
+        source = hints.source("prefill")
         if placement_request.alone or not self._pairs:
             raise invalid(
-                f"A prefill worker is named in {described(source)}, and this gateway shares no requests.", param=source
+                f"{described(source)} names a prefill worker, but this gateway cannot disaggregate this request; "
+                "omit the prefill worker.",
+                param=source,
             )
-        return await self._first(said.prefill, source, placement_request, excluded)
+        return await self._first(hints.prefill, source, placement_request, excluded)
 
     async def _first(
         self, names: Sequence[str], source: str, placement_request: PlacementRequest, excluded: Collection[str]
@@ -90,32 +92,32 @@ class DirectSelector:
         try:
             raise failure or no_such_worker(names, placement_request.request.model, source)
         finally:
-            del failure  # it holds this call, which must not hold it as well
+            del failure  # break the reference cycle: the traceback references this frame
 
 
-def _check_roles(said: RoutingHints, entry: WorkerEntry, prefill: WorkerEntry | None) -> None:
-    answering, prefilling = said.answering_source, said.source("prefill")
+def _check_roles(hints: RoutingHints, entry: WorkerEntry, prefill: WorkerEntry | None) -> None:
+    answering, prefilling = hints.answering_source, hints.source("prefill")
     if entry.role is Role.PREFILL:
-        raise _wrong_role(entry, answering, "only computes prompts; name a worker that answers")
+        raise _wrong_role(entry, answering, "only runs prefill; name a decode or an aggregated worker")
     if prefill is None and not entry.runs_alone:
-        also = f"name a prefill worker, too, in {described(prefilling)} or in nvext.prefill_worker_id"
-        raise _wrong_role(entry, answering, f"computes no prompts; {also}")
+        hint = f"name a prefill worker as well, in {described(prefilling)} or in nvext.prefill_worker_id"
+        raise _wrong_role(entry, answering, f"only runs decode; {hint}")
     if prefill is not None and (prefill.role, entry.role) != (Role.PREFILL, Role.DECODE):
         wrong, source = (prefill, prefilling) if prefill.role is not Role.PREFILL else (entry, answering)
-        part = f"plays the {wrong.role.name.lower()} part"
-        raise _wrong_role(wrong, source, f"{part}, and a request is shared by a prefill and a decode worker")
+        role = wrong.role.name.lower()
+        raise _wrong_role(wrong, source, f"has the role {role}; a pair needs a prefill and a decode worker")
 
 
-def _wrong_role(worker: WorkerEntry, source: str, what: str) -> SluiceError:
-    message = f"Worker {worker.worker_id}, named in {described(source)}, {what}."
+def _wrong_role(worker: WorkerEntry, source: str, problem: str) -> SluiceError:
+    message = f"Worker {worker.worker_id}, named in {described(source)}, {problem}."
     return invalid(message, param=source, code="wrong_role")
 
 
 def _check_rank(worker: WorkerEntry, rank: int | None, source: str) -> None:
     if rank is not None and rank >= worker.ranks:
         raise invalid(
-            f"Worker {worker.worker_id} has no data-parallel rank {rank}, which {described(source)} names; it has "
-            f"{worker.ranks}, counted from 0.",
+            f"Worker {worker.worker_id} does not have the data-parallel rank {rank}, named in {described(source)}; use "
+            f"0 to {worker.ranks - 1}.",
             param=source,
             code="invalid_value",
         )

@@ -1,1 +1,1 @@
-"""Running generations: forwarding of tokens and text, migration, disaggregation, and the watchdog."""
+"""Generations in progress: forwarding of tokens and text, migration, disaggregation and the worker watchdog."""

@@ -1,8 +1,8 @@
-"""Generations that outlive their worker: another one goes on with prompt and generated tokens.
+"""Migration: when a worker is lost, another one continues its generations from prompt and generated tokens.
 
-The client sees a pause. Its text is still made on the same postprocess stream, so stop strings, tool calls and
-reasoning go on where they were; the new worker is told how many tokens of its prompt were generated, so that an engine
-that can resume counts them as output (seeds, penalties, the place in a grammar).
+Clients see a short pause. The postprocess stream stays open, so stop strings, tool calls and reasoning continue where
+they were. The new worker receives the number of generated tokens in its prompt; engines that can resume count those as
+output, for seeds, penalties and the state of a grammar.
 """
 
 from __future__ import annotations
@@ -35,32 +35,32 @@ log = logging.getLogger(__name__)
 RESUME = "resume"
 RESUME_GUIDED = "resume_guided"
 INEXACT = "migration_inexact"
-AT_ONCE = 64
-PAUSE_S = 0.1
+MAX_CONCURRENT = 64
+RETRY_PAUSE_S = 0.1
 DISTRUST_S = 3.0
-"""Discovery knows of a dead worker before this; until then a generation does not go back to one that it lost."""
+"""How long a generation avoids a worker that it lost; discovery removes dead workers within this time."""
 
 
 __all__ = ["MigrationPolicy", "Migrator"]
 
 
-class Placing(Protocol):
-    """Finds workers, as `placement.WorkerSelector`."""
+class PlacementStage(Protocol):
+    """Selects workers; implemented by `WorkerSelector`, `DirectSelector` and custom stages."""
 
     async def place(self, placement_request: PlacementRequest, excluded: Collection[str] = ()) -> Placement: ...
 
 
 class Migrator:
-    """Moves generations off workers that cannot go on with them.
+    """Migrates generations whose worker cannot continue them.
 
     Args:
-        tasks: owns the moves.
+        tasks: owner of the migration tasks.
     """
 
     def __init__(
         self,
         policy: MigrationPolicy,
-        placement: Placing,
+        placement: PlacementStage,
         registry: WorkerRegistry,
         connections: ConnectionManager,
         stream_manager: StreamManager,
@@ -74,10 +74,10 @@ class Migrator:
         self._stream_manager = stream_manager
         self._metrics = metrics
         self._tasks = tasks
-        self._at_once = asyncio.Semaphore(AT_ONCE)
+        self._concurrent = asyncio.Semaphore(MAX_CONCURRENT)
 
     def take_over(self, stream: GenerationStream, lost: WorkerLink, error: SluiceError) -> bool:
-        """Whether the stream goes on, on another worker and some time later."""
+        """Starts the migration of a stream; returns False if it must not migrate."""
         obstacle = self._obstacle(stream, error)
         if obstacle:
             self._metrics.migration(obstacle)
@@ -86,7 +86,7 @@ class Migrator:
         stream.losses.pop(lost.worker_id, None)
         stream.losses[lost.worker_id] = Loss(lost, lost.sessions, monotonic())
         log.warning(
-            "a generation moves to another worker: %s",
+            "generation moves to another worker: %s",
             error.message,
             extra={"request": stream.request_id, "worker": lost.worker_id, "tokens": len(stream.tokens)},
         )
@@ -94,7 +94,7 @@ class Migrator:
         return True
 
     def _obstacle(self, stream: GenerationStream, error: SluiceError) -> str:
-        """Why a stream has to stay, as a word for the metric; empty when it may move."""
+        """Returns why a stream must not migrate, as a metric outcome; empty when it may."""
         policy, generated = self._policy, len(stream.tokens)
         if not policy.enabled:
             return "disabled"
@@ -106,57 +106,59 @@ class Migrator:
             return "too_long"
         if generated and stream.prompt.embeds is not None:
             return "embeddings"
-        if generated and stream.request.guided is not None and not self._resuming(stream, RESUME_GUIDED):
+        if generated and stream.request.guided is not None and not self._any_worker_has(stream, RESUME_GUIDED):
             return "guided"
         return ""
 
-    def _resuming(self, stream: GenerationStream, capability: str) -> bool:
+    def _any_worker_has(self, stream: GenerationStream, capability: str) -> bool:
         return any(capability in worker.capabilities for worker in self._registry.of_model(stream.model))
 
     async def _move(self, stream: GenerationStream, lost: WorkerLink) -> None:
         logs.request_id.set(stream.request_id)
         try:
             async with asyncio.timeout(min(self._policy.wait_s, stream.deadline.left_s)):
-                placed = await self._find(stream)
-            self._resume(stream, lost, placed)
+                placement = await self._find(stream)
+            self._resume(stream, lost, placement)
         except TimeoutError:
-            self._give_up(stream, overdue() if stream.deadline.left_s <= 0 else _nobody())
+            self._give_up(stream, overdue() if stream.deadline.left_s <= 0 else _no_worker())
         except SluiceError as error:
             self._give_up(stream, error)
         except Exception:
-            log.exception("a migration failed")
-            self._give_up(stream, internal("Unexpected failure in the gateway; its log has the details."))
+            log.exception("migration failed")
+            self._give_up(stream, internal("Unexpected failure in the gateway; see its log for details."))
 
     async def _find(self, stream: GenerationStream) -> Placement:
-        """Asks until a worker takes it."""
+        """Retries until a worker is available."""
         attempt = 0
         while True:
             try:
-                async with self._at_once:  # not through the pause: a model without workers would hold up all others
-                    return await self._placement.place(self._wanted(stream, attempt), self._distrusted(stream))
+                async with self._concurrent:  # not held while pausing: a model without workers would block all others
+                    return await self._placement.place(
+                        self._placement_request(stream, attempt), self._avoided_workers(stream)
+                    )
             except SluiceError as error:
                 if not error.retryable:
                     raise
             attempt += 1
-            await asyncio.sleep(PAUSE_S)
+            await asyncio.sleep(RETRY_PAUSE_S)
 
-    def _distrusted(self, stream: GenerationStream) -> list[str]:
-        """The worker that lost it, until it is back, and for a moment those that did before: workers die together."""
+    def _avoided_workers(self, stream: GenerationStream) -> list[str]:
+        """Returns workers to avoid until they reconnect: the last one lost and, as failures correlate, recent ones."""
         *_, last = stream.losses
         since = monotonic() - DISTRUST_S
         return [
             name
             for name, loss in stream.losses.items()
-            if (name == last or loss.at > since) and not self._is_back(name, loss)
+            if (name == last or loss.at > since) and not self._has_returned(name, loss)
         ]
 
-    def _is_back(self, worker_id: str, loss: Loss) -> bool:
+    def _has_returned(self, worker_id: str, loss: Loss) -> bool:
         link = self._connections.find(worker_id)
         if link is None or not link.connected or link.breaker.tripped:
             return False
         return link is not loss.worker or link.sessions > loss.sessions
 
-    def _wanted(self, stream: GenerationStream, attempt: int) -> PlacementRequest:
+    def _placement_request(self, stream: GenerationStream, attempt: int) -> PlacementRequest:
         request, generated = stream.request, len(stream.tokens)
         entry = self._registry.model(stream.model)
         guided = generated and request.guided is not None
@@ -170,39 +172,39 @@ class Migrator:
             needs=((RESUME_GUIDED, "response_format"),) if guided else (),
         )
 
-    def _resume(self, stream: GenerationStream, lost: WorkerLink, placed: Placement) -> None:
-        worker = placed.worker
+    def _resume(self, stream: GenerationStream, lost: WorkerLink, placement: Placement) -> None:
+        worker = placement.worker
         self._metrics.migration("moved")
-        if stream.tokens and is_history_dependent(stream.request.sampling) and not self._resumes(worker):
+        if stream.tokens and is_history_dependent(stream.request.sampling) and not self._can_resume(worker):
             self._stream_manager.on_degraded(stream, INEXACT)
         if stream.span is not None:
             _trace(stream, lost, worker)
-        self._stream_manager.resume(stream, placed.route, worker, placed.prefill)
+        self._stream_manager.resume(stream, placement.route, worker, placement.prefill)
 
-    def _resumes(self, worker: WorkerLink) -> bool:
+    def _can_resume(self, worker: WorkerLink) -> bool:
         entry = self._registry.workers.get(worker.worker_id)
         return entry is not None and RESUME in entry.capabilities
 
     def _give_up(self, stream: GenerationStream, error: SluiceError) -> None:
-        stream.migration_task = None  # this is it: there is nothing left to be cancelled
+        stream.migration_task = None  # this is the running task, which must not cancel itself
         self._metrics.migration("nobody")
         self._stream_manager.give_up(stream, error)
 
 
 def _with_generated(prompt: TokenizedPrompt, stream: GenerationStream) -> TokenizedPrompt:
-    """The prompt as the next worker gets it; the router makes its block hashes itself."""
+    """Returns the prompt with the generated tokens; the router computes its block hashes."""
     if not stream.tokens:
         return prompt
     return replace(prompt, token_ids=prompt.token_ids + pack_u32(stream.tokens), block_hashes=b"", hash_scheme="")
 
 
 def is_history_dependent(sampling: SamplingParams) -> bool:
-    """The next token depends on more than the tokens before it: on which of them were generated, or how many."""
+    """Returns whether sampling depends on which of the preceding tokens were generated, or on their number."""
     return sampling.seed is not None or bool(sampling.frequency_penalty or sampling.presence_penalty)
 
 
 def _trace(stream: GenerationStream, lost: WorkerLink, worker: WorkerLink) -> None:
-    """An event on the generation's span, and a span for its further way that links to the way so far."""
+    """Adds an event to the generation's span, and starts a span for the new worker, linked to the previous one."""
     assert stream.span is not None
     stream.span.add_event(
         "migrated", {"from": lost.worker_id, "to": worker.worker_id, "generated_tokens": len(stream.tokens)}
@@ -222,5 +224,5 @@ def _trace(stream: GenerationStream, lost: WorkerLink, worker: WorkerLink) -> No
         stream.worker_span = after
 
 
-def _nobody() -> SluiceError:
+def _no_worker() -> SluiceError:
     return unavailable("No other worker could take the generation over in time.", code="no_workers")

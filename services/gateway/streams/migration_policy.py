@@ -1,4 +1,4 @@
-"""How far generations may move."""
+"""Limits of migration, in a module of their own so that the settings import neither gRPC nor the streams."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class MigrationPolicy:
-    """Which generations may move.
+    """Which generations may migrate.
 
     Attributes:
-        enabled: any at all.
-        limit: moves of one generation.
-        max_tokens: of prompt and generated tokens together, which the new worker may have to compute; 0 for no limit.
-        wait_s: how long a generation waits for a worker that takes it.
+        enabled: whether generations migrate at all.
+        limit: maximum number of migrations of one generation.
+        max_tokens: maximum number of prompt and generated tokens, because the new worker may have to prefill all of
+            them; 0 for no limit.
+        wait_s: how long a generation waits for a new worker, seconds.
     """
 
     enabled: bool = True

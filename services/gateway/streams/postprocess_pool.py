@@ -1,7 +1,7 @@
-"""Which postprocess replica makes the text of which stream, through deaths and drains of replicas.
+"""Assigns streams to postprocess replicas, and moves them when a replica is lost or drains.
 
-A replica holds nothing that cannot be made again from a stream's tokens. So when one is lost, or asks to be left, its
-streams are opened on another one with their tokens and with how much their clients have got, and go on from there.
+A replica's state can be rebuilt from the tokens of its streams. When a replica is lost or drains, its streams are
+therefore replayed on another one: opened with their tokens and the amount of output already sent, and continued.
 """
 
 from __future__ import annotations
@@ -19,77 +19,77 @@ from services.gateway.streams.stream import GenerationStream
 
 log = logging.getLogger(__name__)
 
-MOST_REPLAYS = 3
+MAX_REPLAYS = 3
 REPLACED = "postprocess_replaced"
 DRAINING = "draining"
 
 
 class PostprocessPool:
-    """The links to postprocess, and the streams on them.
+    """The links to postprocess replicas, and the streams on them.
 
     Args:
-        fail: ends a stream with an error.
-        degrade: marks a stream.
-        guarded: calls a function with a stream; what it raises ends that stream only.
-        wait_s: how long a stream waits for a replica when there is none.
+        fail: fails a stream with an error.
+        degrade: records a fallback of a stream.
+        isolated: calls a function with a stream; an exception fails only that stream.
+        wait_s: how long a stream waits while no replica is available.
 
     Attributes:
-        links: by address; a link is added and removed by the owner of its connection.
-        custom: gives the link to a stage of the operator's that makes the text of a model, or None.
+        links: links by address, maintained by `ConnectionManager`.
+        custom: returns the custom postprocess stage of a model, or None.
     """
 
     def __init__(
         self,
         fail: Callable[[GenerationStream, SluiceError], None],
         degrade: Callable[[GenerationStream, str], None],
-        guarded: Callable[[GenerationStream, Callable[[GenerationStream], None]], None],
+        isolated: Callable[[GenerationStream, Callable[[GenerationStream], None]], None],
         metrics: GatewayMetrics,
         wait_s: float,
     ) -> None:
         self.links: dict[str, PostLink] = {}
         self._fail = fail
         self._degrade = degrade
-        self._guarded = guarded
+        self._isolated = isolated
         self._metrics = metrics
         self._wait_s = wait_s
         self._waiting: dict[int, GenerationStream] = {}
-        self._held: set[int] = set()
-        self._apart: set[int] = set()  # streams whose text no replica makes
-        self.custom: Callable[[str], PostLink | None] = _no_stage
+        self._deferred: set[int] = set()
+        self._excluded: set[int] = set()  # streams without a replica: the engine or a custom stage makes their text
+        self.custom: Callable[[str], PostLink | None] = _no_custom_stage
 
     @property
-    def sole(self) -> PostLink | None:
-        """The link that every stream is on; None when they may be on several or on none."""
-        if len(self.links) != 1 or self._waiting or self._held or self._apart:
+    def single_replica(self) -> PostLink | None:
+        """The link that carries all streams; None if there may be several, or streams without a link."""
+        if len(self.links) != 1 or self._waiting or self._deferred or self._excluded:
             return None
         return next(iter(self.links.values()))
 
     @property
     def waiting(self) -> int:
-        """Streams that no replica has taken up yet."""
+        """Number of streams that wait for a replica."""
         return len(self._waiting)
 
-    def best(self) -> PostLink | None:
-        """A replica with the fewest streams, of those that take new ones."""
+    def least_loaded(self) -> PostLink | None:
+        """Returns the replica with the fewest streams that accepts new ones, or None."""
         links = [link for link in self.links.values() if link.connected and not link.retired and not link.leaving]
         return idlest(links, lambda link: link.live)
 
-    def keep_apart(self, stream: GenerationStream) -> None:
-        """Notes a stream whose worker makes its text."""
-        self._apart.add(stream.slot)
+    def exclude(self, stream: GenerationStream) -> None:
+        """Excludes a stream whose engine makes its text."""
+        self._excluded.add(stream.slot)
 
-    def hold(self, stream: GenerationStream) -> None:
-        """A stream's text will begin later, with the tokens that it has then."""
-        self._held.add(stream.slot)
+    def defer(self, stream: GenerationStream) -> None:
+        """Defers a stream until `open` is called."""
+        self._deferred.add(stream.slot)
 
     def open(self, stream: GenerationStream) -> None:
-        """Begins a stream's text, or goes on with it; when there is no replica, as soon as there is one."""
-        self._held.discard(stream.slot)
+        """Opens or replays a stream on a replica; if none is available, as soon as one connects."""
+        self._deferred.discard(stream.slot)
         link = self.custom(stream.model)
         if link is not None:
-            self._apart.add(stream.slot)
+            self._excluded.add(stream.slot)
         else:
-            link = self.best()
+            link = self.least_loaded()
         if link is None:
             stream.waiting_since = perf_counter()
             self._waiting[stream.slot] = stream
@@ -97,7 +97,7 @@ class PostprocessPool:
         self._waiting.pop(stream.slot, None)
         stream.post = link
         link.adopt(stream)
-        began = bool(stream.tokens)
+        is_replay = bool(stream.tokens)
         stream.sent.text = stream.text_sent
         try:
             link.open(
@@ -107,8 +107,8 @@ class PostprocessPool:
                 stream.prompt,
                 telemetry.trace_context(stream.current_span),
                 stream.max_tokens,
-                stream.tokens if began else None,
-                stream.sent if began else None,
+                stream.tokens if is_replay else None,
+                stream.sent if is_replay else None,
             )
         except SluiceError as error:
             self._fail(stream, error)
@@ -116,43 +116,43 @@ class PostprocessPool:
         if stream.end is not None:
             link.end(stream.slot, *stream.end)
 
-    def forget(self, stream: GenerationStream) -> None:
-        """A stream is over."""
-        self._held.discard(stream.slot)
-        self._apart.discard(stream.slot)
+    def remove(self, stream: GenerationStream) -> None:
+        """Removes a stream that has ended."""
+        self._deferred.discard(stream.slot)
+        self._excluded.discard(stream.slot)
         self._waiting.pop(stream.slot, None)
-        self._leave(stream)
+        self._detach(stream)
 
-    def connected(self, link: PostLink) -> None:
-        """Opens the streams that wait for a replica, or that another replica asked to be moved."""
+    def on_connected(self) -> None:
+        """Opens waiting streams, and moves those of draining replicas, after a replica has connected."""
         for stream in list(self._waiting.values()):
-            if stream.slot in self._waiting:  # else it ended with another choice of its answer
-                self._guarded(stream, self.open)
+            if stream.slot in self._waiting:  # it may have ended together with another choice
+                self._isolated(stream, self.open)
         for other in self.links.values():
             if other.leaving and other.connected:
-                self.leave(other)
+                self.drain(other)
 
-    def leave(self, link: PostLink) -> None:
-        """A replica asked for its streams to be moved; they stay while there is no other one."""
-        if self.best() is None:
+    def drain(self, link: PostLink) -> None:
+        """Moves the streams of a draining replica; they stay while no other replica is available."""
+        if self.least_loaded() is None:
             return
-        moving = self._streams_of(link)
+        moving = list(link.streams.values())
         for stream in moving:
             if stream.post is link:
                 self._metrics.text_moved("drained")
-                self._guarded(stream, self._reopen)
+                self._isolated(stream, self._reopen)
         link.abandon()
         if moving:
-            log.info("streams were moved off a draining postprocess replica", extra={"streams": len(moving)})
+            log.info("moved streams off a draining postprocess replica", extra={"streams": len(moving)})
 
-    def lost(self, link: PostLink, error: SluiceError) -> None:
-        """A replica is gone: its streams go on elsewhere."""
-        for stream in self._streams_of(link):
-            if stream.post is link:  # else it ended with another choice of its answer
-                self._guarded(stream, lambda lost: self._replay(lost, error))
+    def on_lost(self, link: PostLink, error: SluiceError) -> None:
+        """Replays the streams of a lost replica on others."""
+        for stream in list(link.streams.values()):
+            if stream.post is link:  # it may have ended together with another choice
+                self._isolated(stream, lambda lost: self._replay(lost, error))
 
-    def refused(self, stream: GenerationStream, error: SluiceError) -> bool:
-        """A replica gave a stream up; False unless another one may do better."""
+    def on_refused(self, stream: GenerationStream, error: SluiceError) -> bool:
+        """Replays a stream that a replica refused; returns False if the error is not retryable."""
         if not error.retryable:
             return False
         if error.code == DRAINING and stream.post is not None:
@@ -163,16 +163,16 @@ class PostprocessPool:
         return True
 
     def sweep(self) -> None:
-        """Ends the streams that have waited too long for a replica."""
+        """Fails the streams that have waited too long for a replica."""
         now = perf_counter()
         for stream in list(self._waiting.values()):
             if now - stream.waiting_since > self._wait_s:
-                error = unavailable("No postprocess replica is ready; try again soon.", code="service_unavailable")
+                error = unavailable("No postprocess replica is ready; try again later.", code="service_unavailable")
                 self._fail(stream, error)
 
     def _replay(self, stream: GenerationStream, error: SluiceError) -> None:
         stream.replays += 1
-        if stream.replays > MOST_REPLAYS:  # it may be this stream that they die of
+        if stream.replays > MAX_REPLAYS:  # the stream itself may crash the replicas
             self._fail(stream, error)
             return
         self._metrics.text_moved("lost")
@@ -180,19 +180,16 @@ class PostprocessPool:
         self._reopen(stream)
 
     def _reopen(self, stream: GenerationStream) -> None:
-        self._leave(stream)
+        self._detach(stream)
         if stream.span is not None:
             stream.span.add_event("text replayed", {"tokens": len(stream.tokens)})
         self.open(stream)
 
-    def _leave(self, stream: GenerationStream) -> None:
+    def _detach(self, stream: GenerationStream) -> None:
         post, stream.post = stream.post, None
         if post is not None:
             post.release(stream)
 
-    def _streams_of(self, link: PostLink) -> list[GenerationStream]:
-        return list(link.streams.values())
 
-
-def _no_stage(model: str) -> PostLink | None:
+def _no_custom_stage(model: str) -> PostLink | None:
     return None

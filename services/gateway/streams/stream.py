@@ -1,4 +1,4 @@
-"""One choice under way: where it runs, what it has said, and all that is needed to go on with it elsewhere."""
+"""The state of one choice in progress, sufficient to continue it on another worker or postprocess replica."""
 
 from __future__ import annotations
 
@@ -28,24 +28,25 @@ from services.gateway.core.request import (
     TokenizedPrompt,
 )
 
-TAIL_TOKENS = 16
-"""Ids of a prompt's end, which its text goes on from; as preprocess says them."""
+PROMPT_TAIL_TOKENS = 16
+"""Length of `TokenizedPrompt.prompt_tail`, from which detokenization continues; as in preprocess."""
 
 
 class EngineEnd(NamedTuple):
-    """How the engine ended a generation; `stop_token_id` is the id that did."""
+    """How the engine ended a generation; `stop_token_id` is the stop token, if one ended it."""
 
     reason: FinishReason
     stop_token_id: int | None = None
 
 
 class Pair(NamedTuple):
-    """Who goes on when the prefill worker of a stream is done.
+    """The decode worker that continues a stream after its prefill worker.
 
     Attributes:
-        worker: the decode worker, with its data-parallel rank.
-        name: of the request on both workers.
-        resumed: tokens that there were before the prefill; both workers get them with the prompt.
+        worker: the decode worker.
+        rank: its data-parallel rank.
+        name: request id on both workers.
+        resumed: tokens generated before the prefill; both workers receive them with the prompt.
     """
 
     worker: WorkerLink
@@ -55,7 +56,7 @@ class Pair(NamedTuple):
 
 
 class Loss(NamedTuple):
-    """A worker that could not go on with a stream, what it had opened of sessions until then, and when that was."""
+    """A worker that failed a stream, its number of sessions at that time, and the time."""
 
     worker: WorkerLink
     sessions: int
@@ -63,27 +64,32 @@ class Loss(NamedTuple):
 
 
 class GenerationStream:
-    """One choice of a request.
+    """The state of one choice of a request.
 
     Attributes:
-        worker: where it is computed; None once the engine is done, and while it moves to another worker.
-        post: where its text is made; None while it waits for a replica.
-        tokens: everything generated so far, by all its workers.
-        resumed: how many of them came from earlier workers.
-        booked_from: how many there were when its worker, or its pair of workers, was booked.
-        logprob_positions: how many tokens of the answer have come with log-probabilities.
-        prompt_positions: the same of the prompt.
-        prompt_ids: of a prompt that the worker makes, once they are known; None: they are in `prompt`.
-        pair: set while a pair works on it.
-        handed_over: the second worker of the pair does.
-        text_sent: code points of content that the sink has got; counted here because most of what is said is that.
-        sent: how much of everything else the sink has got.
-        end: set when the engine is done.
-        migrations: how often another worker took over.
-        losses: the workers it was lost by, by id, the last one last.
-        replays: how often its text was taken up by another replica after a loss.
-        mover: looks for another worker.
-        cached_tokens: of the prompt, on its first worker.
+        worker: the worker that runs it; None once the engine has finished, and during a migration.
+        post: the postprocess replica; None while it waits for one.
+        waiting_since: when it began to wait for a postprocess replica.
+        tokens: all tokens generated so far, by all of its workers.
+        resumed: how many of the tokens came from earlier workers.
+        booked_from: how many tokens there were when the current reservation was made.
+        logprob_positions: number of output tokens received with log-probabilities.
+        prompt_positions: number of prompt tokens received with log-probabilities.
+        prompt_ids: token ids of a prompt tokenized by the worker, empty until received; None: they are in `prompt`.
+        pair: the decode worker, while a pair runs it.
+        handed_over: whether the decode worker of the pair has taken over.
+        text_sent: code points of content passed to the sink; separate from `sent` for speed.
+        sent: other output passed to the sink.
+        end: how the engine ended it; None while the engine runs.
+        migrations: number of migrations.
+        losses: workers that failed it, by id, in order.
+        replays: how often another postprocess replica took it over after a loss.
+        migration_task: the migration in progress.
+        cached_tokens: cached prompt tokens on its first worker.
+        attempt_cached: cached prompt tokens on the current worker; None until prefill completes.
+        computed: whether prefill has completed on any worker.
+        active: whether text has arrived since the last sweep.
+        tokens_at_last_sweep: number of tokens at the last sweep.
     """
 
     __slots__ = (
@@ -169,12 +175,12 @@ class GenerationStream:
         self.migration_task: asyncio.Task[None] | None = None
         self.cached_tokens = 0
         self.attempt_cached: int | None = None
-        self.computed = False  # its prompt
+        self.computed = False
         self.completion_tokens = 0
         self.reasoning_tokens = 0
         self.degraded: tuple[str, ...] = ()
-        self.active = True  # said something since the last sweep
-        self.tokens_at_last_sweep = 0  # tokens at the last sweep
+        self.active = True
+        self.tokens_at_last_sweep = 0
         self.started_at = perf_counter()
         self.first_text_at = 0.0
         self.span: Span | None = None
@@ -184,37 +190,37 @@ class GenerationStream:
 
     @property
     def model(self) -> str:
-        """Served name."""
+        """Served name of the model."""
         return self.request.model
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of the client's prompt."""
+        """Number of tokens of the client's prompt."""
         return self.prompt.length
 
     @property
     def request_id(self) -> str:
-        """Of this choice; the same wherever it runs."""
+        """Id of this choice, independent of its worker."""
         return f"{self.request.request_id}-{self.index}"
 
     @property
     def seed(self) -> int | None:
-        """Each choice has its own; after the largest comes the smallest, as there are 64 bits for it."""
+        """Seed of this choice: the request's seed plus the index, wrapped to a signed 64-bit integer."""
         seed = self.request.sampling.seed
         return None if seed is None else (seed + self.index + 2**63) % 2**64 - 2**63
 
     @property
     def current_span(self) -> Span | None:
-        """What the services that work on it now continue."""
+        """Parent span for the services that currently process the stream."""
         return self.worker_span or self.span
 
-    def part(self) -> Sink:
-        """The sink, which hears of the end only from now on: it knows the answer, and the answer knows this stream."""
+    def detach_sink(self) -> Sink:
+        """Detaches and returns the sink, which breaks the reference cycle between sink and stream."""
         sink, self.sink = self.sink, NULL_SINK
         return sink
 
     def end_spans(self, error: SluiceError | None = None, gone: bool = False) -> None:
-        """Everything about it has been said; `gone`: because the client went away."""
+        """Ends the spans and the audit record; `gone`: because the client disconnected."""
         if self.audit is not None:
             self.audit.ended(self.completion_tokens or len(self.tokens), self.cached_tokens, error, gone)
         for span in (self.worker_span, self.span):
@@ -227,7 +233,7 @@ class GenerationStream:
             span.end()
 
     def attach(self, worker: WorkerLink, route: Route) -> None:
-        """From now on this worker computes it."""
+        """Assigns the stream to a worker with a new reservation."""
         self.worker = worker
         if self.audit is not None:
             self.audit.worked_on_by(worker.worker_id)
@@ -238,44 +244,44 @@ class GenerationStream:
         self.handed_over = False
         worker.adopt(self)
 
-    def shift(self, worker: WorkerLink) -> None:
-        """Another worker of the same booking goes on."""
+    def switch_worker(self, worker: WorkerLink) -> None:
+        """Moves the stream to another worker of the same reservation."""
         if self.worker is not None:
             self.worker.release(self)
         self.worker = worker
         self.resumed = len(self.tokens)
         worker.adopt(self)
 
-    def learn_prompt(self, token_ids: bytes) -> None:
-        """The worker has made the prompt's ids, packed u32."""
+    def set_prompt_ids(self, token_ids: bytes) -> None:
+        """Sets the token ids, packed u32, of a prompt that the worker tokenized."""
         prompt = self.prompt
-        self.prompt = replace(prompt, token_ids=token_ids, prompt_tail=token_ids[-4 * TAIL_TOKENS :], raw=None)
+        self.prompt = replace(prompt, token_ids=token_ids, prompt_tail=token_ids[-4 * PROMPT_TAIL_TOKENS :], raw=None)
         if self.prompt_ids is not None:
             self.prompt_ids.extend(unpack_u32(token_ids))
         if prompt.context_length:
             self.max_tokens = min(self.max_tokens, prompt.context_length - self.prompt.length)
 
     def take_logprobs(self, positions: Sequence[PositionLogprobs]) -> None:
-        """Counts log-probabilities of generated tokens; SluiceError when they are not what was requested."""
+        """Counts log-probabilities of output tokens; raises SluiceError if they were not requested."""
         self.logprob_positions += len(positions)
         if self.request.logprobs is None or self.logprob_positions > self.max_tokens:
             raise internal("The worker sent log-probabilities that were not requested.")
         _check_alternatives(positions, self.request.logprobs)
 
     def take_prompt_logprobs(self, positions: Sequence[PositionLogprobs]) -> None:
-        """Counts log-probabilities of the prompt; SluiceError when they are not what was requested."""
+        """Counts log-probabilities of the prompt; raises SluiceError if they were not requested."""
         self.prompt_positions += len(positions)
         if self.request.prompt_logprobs is None or self.prompt_positions > self.prompt_tokens:
             raise internal("The worker sent log-probabilities of the prompt that were not requested.")
         _check_alternatives(positions, self.request.prompt_logprobs)
 
-    def asked_to_end_at(self, token_id: int) -> bool:
-        """Whether it is the client that wanted this id to end it, not the model."""
+    def is_requested_stop(self, token_id: int) -> bool:
+        """Returns whether the client, not the model, defined this id as a stop token."""
         stop = self.request.stop
         return token_id in stop.token_ids and (stop.ignore_eos or token_id not in unpack_u32(self.prompt.eos_token_ids))
 
     def known_end(self) -> EngineEnd | None:
-        """How the tokens so far end the generation, if they do, whoever computed them."""
+        """Returns how the tokens so far end the generation, or None if they do not."""
         stop, prompt, count = self.request.stop, self.prompt, len(self.tokens)
         if not count:
             return None
@@ -290,6 +296,6 @@ class GenerationStream:
 
 
 def _check_alternatives(positions: Sequence[PositionLogprobs], most: int) -> None:
-    """Raises SluiceError when a position has more alternatives than requested; engines may add the chosen token."""
+    """Raises SluiceError if a position has more alternatives than requested; engines may add the chosen token."""
     if any(len(position.top) > most + 1 for position in positions):
-        raise internal("The worker sent more alternatives of a token than were requested.")
+        raise internal("The worker sent more alternatives for a token than were requested.")

@@ -1,8 +1,8 @@
-"""Workers that are reachable and say nothing although they have work: their engine hangs.
+"""Detects hanging engines: workers that are connected and have work but send nothing.
 
-A process that is gone is noticed by its connection, one that is stopped by the connection's keepalive; an engine that
-hangs in a healthy process by nothing but silence. Such a worker is treated as lost: its session ends, its generations
-move, and its circuit breaker keeps new ones away until a trial is answered.
+A terminated process closes its connection, and a stopped one fails its keepalive; an engine that hangs in a
+healthy process shows only in missing messages. Such a worker is treated as lost: its session ends, its generations
+migrate, and its circuit breaker refuses new ones until a trial request succeeds.
 """
 
 from __future__ import annotations
@@ -15,17 +15,20 @@ from services.gateway.clients.worker_link import WorkerLink
 
 log = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 1.0
+CHECK_EVERY_S = 1.0
 
 
 class WorkerWatchdog:
-    """Looks at all workers together: one that preempts or queues a request still speaks of others.
+    """Disconnects workers that are silent for too long.
+
+    Silence is measured per worker, not per request: a worker that preempts or queues one request still sends messages
+    for others.
 
     Args:
-        links: to the workers, now.
-        computing: whether a worker has a generation to compute.
-        timeout_s: longest silence of a worker that computes; 0: any.
-        on_silent: called once for each worker that is given up.
+        links: returns the current links to workers.
+        computing: returns whether a worker runs a generation.
+        timeout_s: maximum silence of a worker that runs a generation; 0: no limit.
+        on_silent: called once for each worker that is disconnected.
     """
 
     def __init__(
@@ -41,17 +44,17 @@ class WorkerWatchdog:
         self._on_silent = on_silent
 
     async def run(self) -> None:
-        """Looks until cancelled; returns at once when any silence is allowed."""
+        """Checks all workers until cancelled; returns immediately if there is no limit."""
         while self._timeout_s:
-            await asyncio.sleep(min(LOOK_EVERY_S, self._timeout_s / 4))
+            await asyncio.sleep(min(CHECK_EVERY_S, self._timeout_s / 4))
             self.look()
 
     def look(self) -> None:
-        """Gives up the workers that have been silent for too long."""
+        """Disconnects the workers that have been silent for too long."""
         for link in list(self._links()):
             if link.connected and link.live and link.silent_s >= self._timeout_s and self._computing(link):
                 log.warning(
-                    "a worker says nothing and is taken for lost",
+                    "worker is silent and treated as lost",
                     extra={"worker": link.worker_id, "silent_s": round(link.silent_s), "generations": link.live},
                 )
                 self._on_silent()

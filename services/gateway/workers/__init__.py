@@ -1,1 +1,1 @@
-"""The workers as the gateway sees them: the registry, its connections, and their checks."""
+"""The gateway's view of workers: registry, connections, load overview and tokenizer parity."""

@@ -1,4 +1,4 @@
-"""Which workers can do what a request needs, by the capabilities on their cards."""
+"""Selects the workers that have the capabilities and adapters a request needs."""
 
 from __future__ import annotations
 
@@ -13,53 +13,53 @@ LOAD_ONLY_POLICY = "least_loaded"
 
 
 def able(workers: Sequence[WorkerEntry], needs: Sequence[tuple[str, str]]) -> list[WorkerEntry]:
-    """The workers that have every capability needed.
+    """Returns the workers that have every required capability.
 
     Args:
-        workers: of one model, at least one.
-        needs: capabilities, each with the field of the client's request that asks for it; empty where the gateway
-            itself does.
+        workers: workers of one model, at least one.
+        needs: required capabilities, each with the request field that requires it; the field is empty where the
+            gateway itself requires the capability.
 
     Raises:
-        SluiceError: INVALID_ARGUMENT naming the first field that no worker can honour, UNAVAILABLE for what the gateway
-            itself needs.
+        SluiceError: INVALID_ARGUMENT naming the first field that no worker supports; UNAVAILABLE for a capability that
+            the gateway requires.
     """
-    left = list(workers)
+    remaining = list(workers)
     for capability, field in needs:
-        left = [worker for worker in left if capability in worker.capabilities]
-        if not left and not field:
-            said = f"No worker with the capability {capability!r} is left; try again soon."
-            raise unavailable(said, code="no_workers")
-        if not left:
+        remaining = [worker for worker in remaining if capability in worker.capabilities]
+        if not remaining and not field:
+            message = f"No worker with the capability {capability!r} is available; try again later."
+            raise unavailable(message, code="no_workers")
+        if not remaining:
             raise invalid(
                 f"{field} is not supported: no engine that serves this model has the capability {capability!r}.",
                 param=field,
                 code="unsupported_parameter",
             )
-    return left
+    return remaining
 
 
-def holding(workers: Sequence[WorkerEntry], adapter: str) -> list[WorkerEntry]:
-    """The workers that hold a LoRA adapter; all of them where the name is empty.
+def with_adapter(workers: Sequence[WorkerEntry], adapter: str) -> list[WorkerEntry]:
+    """Returns the workers that have loaded a LoRA adapter, or all workers if the name is empty.
 
     Raises:
-        SluiceError: NOT_FOUND adapter_not_found when none does.
+        SluiceError: NOT_FOUND (adapter_not_found) when no worker has it.
     """
-    left = [worker for worker in workers if not adapter or adapter in worker.adapters]
-    if workers and not left:
+    remaining = [worker for worker in workers if not adapter or adapter in worker.adapters]
+    if workers and not remaining:
         raise not_found(
             f"No worker of model {workers[0].model!r} has the LoRA adapter {quoted(adapter)} loaded.",
             param="lora_path",
             code="adapter_not_found",
         )
-    return left
+    return remaining
 
 
 def prompt_capabilities(prompt: TokenizedPrompt, text_out: bool) -> list[str]:
-    """What a worker must be able to do beside generating."""
-    needed = []
+    """Returns the capabilities a worker needs to tokenize this prompt and, with `text_out`, to detokenize."""
+    required = []
     if prompt.raw is not None:
-        needed.append("messages" if isinstance(prompt.raw, ChatPrompt) else "text")
+        required.append("messages" if isinstance(prompt.raw, ChatPrompt) else "text")
     if text_out:
-        needed.append("text_out")
-    return needed
+        required.append("text_out")
+    return required

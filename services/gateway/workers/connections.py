@@ -1,4 +1,4 @@
-"""The links to every worker and every postprocess replica, kept in step with who is there."""
+"""Maintains the links to all workers and postprocess replicas."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from services.common.rpc.least_loaded import idlest
 from services.common.rpc.replicas import ReplicaSet
 from services.common.tasks import TaskOwner
 from services.gateway.clients.postprocess_link import PostLink
-from services.gateway.clients.worker_link import BATCH_TOKENS, MOST_START_BYTES, WorkerEvents, WorkerLink
+from services.gateway.clients.worker_link import BATCH_TOKENS, MAX_START_BYTES, WorkerEvents, WorkerLink
 from services.gateway.workers.registry import WorkerEntry
 from sluice.v1 import postprocess_pb2_grpc
 
 log = logging.getLogger(__name__)
 
 SWEEP_S = 1.0
-LOOK_AGAIN_S = 0.05
+POLL_INTERVAL_S = 0.05
 
 
 class PostprocessLinks(Protocol):
@@ -31,7 +31,7 @@ class PostprocessLinks(Protocol):
 
     links: dict[str, PostLink]
 
-    def best(self) -> PostLink | None:
+    def least_loaded(self) -> PostLink | None:
         """Returns a link that takes new streams, if there is one."""
 
     def sweep(self) -> None:
@@ -52,7 +52,12 @@ class StreamEvents(WorkerEvents, Protocol):
 
 
 class ConnectionManager:
-    """Opens a link when a worker or replica appears; a link whose peer left is closed after its last stream."""
+    """Opens a link when a worker or replica is added, and closes it after its last stream once it is removed.
+
+    Attributes:
+        makes_text: whether streams use the postprocess replicas.
+        postprocess: the postprocess replicas.
+    """
 
     def __init__(
         self,
@@ -61,7 +66,7 @@ class ConnectionManager:
         connect_timeout_s: float,
         streams: StreamEvents,
         tasks: TaskOwner,
-        worker_message_bytes: int = MOST_START_BYTES,
+        worker_message_bytes: int = MAX_START_BYTES,
         batch_tokens: Budget = BATCH_TOKENS,
     ) -> None:
         self._credentials = credentials
@@ -70,7 +75,7 @@ class ConnectionManager:
         self._tasks = tasks
         self._worker_message_bytes = worker_message_bytes
         self._batch_tokens = batch_tokens
-        self.makes_text = True  # streams are opened on the postprocess replicas
+        self.makes_text = True
         self._workers: dict[str, WorkerLink] = {}
         self._running: dict[WorkerLink | PostLink, asyncio.Task[None]] = {}
         self._channels: dict[WorkerLink, grpc.aio.Channel] = {}
@@ -79,13 +84,13 @@ class ConnectionManager:
         )
 
     def worker_up(self, entry: WorkerEntry) -> None:
-        """A worker takes requests."""
-        known = self._workers.get(entry.worker_id)
-        if known is not None and known.address == entry.address:
-            known.retired = False
+        """Opens the link to a worker that was added or changed."""
+        existing = self._workers.get(entry.worker_id)
+        if existing is not None and existing.address == entry.address:
+            existing.retired = False
             return
-        if known is not None:
-            known.retired = True
+        if existing is not None:
+            existing.retired = True
         channel = open_channel(entry.address, self._credentials, callee=f"worker/{entry.worker_id}")
         link = WorkerLink(
             entry.worker_id,
@@ -102,59 +107,63 @@ class ConnectionManager:
         self._running[link] = self._tasks.spawn(link.run(), f"link-{entry.worker_id}")
 
     def worker_down(self, worker_id: str) -> None:
-        """A worker takes no more requests; what it runs may finish."""
+        """Retires the link to a removed worker; its running requests may finish."""
         link = self._workers.pop(worker_id, None)
         if link is not None:
             link.retired = True
 
     @property
     def connected_workers(self) -> int:
-        """How many workers could be given a request now."""
+        """Number of workers that can receive requests now."""
         return sum(link.connected for link in self._workers.values())
 
     @property
     def workers(self) -> list[WorkerLink]:
-        """Every link to a worker, also to those that take no more requests."""
+        """All links to workers, including retired ones."""
         return [link for link in self._running if isinstance(link, WorkerLink)]
 
     def worker(self, worker_id: str) -> WorkerLink:
-        """The link to a worker; SluiceError(CANNOT_CONNECT) when this gateway has not heard of it (yet)."""
+        """Returns the link to a worker; raises SluiceError(CANNOT_CONNECT) if the worker is not registered here."""
         link = self._workers.get(worker_id)
         if link is None:
-            raise SluiceError(ErrorKind.CANNOT_CONNECT, f"Worker {worker_id} is not known to this gateway.")
+            raise SluiceError(ErrorKind.CANNOT_CONNECT, f"Worker {worker_id} is not registered with this gateway.")
         return link
 
     def find(self, worker_id: str) -> WorkerLink | None:
-        """The link to a worker, if there is one."""
+        """Returns the link to a worker, or None."""
         return self._workers.get(worker_id)
 
     def sound(self, worker_id: str) -> bool:
-        """A worker did not fail its last requests, as far as this gateway knows."""
+        """Returns whether the circuit breaker of a worker admits requests."""
         link = self._workers.get(worker_id)
         return link is None or link.breaker.passable
 
     def least_busy(self, worker_ids: Sequence[str]) -> WorkerLink | None:
-        """Of these workers, the connected one that runs fewest of this gateway's streams."""
+        """Returns the connected worker with the fewest streams of this gateway among those given, or None."""
         links = [link for worker_id in worker_ids if (link := self._workers.get(worker_id)) and link.connected]
         return idlest(links, lambda link: link.live)
 
     async def text_ready(self, most_s: float) -> None:
-        """Waits for a postprocess replica that takes streams; SluiceError(UNAVAILABLE) when none comes in time."""
+        """Waits for a postprocess replica that accepts streams.
+
+        Raises:
+            SluiceError: UNAVAILABLE when none is available within `most_s` seconds.
+        """
         loop = asyncio.get_running_loop()
-        patience = loop.time() + most_s
-        while self._streams.texts.best() is None:
-            if loop.time() >= patience:
-                raise unavailable("No postprocess replica is ready; try again soon.", code="service_unavailable")
-            await asyncio.sleep(LOOK_AGAIN_S)
+        give_up_at = loop.time() + most_s
+        while self._streams.texts.least_loaded() is None:
+            if loop.time() >= give_up_at:
+                raise unavailable("No postprocess replica is ready; try again later.", code="service_unavailable")
+            await asyncio.sleep(POLL_INTERVAL_S)
 
     async def run_sweeps(self) -> None:
-        """Closes retired links that carry nothing any more, and ends what waits too long; until cancelled."""
+        """Closes retired links without streams and fails streams that wait too long, until cancelled."""
         while True:
             await asyncio.sleep(SWEEP_S)
             self._streams.texts.sweep()
             self._streams.sweep_overrun()
-            for link in [link for link in self._running if _is_done(link)]:
-                if not _is_done(link):  # it came back while another one was closed
+            for link in [link for link in self._running if _is_closable(link)]:
+                if not _is_closable(link):  # the peer returned while another link was closing
                     continue
                 self._running.pop(link).cancel()
                 if isinstance(link, WorkerLink):
@@ -172,10 +181,10 @@ class ConnectionManager:
             link.retired = address not in serving
         for address in serving.keys() - links.keys():
             link = PostLink(serving[address], self._connect_timeout_s, self._streams)
-            link.replica.held = True  # its channel carries the session, also while it drains
+            link.replica.held = True  # keep the channel, which carries the session, while the replica drains
             links[address] = link
             self._running[link] = self._tasks.spawn(link.run(), f"link-postprocess-{address}")
 
 
-def _is_done(link: WorkerLink | PostLink) -> bool:
+def _is_closable(link: WorkerLink | PostLink) -> bool:
     return link.retired and (not link.live or not link.connected)

@@ -1,4 +1,4 @@
-"""Embeddings: token ids in, vectors out, from any worker whose engine computes them."""
+"""Client for embeddings, served by workers whose engine supports them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from services.common.rpc.errors import from_rpc_error, passed_on
 from services.common.tasks import end_all
 from services.gateway.clients.worker_link import WorkerLink
 from services.gateway.core import deadlines, request_audit
-from services.gateway.workers.capabilities import able, holding
+from services.gateway.workers.capabilities import able, with_adapter
 from services.gateway.workers.connections import ConnectionManager
 from services.gateway.workers.registry import WorkerRegistry
 from sluice.v1 import worker_pb2
 
 INPUTS_PER_CALL = 256
-CALLS_AT_ONCE = 4
+MAX_CONCURRENT_CALLS = 4
 ATTEMPTS = 3
 NEEDS = (("embeddings", "model"),)
 
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 async def all_or_none(jobs: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Results in order; the first SluiceError ends all jobs and is raised by itself."""
+    """Runs jobs concurrently and returns their results in order; the first error cancels all others."""
     tasks = [asyncio.ensure_future(job) for job in jobs]
     try:
         if tasks:
@@ -43,7 +43,7 @@ async def all_or_none(jobs: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     try:
         raise next((error for error in failed if isinstance(error, SluiceError)), failed[0])
     finally:
-        failed.clear()  # what is raised holds this call, which must not hold it as well
+        failed.clear()  # break the reference cycle: the traceback references this frame
 
 
 def _failure(task: asyncio.Future[Any]) -> BaseException | None:
@@ -52,17 +52,17 @@ def _failure(task: asyncio.Future[Any]) -> BaseException | None:
 
 @dataclass(frozen=True, slots=True)
 class Embeddings:
-    """Vectors in the order of their inputs, each little-endian float32 back to back."""
+    """Vectors in the order of their inputs, each packed little-endian float32."""
 
     vectors: Sequence[bytes]
     prompt_tokens: int
 
 
 class EmbedClient:
-    """Calls the connected worker with the least to do; a call that broke is made again elsewhere.
+    """Sends calls to the least loaded connected worker, and retries failed calls on others.
 
     Args:
-        timeout_s: longest wait for all of a request's vectors; a request may have less time than that.
+        timeout_s: timeout for all vectors of a request; the request's deadline may be earlier.
     """
 
     def __init__(self, registry: WorkerRegistry, connections: ConnectionManager, timeout_s: float) -> None:
@@ -73,16 +73,16 @@ class EmbedClient:
     async def embed(
         self, request_id: str, model: str, inputs: Sequence[bytes], dimensions: int, lora: str = ""
     ) -> Embeddings:
-        """Vectors of packed token ids, each cut to `dimensions` (0: the model's own).
+        """Returns the vectors of inputs of packed token ids, truncated to `dimensions` (0: the model's full size).
 
         Raises:
-            SluiceError: INVALID_ARGUMENT when no engine of the model embeds, UNAVAILABLE when none can be reached,
-                otherwise as the worker says.
+            SluiceError: INVALID_ARGUMENT when no engine of the model supports embeddings, UNAVAILABLE when no worker
+                can be reached, otherwise the worker's error.
         """
         deadline = asyncio.get_running_loop().time() + min(self._timeout_s, deadlines.current().left_s)
-        at_once = asyncio.Semaphore(CALLS_AT_ONCE)
+        concurrent = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
 
-        async def part(first: int) -> worker_pb2.EmbedResponse:
+        async def embed_batch(first: int) -> worker_pb2.EmbedResponse:
             message = worker_pb2.EmbedRequest(
                 request_id=f"{request_id}-{first}",
                 model=model,
@@ -91,13 +91,13 @@ class EmbedClient:
                 trace=telemetry.trace_context(None),
                 lora=lora,
             )
-            async with at_once:
+            async with concurrent:
                 return await self._call(message, deadline)
 
-        answers = await all_or_none(part(first) for first in range(0, len(inputs), INPUTS_PER_CALL))
+        responses = await all_or_none(embed_batch(first) for first in range(0, len(inputs), INPUTS_PER_CALL))
         return Embeddings(
-            [embedding.values for answer in answers for embedding in answer.embeddings],
-            sum(answer.usage.prompt_tokens for answer in answers),
+            [embedding.values for response in responses for embedding in response.embeddings],
+            sum(response.usage.prompt_tokens for response in responses),
         )
 
     async def _call(self, message: worker_pb2.EmbedRequest, deadline: float) -> worker_pb2.EmbedResponse:
@@ -122,17 +122,19 @@ class EmbedClient:
                     try:
                         raise cause from error
                     finally:
-                        del cause  # its traceback holds this call, which must not hold it as well
+                        del cause  # break the reference cycle: the traceback references this frame
             finally:
                 link.embedding -= 1
 
     def _pick(self, model: str, lora: str, tried: set[str]) -> WorkerLink:
         link = self._connections.least_busy(self._others(model, lora, tried))
         if link is None:
-            raise unavailable(f"No worker that embeds with model {model!r} can be reached.", code="no_workers")
+            raise unavailable(
+                f"No worker with embeddings of model {model!r} can be reached; try again later.", code="no_workers"
+            )
         return link
 
     def _others(self, model: str, lora: str, tried: set[str]) -> list[str]:
         self._registry.model(model)
-        workers = holding(able(self._registry.of_model(model), NEEDS), lora)
+        workers = with_adapter(able(self._registry.of_model(model), NEEDS), lora)
         return [worker.worker_id for worker in workers if worker.worker_id not in tried]

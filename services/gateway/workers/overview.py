@@ -1,4 +1,4 @@
-"""How every worker is doing, as a router tells: what they report of themselves and what is booked on them."""
+"""The state of every worker as listed by a router: its own reports and the reservations on it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,17 @@ _ROLES = {common_pb2.WORKER_ROLE_PREFILL: "prefill", common_pb2.WORKER_ROLE_DECO
 
 @dataclass(frozen=True, slots=True)
 class WorkerState:
-    """One worker; blocks and requests are over all its data-parallel ranks.
+    """One worker; blocks and requests are totals over its data-parallel ranks.
 
     Attributes:
-        running: requests in the batch, by its last report.
-        waiting: requests not in the batch yet.
-        used_blocks: held by running requests; `cached_blocks` hold reusable prefixes, in use or not.
-        booked: requests that the router has on it, with their outstanding prefill and decode blocks.
+        running: requests in the batch, as last reported.
+        waiting: requests queued for the batch, as last reported.
+        used_blocks: blocks held by running requests.
+        cached_blocks: blocks that hold reusable prefixes, whether in use or not.
+        step_ms: duration of a step of the engine, as last reported.
+        booked: requests for which the router has a reservation on the worker.
+        prefill_blocks: outstanding prefill blocks of those reservations.
+        decode_blocks: decode blocks of those reservations.
     """
 
     id: str
@@ -45,7 +49,7 @@ class WorkerState:
 async def worker_states(
     routers: ReplicaSet[router_pb2_grpc.RouterAsyncStub], timeout_s: float
 ) -> Sequence[WorkerState]:
-    """Every worker that the router lists, by id; SluiceError when no router says."""
+    """Returns the state of every worker that the router lists; raises SluiceError when no router responds."""
     listed, booked = await asyncio.gather(
         routers.call(lambda stub: stub.ListWorkers, router_pb2.ListWorkersRequest(), timeout_s),
         routers.call(lambda stub: stub.GetLoads, router_pb2.GetLoadsRequest(), timeout_s),

@@ -1,4 +1,4 @@
-"""The workers alive, as the router tells them, and which models they serve."""
+"""The registered workers, received from a router, and the models they serve."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from sluice.v1 import router_pb2, router_pb2_grpc
 
 log = logging.getLogger(__name__)
 
-REWATCH_S = 0.5
-KNOWN_MODELS = 1024
-"""Names of models without workers that are remembered, so that they are unavailable (503) and not unknown (404)."""
+RETRY_S = 0.5
+MAX_REMEMBERED_MODELS = 1024
+"""Models remembered after their last worker is removed, so that requests fail with 503 rather than 404."""
 LOCAL_PREFILL = "local_prefill"
-DOUBT_S = 10.0
-"""A router that was started anew hears of its workers one after the other; until then they are believed to be there."""
+CONFIRM_S = 10.0
+"""How long workers are kept while a restarted router receives their registrations again."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerEntry:
-    """A worker that takes requests."""
+    """A worker that accepts requests."""
 
     worker_id: str
     address: str
@@ -46,21 +46,25 @@ class WorkerEntry:
     role: Role = Role.AGGREGATED
     eos_token_ids: bytes = b""  # packed u32
     adapters: tuple[str, ...] = ()
-    ranks: int = 1  # data-parallel
+    ranks: int = 1  # data-parallel ranks
 
     @property
     def runs_alone(self) -> bool:
-        """It can compute prompt and answer both."""
+        """Whether the worker can run both prefill and decode of a request."""
         return self.role is Role.AGGREGATED or (self.role is Role.DECODE and LOCAL_PREFILL in self.capabilities)
 
 
 class WorkerRegistry:
-    """Follows one router replica's worker list; keeps the last known one while no router answers.
+    """Follows the worker list of one router replica, and keeps the last one while no router is available.
 
     Args:
-        on_up: called with each worker that appears or changes.
-        on_down: called with the id of each worker that is gone.
-        owner: whose reservations live as long as this follows; empty for nobody's.
+        on_up: called with each worker that is added or changed.
+        on_down: called with the id of each worker that is removed.
+        owner: owner of the reservations whose lease is renewed while this runs; empty: none.
+
+    Attributes:
+        workers: the registered workers, by id.
+        synced: whether a complete list has been received.
     """
 
     def __init__(
@@ -75,92 +79,92 @@ class WorkerRegistry:
         self._on_down = on_down
         self._owner = owner
         self.workers: dict[str, WorkerEntry] = {}
-        self._known_models: dict[str, None] = {}  # the one whose worker came or left last is the last
+        self._remembered_models: dict[str, None] = {}  # ordered by the last change of a worker
         self.synced = False
-        self._said: set[str] | None = None  # by the router that is followed now
+        self._confirmed: set[str] | None = None  # ids of the workers listed by the current router
 
     @property
     def doubted(self) -> bool:
-        """Some workers are only believed to be there: the router that is followed now has not spoken of them."""
-        return self._said is not None and not self._said.issuperset(self.workers)
+        """Whether the current router has not yet confirmed all workers."""
+        return self._confirmed is not None and not self._confirmed.issuperset(self.workers)
 
     @property
     def models(self) -> dict[str, WorkerEntry]:
-        """One worker of each model that can be served now, by model name; the same one as `model` gives."""
+        """One worker of each model that can be served now, by model name; the same one that `model` returns."""
         by_name = {entry.model: entry for entry in reversed(self.workers.values())}
         return {name: by_name[name] for name in sorted(by_name)}
 
     @property
     def adapters(self) -> dict[str, WorkerEntry]:
-        """One worker of each LoRA adapter that can be named as the model, by name; the same one as `model` gives."""
+        """One worker of each LoRA adapter that requests can name as model; the same one that `model` returns."""
         by_name = {name: entry for entry in reversed(self.workers.values()) for name in entry.adapters}
         return {name: by_name[name] for name in sorted(by_name.keys() - self.models.keys())}
 
     def model(self, name: str) -> WorkerEntry:
-        """A worker of this model, or of the model that this LoRA adapter belongs to.
+        """Returns a worker of a model, or of the model of a LoRA adapter.
 
         Raises:
-            SluiceError: NOT_FOUND for a model that no worker served lately, with the names of those that the request's
-                key may use; UNAVAILABLE when its workers are gone.
+            SluiceError: NOT_FOUND for an unknown model, with the names of the models that the request's key may use;
+                UNAVAILABLE when a known model has no workers.
         """
         if found := self.of_model(name):
             return found[0]
-        if name in self._known_models or not self.synced:
-            raise unavailable(f"No worker serves model {quoted(name)} now; try again soon.", code="no_workers")
-        if not self.workers and not self._known_models:
-            raise unavailable("No worker has registered yet; try again soon.", code="no_workers")
-        names = sorted({entry.model for entry in self.workers.values()} | set(self._known_models))
+        if name in self._remembered_models or not self.synced:
+            raise unavailable(f"No worker serves model {quoted(name)} now; try again later.", code="no_workers")
+        if not self.workers and not self._remembered_models:
+            raise unavailable("No worker has registered yet; try again later.", code="no_workers")
+        names = sorted({entry.model for entry in self.workers.values()} | set(self._remembered_models))
         known = ", ".join(filter(permits.current().may_use, names))
-        choice = f"; there is: {known}" if known else ""
-        raise not_found(f"The model {quoted(name)} does not exist{choice}.", param="model", code="model_not_found")
+        available = f"; available: {known}" if known else ""
+        raise not_found(f"The model {quoted(name)} does not exist{available}.", param="model", code="model_not_found")
 
     def of_model(self, name: str) -> list[WorkerEntry]:
-        """Every worker of a model; where the name is a LoRA adapter's, those that hold it."""
+        """Returns all workers of a model or, for the name of a LoRA adapter, those that have loaded it."""
         workers = self.workers.values()
         return [one for one in workers if one.model == name] or [one for one in workers if name in one.adapters]
 
     async def run(self) -> None:
-        """Follows until cancelled."""
+        """Follows the worker list until cancelled."""
         while True:
             try:
                 await self._follow()
             except grpc.aio.AioRpcError as error:
-                log.info("the router's worker list broke off", extra={"status": error.code().name})
+                log.info("stream of the router's worker list failed", extra={"status": error.code().name})
             except asyncio.CancelledError:
                 if asked_to_end():
-                    raise  # else the channel to a router that left was closed
+                    raise  # otherwise the channel to a removed router was closed
             except SluiceError:
-                pass  # no router is up: `degraded` answers and /ready tell
-            await asyncio.sleep(REWATCH_S)
+                pass  # no router is available, which `degraded` and /ready report
+            await asyncio.sleep(RETRY_S)
 
     async def _follow(self) -> None:
         stub = self._routers.pick().stub
-        said: set[str] = set()
+        confirmed: set[str] = set()
         loop, synced = asyncio.get_running_loop(), False
         async for change in stub.WatchWorkers(router_pb2.WatchWorkersRequest(owner=self._owner)):
             if change.kind == router_pb2.WorkerChange.KIND_UP:
-                if self._take(change.worker):
-                    said.add(change.worker.worker_id)
+                if self._add(change.worker):
+                    confirmed.add(change.worker.worker_id)
             elif change.kind == router_pb2.WorkerChange.KIND_DOWN:
                 self._down(change.worker.worker_id)
             elif change.kind == router_pb2.WorkerChange.KIND_SYNCED and not synced:
                 synced = self.synced = True
-                self._said = said
+                self._confirmed = confirmed
                 if self.doubted:
-                    loop.call_later(DOUBT_S, self._drop_doubted, said)
+                    loop.call_later(CONFIRM_S, self._drop_unconfirmed, confirmed)
 
-    def _drop_doubted(self, said: set[str]) -> None:
-        if said is self._said:  # else another router is followed since
-            for worker_id in self.workers.keys() - said:
+    def _drop_unconfirmed(self, confirmed: set[str]) -> None:
+        if confirmed is self._confirmed:  # otherwise another router is followed by now
+            for worker_id in self.workers.keys() - confirmed:
                 self._down(worker_id)
 
-    def _take(self, worker: router_pb2.WorkerInfo) -> bool:
-        """Takes a registered worker; one of an unknown role, or with names that cannot be, gets no requests."""
+    def _add(self, worker: router_pb2.WorkerInfo) -> bool:
+        """Adds a worker; returns False and removes it if its role is unknown or its registration is invalid."""
         try:
             entry = _entry(worker)
         except (ValueError, SluiceError) as error:
-            _say_left_out(worker.worker_id[:LONGEST_NAME], worker.epoch, str(error))
-            self._down(worker.worker_id)  # what it was before
+            _warn_ignored(worker.worker_id[:LONGEST_NAME], worker.epoch, str(error))
+            self._down(worker.worker_id)  # its previous registration
             return False
         self._up(entry)
         return True
@@ -174,11 +178,11 @@ class WorkerRegistry:
         self._on_up(entry)
 
     def _remember(self, model: str) -> None:
-        """Keeps a model's name; the one that was seen least recently is forgotten for it."""
-        self._known_models.pop(model, None)
-        self._known_models[model] = None
-        if len(self._known_models) > KNOWN_MODELS:
-            del self._known_models[next(iter(self._known_models))]
+        """Remembers the name of a model, and evicts the least recently changed one beyond the limit."""
+        self._remembered_models.pop(model, None)
+        self._remembered_models[model] = None
+        if len(self._remembered_models) > MAX_REMEMBERED_MODELS:
+            del self._remembered_models[next(iter(self._remembered_models))]
 
     def _down(self, worker_id: str) -> None:
         entry = self.workers.pop(worker_id, None)
@@ -188,9 +192,9 @@ class WorkerRegistry:
             self._on_down(worker_id)
 
 
-@lru_cache(maxsize=1_024)  # remembering it says it once: whenever a router is followed anew, it tells of every worker
-def _say_left_out(worker_id: str, epoch: int, reason: str) -> None:
-    log.warning("a worker is left out: %s", reason, extra={"worker": worker_id, "epoch": epoch})
+@lru_cache(maxsize=1_024)  # logs once per worker, because every new stream of the router lists all workers again
+def _warn_ignored(worker_id: str, epoch: int, reason: str) -> None:
+    log.warning("worker ignored: %s", reason, extra={"worker": worker_id, "epoch": epoch})
 
 
 def _entry(worker: router_pb2.WorkerInfo) -> WorkerEntry:

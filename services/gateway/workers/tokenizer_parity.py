@@ -1,4 +1,4 @@
-"""Whether preprocess makes the prompts that the workers' engines would make: compared as soon as both are known."""
+"""Compares the tokenizers of preprocess with those of the workers' engines, by fingerprints."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from services.gateway.metrics import PARITY
 
 log = logging.getLogger(__name__)
 
-ASK_EVERY_S = 10.0
-ASK_AGAIN_S = 1.0
+REFRESH_EVERY_S = 10.0
+MIN_REFRESH_S = 1.0
 
 PROVEN = "same_prompts"
 SAME_FILES = "same_files"
@@ -24,7 +24,7 @@ UNKNOWN = "unknown"
 
 
 class Worker(Protocol):
-    """What a worker's card says of its tokenizer."""
+    """Fingerprints of a worker's tokenizer; implemented by `WorkerEntry`."""
 
     @property
     def fingerprint(self) -> str: ...
@@ -34,78 +34,78 @@ class Worker(Protocol):
 
 
 def compare(ours: TokenizerIdentity | None, theirs: Worker) -> str:
-    """How a worker's prompts relate to ours.
+    """Compares the tokenizers of preprocess and of a worker.
 
     Returns:
-        "same_prompts" when the fixed set of chats gives the same ids on both sides, "same_files" when the worker does
-        not say but has the same files, "differs", or "unknown".
+        "same_prompts" if a fixed set of chats yields the same ids on both sides, "same_files" if that is unknown but
+        both have the same files, "differs", or "unknown".
     """
     if ours is None:
         return UNKNOWN
     if ours.prompt_fingerprint and theirs.prompt_fingerprint:
         pairs = list(zip(ours.prompt_fingerprint.split(","), theirs.prompt_fingerprint.split(","), strict=False))
-        answered = [(one, other) for one, other in pairs if "-" not in (one, other)]
-        if answered:
-            return PROVEN if all(one == other for one, other in answered) else DIFFERS
+        comparable = [(one, other) for one, other in pairs if "-" not in (one, other)]
+        if comparable:
+            return PROVEN if all(one == other for one, other in comparable) else DIFFERS
     if not ours.fingerprint or not theirs.fingerprint:
         return UNKNOWN
     return SAME_FILES if ours.fingerprint == theirs.fingerprint else DIFFERS
 
 
 class TokenizerParity:
-    """Compares for every model; make it after telemetry is configured.
+    """Compares the tokenizers of every model; create it after telemetry is configured.
 
     Args:
-        ask: what preprocess says now, by model.
-        workers: the workers of a model.
-        models: the models that are served.
+        list_tokenizers: returns the tokenizers of preprocess, by model.
+        workers: returns the workers of a model.
+        models: returns the served models.
     """
 
     def __init__(
         self,
-        ask: Callable[[], Awaitable[dict[str, TokenizerIdentity]]],
+        list_tokenizers: Callable[[], Awaitable[dict[str, TokenizerIdentity]]],
         workers: Callable[[str], Sequence[Worker]],
         models: Callable[[], list[str]],
     ) -> None:
-        self._ask = ask
+        self._list_tokenizers = list_tokenizers
         self._workers = workers
         self._models = models
         self._ours: dict[str, TokenizerIdentity] = {}
-        self._asked_at = float("-inf")
-        self._said: dict[str, str] = {}
+        self._refreshed_at = float("-inf")
+        self._last_states: dict[str, str] = {}
         watch(PARITY, self._observe)
 
     async def run(self) -> None:
-        """Keeps comparing until cancelled."""
+        """Compares periodically until cancelled."""
         while True:
             await self._refresh()
-            await asyncio.sleep(ASK_EVERY_S)
+            await asyncio.sleep(REFRESH_EVERY_S)
 
     async def freshen(self) -> None:
-        """Asks again if something is not known yet, but not more than once a second."""
+        """Refreshes if the tokenizer of a served model is missing, at most once per MIN_REFRESH_S."""
         unknown = any(model not in self._ours for model in self._models())
-        if unknown and asyncio.get_running_loop().time() - self._asked_at > ASK_AGAIN_S:
+        if unknown and asyncio.get_running_loop().time() - self._refreshed_at > MIN_REFRESH_S:
             await self._refresh()
 
     async def _refresh(self) -> None:
-        self._asked_at = asyncio.get_running_loop().time()
+        self._refreshed_at = asyncio.get_running_loop().time()
         try:
-            self._ours = await self._ask()
+            self._ours = await self._list_tokenizers()
         except SluiceError as error:
-            log.debug("preprocess does not say what tokenizers it has: %s", error.message)
+            log.debug("listing the tokenizers of preprocess failed: %s", error.message)
         for model in self._models():
             state = self.state(model)
-            if state == DIFFERS and self._said.get(model) != DIFFERS:
-                log.warning("preprocess and a worker have different tokenizers", extra={"model": model})
-            self._said[model] = state
+            if state == DIFFERS and self._last_states.get(model) != DIFFERS:
+                log.warning("tokenizers of preprocess and a worker differ", extra={"model": model})
+            self._last_states[model] = state
 
     def state(self, model: str) -> str:
-        """Of all the model's workers, the worst."""
+        """Returns the worst state among the model's workers."""
         states = {compare(self._ours.get(model), worker) for worker in self._workers(model)}
         return next((state for state in (DIFFERS, UNKNOWN, SAME_FILES, PROVEN) if state in states), UNKNOWN)
 
     def of_model(self, model: str) -> dict[str, Any]:
-        """For the model's entry in /v1/models: parity, and the fingerprints of both sides."""
+        """Returns parity and fingerprints for the model's entry in /v1/models."""
         ours = self._ours.get(model)
         workers = self._workers(model)
         return {

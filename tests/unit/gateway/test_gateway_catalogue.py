@@ -65,7 +65,7 @@ class Followed:
 
 @pytest.fixture
 async def followed(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Followed]:
-    monkeypatch.setattr(registry, "REWATCH_S", 0.001)
+    monkeypatch.setattr(registry, "RETRY_S", 0.001)
     made = Followed()
     made.router.tell(KINDS.KIND_UP, "a", "b")
     made.router.tell(KINDS.KIND_SYNCED)
@@ -87,7 +87,7 @@ async def test_a_worker_that_leaves_is_gone_at_once(followed: Followed) -> None:
 async def test_model_seen_after_many_others_have_gone_is_unavailable_and_the_oldest_unknown(
     followed: Followed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registry, "KNOWN_MODELS", 3)
+    monkeypatch.setattr(registry, "MAX_REMEMBERED_MODELS", 3)
     for model in ("m1", "m2", "m3", "m4"):
         followed.router.tell(KINDS.KIND_UP, model, model=model)
         followed.router.tell(KINDS.KIND_DOWN, model, model=model)
@@ -114,7 +114,7 @@ async def test_a_router_that_knows_nobody_yet_is_given_time(followed: Followed) 
 
 
 async def test_whom_it_never_speaks_of_is_gone_in_the_end(followed: Followed, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "DOUBT_S", 0.05)
+    monkeypatch.setattr(registry, "CONFIRM_S", 0.05)
     followed.router.restart()
     followed.router.tell(KINDS.KIND_UP, "b")
     followed.router.tell(KINDS.KIND_SYNCED)
@@ -125,7 +125,7 @@ async def test_whom_it_never_speaks_of_is_gone_in_the_end(followed: Followed, mo
 async def test_only_the_router_that_is_followed_now_may_drop(
     followed: Followed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registry, "DOUBT_S", 1.0)
+    monkeypatch.setattr(registry, "CONFIRM_S", 1.0)
     followed.router.restart()
     followed.router.tell(KINDS.KIND_SYNCED)
     await followed.until("a", "b", doubted=True)

@@ -53,6 +53,6 @@ async def test_a_worker_of_an_unknown_role_is_left_out(caplog: pytest.LogCapture
     assert list(registry.workers) == ["a", "b"]
     assert gone == ["turned"]
     assert not registry.doubted
-    left_out = [each for each in caplog.records if "left out" in each.getMessage()]
-    assert [each.__dict__["worker"] for each in left_out] == ["new", "turned"], "each once"
+    ignored = [each for each in caplog.records if "worker ignored" in each.getMessage()]
+    assert [each.__dict__["worker"] for each in ignored] == ["new", "turned"], "each once"
     running.cancel()

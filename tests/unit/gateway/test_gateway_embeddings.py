@@ -207,7 +207,7 @@ async def test_a_worker_that_only_embedded_so_far_is_not_taken_for_silent_when_i
     link = WorkerLink("w", "", grpc.aio.insecure_channel("127.0.0.1:1"), 1.0, board, board.on_worker_lost)
     link._connected.set()
     link.embedding = 1  # vectors are under way all the time
-    link._heard_at -= 1000
+    link._active_at -= 1000
     request = GenerationRequest("r", "m", TextPrompt("x"), 1, SamplingParams(), StopParams())
     prompt = TokenizedPrompt(b"\1\0\0\0", b"", "", b"", b"", 100, b"")
     board.connect(request, 0, prompt, Route("w"), link, 10, cast(Any, None))

@@ -36,9 +36,9 @@ from services.gateway.metrics import GatewayMetrics
 from services.gateway.pipeline.postprocess_plugin import CustomPostprocessAdapter
 from services.gateway.placement.selector import Placement, PlacementRequest, WorkerSelector
 from services.gateway.streams.manager import StreamManager
-from services.gateway.streams.migration import AT_ONCE, Migrator
+from services.gateway.streams.migration import MAX_CONCURRENT, Migrator
 from services.gateway.streams.migration_policy import MigrationPolicy
-from services.gateway.streams.postprocess_pool import MOST_REPLAYS
+from services.gateway.streams.postprocess_pool import MAX_REPLAYS
 from services.gateway.streams.stream import GenerationStream
 from sluice.v1 import worker_pb2
 from tests.support.data.bodies import BUDGETS
@@ -110,7 +110,7 @@ def test_choices_that_end_together_when_a_replica_dies_leave_nothing_on_the_next
         desk.posts[1].retired = True
         streams.append(desk.stream_manager.connect(REQUEST, index, PROMPT, route, worker, MAX_TOKENS, cast(Any, sink)))
         desk.posts[1].retired = False
-    streams[0].replays = MOST_REPLAYS  # its sibling was on luckier replicas
+    streams[0].replays = MAX_REPLAYS  # its sibling was on luckier replicas
     desk.lose_post(0)
     assert desk.stream_manager.live == 0
     desk.check()
@@ -304,7 +304,7 @@ async def test_generations_of_a_model_that_is_gone_do_not_hold_up_those_of_other
         route = Route("w0", reservation_id=desk.book())
         return desk.stream_manager.connect(request, 0, PROMPT, route, worker, MAX_TOKENS, cast(Any, Sink()))
 
-    dead = [connect(replace(REQUEST, model="dead")) for _ in range(AT_ONCE)]
+    dead = [connect(replace(REQUEST, model="dead")) for _ in range(MAX_CONCURRENT)]
     other = connect(REQUEST)
     desk.lose_worker(0)
     for _ in range(50):

@@ -57,7 +57,7 @@ async def test_the_worst_of_a_models_workers_counts_and_is_asked_for_when_unknow
     answers.append({"m": TokenizerIdentity("hf", "f", "a")})
     await parity.freshen()
     assert parity.state("m") == UNKNOWN  # asked a moment ago
-    parity._asked_at = float("-inf")
+    parity._refreshed_at = float("-inf")
     await parity.freshen()
     assert parity.state("m") == SAME_FILES
     workers.append(worker("g"))

@@ -27,7 +27,7 @@ from services.gateway.core.request import (
 )
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.streams.manager import StreamManager
-from services.gateway.streams.postprocess_pool import MOST_REPLAYS, REPLACED
+from services.gateway.streams.postprocess_pool import MAX_REPLAYS, REPLACED
 from services.gateway.streams.stream import GenerationStream
 from tests.support.fakes.fake_links import FakeLink
 
@@ -389,7 +389,7 @@ def test_the_only_replica_may_drain_until_another_one_is_there() -> None:
 def test_a_stream_that_kills_its_replicas_is_given_up() -> None:
     desk = WorkerTable(posts=2)
     stream, sink = desk.connect()
-    for _ in range(MOST_REPLAYS):
+    for _ in range(MAX_REPLAYS):
         desk.lose_post(desk.posts.index(cast(Any, stream.post)), comes_back=True)
         assert not sink.ends
     desk.lose_post(desk.posts.index(cast(Any, stream.post)), comes_back=True)
