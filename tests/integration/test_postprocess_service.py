@@ -46,7 +46,7 @@ class Service:
     async def ready(self) -> None:
         """Waits until the health says so."""
         async with asyncio.timeout(WAIT_S):
-            async for answer in health_pb2_grpc.HealthStub(self.channel).ParserWatchdog(
+            async for answer in health_pb2_grpc.HealthStub(self.channel).Watch(
                 health_pb2.HealthCheckRequest(), wait_for_ready=True
             ):
                 if answer.status == health_pb2.HealthCheckResponse.SERVING:

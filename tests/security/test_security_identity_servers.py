@@ -60,11 +60,11 @@ async def test_health_streams_are_bounded_and_refused_callers_still_find_the_ser
     address = f"127.0.0.1:{server.port}"
     async with open_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
-        watches = [stub.KeepaliveMonitor(health_pb2.HealthCheckRequest()) for _ in range(3)]
+        watches = [stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(3)]
         for watch in watches:
             await watch.read()
         with pytest.raises(grpc.aio.AioRpcError) as error:
-            await stub.KeepaliveMonitor(health_pb2.HealthCheckRequest()).read()
+            await stub.Watch(health_pb2.HealthCheckRequest()).read()
         assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert from_rpc_error(error.value, "worker").code == "budget_exceeded"
         assert refused == ["health_watches"]
@@ -79,7 +79,7 @@ async def test_health_streams_are_bounded_and_refused_callers_still_find_the_ser
         await until(lambda: bool(peers.serving))
         await peers.close()
         with pytest.raises(grpc.aio.AioRpcError) as error:
-            await stub.KeepaliveMonitor(health_pb2.HealthCheckRequest(service=1_000_000 * "x")).read()
+            await stub.Watch(health_pb2.HealthCheckRequest(service=1_000_000 * "x")).read()
         assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await stub.Check(health_pb2.HealthCheckRequest(service=1_000_000 * "x\n"))

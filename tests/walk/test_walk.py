@@ -144,7 +144,7 @@ def test_page_with_a_command_that_does_not_work_fails_at_its_line(block: str, tm
 
 
 def test_variables_and_folders_last_from_command_to_command(tmp_path: Path) -> None:
-    text = "```sh\nexport A=1\nB=2\ncd examples\n```\n\n```sh\ntest $A$B = 12\ntest -d hooks\n```\n"
+    text = "```sh\nexport A=1\nB=2\ncd examples\n```\n\n```sh\ntest $A$B = 12\ntest -d plugins\n```\n"
     with Walk(tmp_path) as walk:
         for block in blocks_in("page", text):
             walk.run(block)
