@@ -1,4 +1,4 @@
-"""A scheduler with the six calls of third-party routers on Sluice's RPCs; docs/embedding-the-router.md explains it.
+"""A scheduler with the six calls of third-party router libraries, on Sluice's RPCs (docs/embedding-the-router.md).
 
 python examples/scheduler/scheduler.py ROUTER MODEL TEXT
 """
@@ -15,49 +15,51 @@ MAX_TOKENS = 16
 
 
 class Scheduler:
-    """A third-party router of one model. `create` is RouterClient(address): the router needs no preparation."""
+    """Offers the calls of a third-party router for one model; `create` is just RouterClient(address)."""
 
     def __init__(self, router: RouterClient, model: str) -> None:
         self.router = router
         self.model = model
-        self._booked: dict[str, list[Reservation]] = {}  # by request id; of a pair, the prefill worker's comes first
+        self._reservations: dict[str, list[Reservation]] = {}  # by request id; prefill before decode
 
     async def query_prefill(self, prompt: PromptRef) -> WorkerTarget | None:
-        """RouteQuery: the worker that would compute the prompt for another one; None: one worker would do it all."""
+        """Returns the prefill worker of a pair (RouteQuery), or None if one worker would run the whole request."""
         return (await self.router.query(self.model, prompt)).prefill
 
     async def query_decode(self, prompt: PromptRef, is_disaggregated: bool) -> WorkerTarget:
-        """RouteQuery: the worker that would answer; of a pair it is the one with the least load, else cache counts."""
+        """Returns the worker that would decode (RouteQuery), by load in a pair, else by cost including cache."""
         workers = await self.router.list_workers(self.model)
         alone = [worker.worker_id for worker in workers if worker.role != WorkerRole.PREFILL]
         answer = await self.router.query(self.model, prompt, candidates=None if is_disaggregated else alone)
-        assert answer.decode is not None  # an answer without it would have raised
+        assert answer.decode is not None  # otherwise `query` would have raised
         return answer.decode
 
     async def add_request(self, request_id: str, prompt: PromptRef, *workers: WorkerTarget) -> None:
-        """AddRequest: books the part that each worker's role plays, on a pair under two ids."""
+        """Reserves each worker for the part of its role (AddRequest); a pair uses two reservation ids."""
         for number, worker in enumerate(workers):
-            booking, rank = f"{request_id}-{number}", worker.data_parallel_rank
-            self._booked.setdefault(request_id, []).append(
-                await self.router.add_request(booking, self.model, worker.worker_id, prompt, data_parallel_rank=rank)
+            reservation_id, rank = f"{request_id}-{number}", worker.data_parallel_rank
+            self._reservations.setdefault(request_id, []).append(
+                await self.router.add_request(
+                    reservation_id, self.model, worker.worker_id, prompt, data_parallel_rank=rank
+                )
             )
 
     async def mark_prefill_complete(self, request_id: str) -> None:
-        """MarkPrefillComplete; of a pair, FreeRequest of the prefill worker, which has done its part."""
-        first, *others = self._booked[request_id]
+        """Releases the prefill load (MarkPrefillComplete); for a pair, frees the prefill worker (FreeRequest)."""
+        first, *others = self._reservations[request_id]
         if others:
             await self.router.free(first.id)
         await self.router.mark_prefill_complete(*(each.id for each in others or [first]))
 
     async def free_request(self, request_id: str) -> None:
-        """FreeRequest; what is free already counts as unknown and is no error."""
-        await self.router.free(*(each.id for each in self._booked.pop(request_id, [])))
+        """Frees the reservations (FreeRequest); those already freed count as unknown, without an error."""
+        await self.router.free(*(each.id for each in self._reservations.pop(request_id, [])))
 
 
 async def generate(
     scheduler: Scheduler, worker: WorkerTarget, request_id: str, ids: bytes, part: DisaggregationParams | None = None
 ) -> tuple[list[int], TokenExtra]:
-    """Runs a request, or its part, on a worker; returns its token ids and how it ended."""
+    """Runs a request, or its prefill or decode part; returns the output token ids and the final delta's extra."""
     output: list[int] = []
     async with WorkerClient(worker.address) as client:
         async for delta in client.generate(
@@ -66,7 +68,7 @@ async def generate(
             if delta.token_ids and not output:
                 await scheduler.mark_prefill_complete(request_id)
             output += delta.token_ids
-    assert delta.extra is not None  # a generation that does not end in order raises
+    assert delta.extra is not None  # a generation that does not complete raises
     return output, delta.extra
 
 
@@ -76,7 +78,7 @@ async def main(address: str, model: str, text: str) -> None:
     async with RouterClient(address) as router:
         scheduler = Scheduler(router, model)
         tokenized = await router.query(model, by_openai_body(body), return_token_ids=True)
-        prompt = by_answer(tokenized)  # nothing is tokenized again
+        prompt = by_answer(tokenized)  # avoids tokenizing again
         prefill = await scheduler.query_prefill(prompt)
         decode = await scheduler.query_decode(prompt, is_disaggregated=prefill is not None)
         await scheduler.add_request(request_id, prompt, *((prefill, decode) if prefill else (decode,)))
