@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 METRICS = MetricDeclarations("gateway")
 PATH = Label("path", "API path, with {model} in place of a model's name; other for unknown paths", most=60)
 MIGRATIONS_END = (
-    "moved", "nobody", "disabled", "not_retryable", "limit", "too_long", "embeddings", "guided",
+    "moved", "no_worker", "disabled", "not_retryable", "limit", "too_long", "embeddings", "guided",
 )  # fmt: skip
 PEERS = Label("service", "the called service", ("preprocess", "router", "postprocess", "worker"))
 SILENT = "silent"
@@ -54,7 +54,7 @@ DEGRADED = METRICS.counter(
 MIGRATIONS = METRICS.counter(
     "migrations",
     "generations whose worker was lost, by outcome",
-    Label("outcome", "moved, nobody (no worker took it over in time), or why it could not move", MIGRATIONS_END),
+    Label("outcome", "moved, no_worker (no worker took it over in time), or why it could not move", MIGRATIONS_END),
 )
 DISAGGREGATED = METRICS.counter(
     "disaggregated",
@@ -68,7 +68,7 @@ TEXT_MOVES = METRICS.counter(
     Label("cause", "why the stream left its replica", ("lost", "drained")),
 )
 TROUBLE = METRICS.counter(
-    "calls_in_trouble",
+    "call_incidents",
     "calls retried, hedged or refused by a circuit breaker, and workers disconnected because they were silent",
     PEERS,
     Label("what", "what happened", TROUBLES),
@@ -135,7 +135,7 @@ class GatewayMetrics:
         self._degraded.add(1, {"reason": reason})
 
     def migration(self, outcome: str) -> None:
-        """Counts a generation whose worker was lost: "moved", "nobody" took it over, or why it could not move."""
+        """Counts a generation whose worker was lost: "moved", "no_worker" when none took over, or why it stayed."""
         self._migrations.add(1, {"outcome": outcome})
 
     def disaggregated(self, outcome: str) -> None:

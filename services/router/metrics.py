@@ -45,18 +45,22 @@ DELIVERED_TOKENS = METRICS.counter("delivered_tokens", "of the same requests, ca
 EXPIRED = METRICS.counter(
     "expired_reservations",
     "reservations nobody freed",
-    Label("why", "what ended them", ("owner_gone", "worker_has_it_not")),
+    Label("why", "what ended them", ("owner_gone", "not_on_worker")),
 )
 SHED = METRICS.counter("shed", "queries refused because all workers were busy")
-COMPUTED_UNSAID = METRICS.counter(
-    "computed_unsaid", "prompts nobody marked as computed, known from the workers' reports"
+PREFILL_INFERRED = METRICS.counter(
+    "prefill_inferred", "prompts nobody marked as computed, known from the workers' reports"
 )
 EVENT_BATCHES = METRICS.counter(
     "event_batches",
     "KV-event batches of workers; a gap is kept back until a snapshot comes",
     Label("outcome", "what became of the batch", most=10, rare=True),
 )
-CUT_OFF = METRICS.counter("cut_off", "workers cut off", Label("why", "error code, or silent", most=40, rare=True))
+DISCONNECTED_WORKERS = METRICS.counter(
+    "disconnected_workers",
+    "workers disconnected by the router",
+    Label("why", "error code, or silent", most=40, rare=True),
+)
 REFUSED = METRICS.counter(
     "refused_registrations", "registrations of workers refused", Label("code", "of the error", most=40, rare=True)
 )
@@ -91,9 +95,9 @@ class Metrics:
         self.delivered_tokens = Counter(DELIVERED_TOKENS)
         self.expired = Counter(EXPIRED)
         self.shed = Counter(SHED)
-        self.computed_unsaid = Counter(COMPUTED_UNSAID)
+        self.prefill_inferred = Counter(PREFILL_INFERRED)
         self.event_batches = Counter(EVENT_BATCHES)
-        self.cut_off = Counter(CUT_OFF)
+        self.disconnected_workers = Counter(DISCONNECTED_WORKERS)
         self.refused = Counter(REFUSED)
         self.resyncs = Counter(RESYNCS)
         self.reloads = Counter(RELOADS)

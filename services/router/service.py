@@ -285,11 +285,11 @@ class RouterService(router_pb2_grpc.RouterServicer):
             await self._converse(attachment, conversation.inbox, context)
         except SluiceError as error:
             if not self._stopped:
-                self._router.metrics.cut_off.add(1, {"why": error.code or error.kind.name.lower()})
+                self._router.metrics.disconnected_workers.add(1, {"why": error.code or error.kind.name.lower()})
                 log.warning("worker is cut off: %s", error.message, extra={"worker": worker.worker_id})
             raise
         except TimeoutError:
-            self._router.metrics.cut_off.add(1, {"why": "silent"})
+            self._router.metrics.disconnected_workers.add(1, {"why": "silent"})
             log.warning("worker is cut off: it is silent", extra={"worker": worker.worker_id})
             raise
         finally:

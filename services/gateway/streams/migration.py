@@ -187,7 +187,7 @@ class Migrator:
 
     def _give_up(self, stream: GenerationStream, error: SluiceError) -> None:
         stream.migration_task = None  # this is the running task, which must not cancel itself
-        self._metrics.migration("nobody")
+        self._metrics.migration("no_worker")
         self._stream_manager.give_up(stream, error)
 
 

@@ -85,10 +85,10 @@ class LoadReconciler:
 
     def _note(self, model: str, slot: WorkerRank, ended: int, computed: int) -> None:
         if ended:
-            self._metrics.expired.add(ended, {"why": "worker_has_it_not"})
+            self._metrics.expired.add(ended, {"why": "not_on_worker"})
             log.info(
                 "gave back reservations that their worker has not",
                 extra={"model": model, "worker": slot.worker_id, "rank": slot.rank, "reservations": ended},
             )
         if computed:
-            self._metrics.computed_unsaid.add(computed)
+            self._metrics.prefill_inferred.add(computed)
