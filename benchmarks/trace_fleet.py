@@ -208,7 +208,7 @@ class Simulation:
         self._workers: dict[str, tuple[MockWorker, WorkerStream]] = {}
         for number in range(self._shape.workers):
             worker = MockWorker(f"worker-{number}", self._shape)
-            attachment, _ = await self._router.workforce.attach(worker.card)
+            attachment, _ = await self._router.worker_manager.attach(worker.card)
             self._workers[worker.card.worker_id] = worker, attachment
 
     async def _replay(self, progress: Callable[[int], None]) -> None:

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 def make_store(settings: RouterSettings) -> Store:
-    """The store the settings ask for; SluiceError when the Redis URL is none."""
+    """Returns the store selected by the settings; raises SluiceError for an invalid Redis URL."""
     url = settings.redis_url.get_secret_value()
     if not url:
         return MemoryStore()
@@ -36,7 +36,7 @@ def make_store(settings: RouterSettings) -> Store:
 
 
 def make_config(settings: RouterSettings) -> RouterConfig:
-    """What the router needs of the settings."""
+    """Returns the router configuration from the settings."""
     return RouterConfig(
         policy=settings.policy,
         lease_ms=settings.lease_ms,
@@ -64,14 +64,14 @@ def make_config(settings: RouterSettings) -> RouterConfig:
 
 
 def make_bodies(settings: RouterSettings) -> PreprocessBodies | None:
-    """The preprocess service the settings name, if they do."""
+    """Returns the client of the configured preprocess service, or None."""
     if not settings.preprocess:
         return None
     return PreprocessBodies(settings.preprocess, channel_credentials(settings), settings.preprocess_timeout_s)
 
 
 async def serve(settings: RouterSettings, stop: Stop, on_listening: asyncio.Future[int] | None = None) -> None:
-    """Serves until `stop` is set; `on_listening` is given the port."""
+    """Serves until `stop` is set; `on_listening` receives the port."""
     bodies = make_bodies(settings)
     router = Router(
         make_store(settings),
@@ -115,7 +115,7 @@ async def serve(settings: RouterSettings, stop: Stop, on_listening: asyncio.Futu
 
 
 def main() -> None:
-    """Entry point."""
+    """Runs the router as a process."""
     settings = RouterSettings.load()
     run("router", settings, lambda stop: serve(settings, stop))
 

@@ -1,4 +1,4 @@
-"""The router's instruments; one recording per request or per batch."""
+"""Metrics of the router, recorded once per request or batch."""
 
 from __future__ import annotations
 
@@ -20,41 +20,45 @@ METRICS = MetricDeclarations("router")
 QUERIES = METRICS.counter(
     "queries",
     "routing decisions",
-    Label("policy", "that decided", most=20),
-    Label("degraded", "why less was known than should be; empty: nothing was missing", most=20),
+    Label("policy", "routing policy used", most=20),
+    Label("degraded", "why the decision used incomplete information; empty: it did not", most=20),
 )
-QUERY_SECONDS = METRICS.histogram("query_seconds", "time to decide", buckets=BUCKETS_S)
+QUERY_SECONDS = METRICS.histogram("query_seconds", "duration of a routing decision", buckets=BUCKETS_S)
 STAGE_SECONDS = METRICS.histogram(
     "stage_seconds",
-    "time to decide, by part of the decision",
-    Label("stage", "of the decision", ("hash", "prepare", "match", "choose")),
+    "duration of a routing decision by stage",
+    Label("stage", "stage of the decision", ("hash", "prepare", "match", "choose")),
     buckets=BUCKETS_S,
 )
 WAITED_SECONDS = METRICS.histogram(
-    "waited_seconds", "time in line", buckets=WAITED_BUCKETS_S, when="queries have waited (`--wait-ms`)"
+    "waited_seconds", "time in the admission queue", buckets=WAITED_BUCKETS_S, when="queries have waited (`--wait-ms`)"
 )
-WAITING = METRICS.gauge("waiting_queries", "queries in line because all workers are busy", MODEL)
+WAITING = METRICS.gauge("waiting_queries", "queries in the admission queue because all workers are busy", MODEL)
 RESERVATIONS = METRICS.counter("reservations", "reservations granted")
-PROMPT_BLOCKS = METRICS.counter("prompt_blocks", "blocks of routed prompts")
-OVERLAP_BLOCKS = METRICS.counter("overlap_blocks", "of them, blocks that the chosen worker held")
+PROMPT_BLOCKS = METRICS.counter("prompt_blocks", "blocks of the routed prompts")
+OVERLAP_BLOCKS = METRICS.counter("overlap_blocks", "blocks of the routed prompts that the chosen worker held")
 PREDICTED_TOKENS = METRICS.counter(
-    "predicted_tokens", "cached tokens promised when deciding, of requests whose outcome is known"
+    "predicted_tokens", "cached tokens predicted by the decision, for requests with a reported outcome"
 )
-BEST_TOKENS = METRICS.counter("best_tokens", "of the same requests, most cached tokens that any candidate had")
-DELIVERED_TOKENS = METRICS.counter("delivered_tokens", "of the same requests, cached tokens that the worker found")
+BEST_TOKENS = METRICS.counter(
+    "best_tokens", "most cached tokens that any candidate had, for requests with a reported outcome"
+)
+DELIVERED_TOKENS = METRICS.counter(
+    "delivered_tokens", "cached tokens that the worker used, for requests with a reported outcome"
+)
 EXPIRED = METRICS.counter(
     "expired_reservations",
-    "reservations nobody freed",
-    Label("why", "what ended them", ("owner_gone", "not_on_worker")),
+    "reservations released by the router because their owner did not free them",
+    Label("why", "reason of the release", ("owner_gone", "not_on_worker")),
 )
-SHED = METRICS.counter("shed", "queries refused because all workers were busy")
+SHED = METRICS.counter("shed", "queries rejected because all workers were busy")
 PREFILL_INFERRED = METRICS.counter(
-    "prefill_inferred", "prompts nobody marked as computed, known from the workers' reports"
+    "prefill_inferred", "prompts found computed from the reports of workers before their owner marked them"
 )
 EVENT_BATCHES = METRICS.counter(
     "event_batches",
-    "KV-event batches of workers; a gap is kept back until a snapshot comes",
-    Label("outcome", "what became of the batch", most=10, rare=True),
+    "KV event batches of workers; batches after a gap are buffered until a snapshot arrives",
+    Label("outcome", "result of applying the batch", most=10, rare=True),
 )
 DISCONNECTED_WORKERS = METRICS.counter(
     "disconnected_workers",
@@ -62,25 +66,25 @@ DISCONNECTED_WORKERS = METRICS.counter(
     Label("why", "error code, or silent", most=40, rare=True),
 )
 REFUSED = METRICS.counter(
-    "refused_registrations", "registrations of workers refused", Label("code", "of the error", most=40, rare=True)
+    "refused_registrations", "rejected worker registrations", Label("code", "error code", most=40, rare=True)
 )
-RESYNCS = METRICS.counter("resyncs", "snapshots asked for")
+RESYNCS = METRICS.counter("resyncs", "snapshots requested from workers")
 RELOADS = METRICS.counter(
     "reloads",
-    "views read anew from the store",
-    Label("reason", "why", ("start", "fell_behind", "store_returned")),
+    "model states reloaded from the store",
+    Label("reason", "reason of the reload", ("start", "fell_behind", "store_returned")),
 )
-ATTACHED = METRICS.gauge("attached_workers", "workers attached to this router")
-INDEX_BLOCKS = METRICS.gauge("index_blocks", "distinct blocks that workers reported", MODEL)
+ATTACHED = METRICS.gauge("attached_workers", "workers attached to this replica")
+INDEX_BLOCKS = METRICS.gauge("index_blocks", "distinct blocks reported by workers", MODEL)
 INDEX_AGE = METRICS.gauge(
-    "index_age_seconds", "since the index was last known to be current", MODEL, unit="s", together="max"
+    "index_age_seconds", "time since the index was last known to be current", MODEL, unit="s", together="max"
 )
-PREDICTIONS = METRICS.gauge("predictions", "blocks expected on workers that have not reported them yet", MODEL)
-BOOKED = METRICS.gauge("booked_requests", "reservations alive, of all replicas, as last read", MODEL)
+PREDICTIONS = METRICS.gauge("predictions", "blocks predicted on workers that have not reported them yet", MODEL)
+BOOKED = METRICS.gauge("booked_requests", "active reservations of all replicas, as last read", MODEL)
 
 
 class Metrics:
-    """Make it after telemetry is configured."""
+    """Instruments of the router; create them after telemetry is configured."""
 
     def __init__(self) -> None:
         self.queries = Counter(QUERIES)
@@ -104,7 +108,7 @@ class Metrics:
         self.workers = Gauge(ATTACHED)
 
     def watch_views(self, views: Callable[[], Iterable[ModelState]], waiting: Callable[[str], int]) -> None:
-        """Shows each model's index, its age, what is predicted, what is booked and who waits."""
+        """Registers the gauges of each model: index size and age, predictions, reservations and waiting queries."""
 
         def gauge(declared: Declared, of: Callable[[ModelState], float]) -> None:
             watch(declared, lambda: [(of(view), {"model": view.model}) for view in list(views())])
@@ -116,7 +120,7 @@ class Metrics:
         gauge(WAITING, lambda view: waiting(view.model))
 
     def delivered(self, decision: Decision) -> None:
-        """A decision's outcome is known: what was promised, possible and found."""
+        """Records predicted, best possible and delivered cached tokens of a completed decision."""
         self.predicted_tokens.add(decision.predicted_cached_tokens)
         self.best_tokens.add(decision.best_cached_tokens)
         self.delivered_tokens.add(decision.delivered_cached_tokens or 0)

@@ -1,4 +1,4 @@
-"""Asks the preprocess service for the tokens of OpenAI bodies."""
+"""Tokenizes OpenAI request bodies with the preprocess service."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from services.router.scheduling.queries import Prompt
 from services.router.workers.worker import Worker
 from sluice.v1 import preprocess_pb2, preprocess_pb2_grpc
 
-READ_INLINE = 32 << 10  # bytes of JSON that are read on the event loop; larger ones would hold up other queries
+READ_INLINE = 32 << 10  # bytes of JSON parsed on the event loop; parsing more would delay other queries
 
 
 class PreprocessBodies:
-    """See Bodies. `start` before, `close` after use."""
+    """Implements Bodies with the preprocess service. Call `start` before and `close` after use."""
 
     def __init__(self, targets: Sequence[str], credentials: grpc.ChannelCredentials | None, timeout_s: float) -> None:
         self._replicas: ReplicaSet[preprocess_pb2_grpc.PreprocessAsyncStub] = ReplicaSet(
@@ -27,19 +27,19 @@ class PreprocessBodies:
         self._timeout_s = timeout_s
 
     async def start(self) -> None:
-        """Looks for replicas."""
+        """Starts to resolve and connect replicas."""
         await self._replicas.start()
 
     async def close(self) -> None:
-        """Closes every channel."""
+        """Closes all channels."""
         await self._replicas.close()
 
     async def tokenized(self, model: str, prompt: Prompt, workers: Sequence[Worker]) -> Prompt:
-        """Returns the prompt by its token ids and, where the model has blocks, their hashes.
+        """Returns the prompt as token ids and, if the model has blocks, block hashes.
 
         Raises:
-            SluiceError: INVALID_ARGUMENT for a body without a prompt, UNAVAILABLE or DEADLINE_EXCEEDED when no replica
-                answers, else as preprocess says.
+            SluiceError: INVALID_ARGUMENT for a body without a prompt, UNAVAILABLE or DEADLINE_EXCEEDED if no replica
+                responds, or the error that preprocess returned.
         """
         text = prompt.openai_body
         body = read_body(text) if len(text) <= READ_INLINE else await asyncio.to_thread(read_body, text)
@@ -49,17 +49,17 @@ class PreprocessBodies:
         request.block_size = block_size
         request.lora = prompt.lora
         request.cache_salt = prompt.cache_salt or body.cache_salt
-        answer = await self._replicas.call(lambda stub: stub.Tokenize, request, self._timeout_s)
-        hashed = bool(answer.block_hashes)
+        response = await self._replicas.call(lambda stub: stub.Tokenize, request, self._timeout_s)
+        hashed = bool(response.block_hashes)
         return replace(
             prompt,
             openai_body=b"",
             cache_salt=request.cache_salt,
-            token_ids=answer.token_ids,
-            block_hashes=answer.block_hashes,
-            hash_scheme=answer.hash_scheme if hashed else "",
+            token_ids=response.token_ids,
+            block_hashes=response.block_hashes,
+            hash_scheme=response.hash_scheme if hashed else "",
             block_size=block_size if hashed else 0,
-            prompt_tokens=len(answer.token_ids) // 4,
+            prompt_tokens=len(response.token_ids) // 4,
         )
 
 

@@ -1,4 +1,4 @@
-"""The router: chooses workers for prompts, and keeps what it needs to know for that."""
+"""The router: chooses workers for prompts, using the registry, the block index and reservations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from services.router.reservations.ids import unscoped
 from services.router.reservations.table import AllBusy, Choice
 from services.router.scheduling.admission_queue import AdmissionQueues
 from services.router.scheduling.decisions import Decision, Decisions
-from services.router.scheduling.disaggregation import Casting, DisaggRules
+from services.router.scheduling.disaggregation import DisaggPlanner, DisaggRules
 from services.router.scheduling.lifecycle import RequestLifecycle
 from services.router.scheduling.openai_prompts import Bodies, NoBodies
 from services.router.scheduling.prompts import in_blocks
@@ -30,7 +30,7 @@ from services.router.scheduling.selection import SchedulingRequest, Selector, Se
 from services.router.scheduling.session_affinity import SessionAffinity
 from services.router.scheduling.thresholds import Thresholds
 from services.router.store.base import Store
-from services.router.store.store_health import Link
+from services.router.store.store_health import StoreHealth
 from services.router.sync.load_reconciler import LoadReconciler, ReadReport
 from services.router.sync.load_reports import Reports, UsedBlocks
 from services.router.sync.model_state import ModelState
@@ -38,12 +38,12 @@ from services.router.sync.reservation_manager import ReservationManager
 from services.router.sync.reservation_owners import Owners
 from services.router.sync.synchronizer import IndexSynchronizer
 from services.router.workers.registry import Registry
-from services.router.workers.worker import Role, Worker, WorkerRank, holding
+from services.router.workers.worker import Role, Worker, WorkerRank, with_adapter
 
 
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
-    """What the router needs of the settings."""
+    """Configuration of a router; see RouterSettings."""
 
     policy: str = "kv"
     lease_ms: int = 6_000
@@ -60,12 +60,12 @@ class RouterConfig:
 
 
 class Router:
-    """See the module. `start` before anything else, `close` at the end.
+    """Chooses workers for prompts and reserves load on them. Call `start` first and `close` last.
 
     Args:
-        used_blocks: reads workers' reports; without it only what is booked makes a worker busy.
-        read_report: reads them too; without it the load book is not corrected by them.
-        bodies: tokenizes OpenAI bodies; without it they are refused.
+        used_blocks: parses worker reports; without it, only reservations make a worker busy.
+        read_report: parses worker reports; without it, reservations are not reconciled with them.
+        bodies: tokenizes OpenAI bodies; without it, they are rejected.
     """
 
     def __init__(
@@ -85,12 +85,12 @@ class Router:
         self._random = random or Random()
         self._store = store
         self._tasks = TaskOwner(on_death)
-        self._link = Link(store)
-        self._bookkeeper = ReservationManager(store, self._link, self._random)
-        self._keeper = IndexSynchronizer(
+        self._health = StoreHealth(store)
+        self._reservations = ReservationManager(store, self._health, self._random)
+        self._synchronizer = IndexSynchronizer(
             store,
-            self._link,
-            self._bookkeeper,
+            self._health,
+            self._reservations,
             self.registry,
             self._tasks,
             self.metrics,
@@ -98,17 +98,17 @@ class Router:
             self.config.lifetimes,
             LoadReconciler(store, read_report, self.metrics, self.config.drift_after_s),
         )
-        self.owners = Owners(store, self._link, self._keeper, self.metrics, self.config.owner_lease_ms)
+        self.owners = Owners(store, self._health, self._synchronizer, self.metrics, self.config.owner_lease_ms)
         self.decisions = Decisions(self.config.decisions_kept)
-        self.lines: AdmissionQueues[Route] = AdmissionQueues(self._tasks, self.config.line_limit, self._abandon)
-        self.metrics.watch_views(lambda: self._keeper.views, self.lines.length)
-        self.followups = RequestLifecycle(
-            self._bookkeeper, self._keeper, self.decisions, self.metrics, self.lines.ended
+        self.queues: AdmissionQueues[Route] = AdmissionQueues(self._tasks, self.config.line_limit, self._abandon)
+        self.metrics.watch_views(lambda: self._synchronizer.views, self.queues.length)
+        self.lifecycle = RequestLifecycle(
+            self._reservations, self._synchronizer, self.decisions, self.metrics, self.queues.ended
         )
-        self._casting = Casting(self.registry, self.config.disagg, self.config.line_limit)
+        self._disagg = DisaggPlanner(self.registry, self.config.disagg, self.config.line_limit)
         self._selector = Selector(
             store,
-            self._bookkeeper,
+            self._reservations,
             self.registry,
             Reports(used_blocks),
             SelectorConfig(
@@ -119,63 +119,65 @@ class Router:
             ),
             self._random,
         )
-        sessions = SessionAffinity(store, self._link, self.config.session_ttl_ms)
-        self._decider = Scheduler(store, self._keeper, self._selector, sessions, self._casting, self.config.policy)
+        sessions = SessionAffinity(store, self._health, self.config.session_ttl_ms)
+        self._scheduler = Scheduler(
+            store, self._synchronizer, self._selector, sessions, self._disagg, self.config.policy
+        )
         self._bodies = bodies or NoBodies()
-        self.workforce = WorkerManager(
-            store, self._link, self._keeper, self._bookkeeper, self._tasks, self.metrics, self.config.lease_ms
+        self.worker_manager = WorkerManager(
+            store, self._health, self._synchronizer, self._reservations, self._tasks, self.metrics, self.config.lease_ms
         )
 
     def start(self) -> None:
-        """Starts reaching the store; `ready` is set once every view has been read."""
-        self._tasks.spawn(self._link.keep(self._recover), "link")
+        """Starts connecting to the store; `ready` is set once the state of every model has been loaded."""
+        self._tasks.spawn(self._health.keep(self._recover), "link")
         self._tasks.spawn(self._get_ready(), "get-ready")
-        self._tasks.spawn(self._keeper.tend(), "tend")
+        self._tasks.spawn(self._synchronizer.tend(), "tend")
         self._tasks.spawn(self.owners.tend(), "owners")
 
     def stop(self) -> None:
-        """Ends watches; from now on a worker's stream that ends does not mean that the worker is gone."""
+        """Ends watches; from now on, workers stay registered when their streams end."""
         self.registry.close()
-        self.workforce.stop()
+        self.worker_manager.stop()
 
     async def close(self) -> None:
-        """Stops the background tasks and lets go of the store. Attached workers stay registered in it."""
+        """Stops background tasks and closes the store, in which attached workers stay registered."""
         await self._tasks.close()
         await self._store.close()
 
     async def _get_ready(self) -> None:
-        await self._keeper.load_all()
+        await self._synchronizer.load_all()
         self.ready.set()
 
     async def _recover(self) -> None:
-        """The store is back: it hears first what happened here, then the views are read from it."""
-        await self.workforce.recover()
-        await self._bookkeeper.settle()
-        await self._keeper.discover()
+        """Synchronizes with a store that is available again: replays local changes, then reloads model states."""
+        await self.worker_manager.recover()
+        await self._reservations.replay()
+        await self._synchronizer.discover()
         await self.owners.renew()
-        await self.workforce.take_leave()  # last: workers may go all the while
+        await self.worker_manager.remove_departed()  # last, because workers may disconnect meanwhile
 
     async def query(self, query: Query) -> Route:
-        """Chooses a worker, or a pair of them, and, with a request id, books the request there.
+        """Chooses a worker or a prefill/decode pair; reserves load there if the query has a request id.
 
         Raises:
-            SluiceError: NOT_FOUND model_not_found, UNAVAILABLE no_workers or no_prefill_workers, FAILED_PRECONDITION
-                for an empty candidate set or a body without a preprocess service, INVALID_ARGUMENT for a prompt or
-                policy that makes no sense, OVERLOADED when all workers are busy and stay so.
+            SluiceError: NOT_FOUND (`model_not_found`), UNAVAILABLE (`no_workers`, `no_prefill_workers`),
+                FAILED_PRECONDITION for an empty candidate set or a body without a preprocess service, INVALID_ARGUMENT
+                for an invalid prompt or policy, OVERLOADED if all workers stay busy.
         """
         check(query)
         query = replace(query, prompt=await self.tokenized(query.model, query.prompt))
         if query.candidates is None:
-            await self._casting.wait_for_prefill(query.model)
+            await self._disagg.wait_for_prefill(query.model)
 
         async def attempt(*, place: bool = True) -> Route:
             view, workers = self._serving(query.model)
-            return await self._decider.decide(query, view, holding(workers, query.prompt.lora), place)
+            return await self._scheduler.decide(query, view, with_adapter(workers, query.prompt.lora), place)
 
-        patience = query.max_wait_ms or self.config.wait_ms
+        max_wait_ms = query.max_wait_ms or self.config.wait_ms
         scope = (query.candidates, query.prompt.prompt_tokens <= self.config.disagg.bypass_uncached_tokens)
         try:
-            route, waited_ms = await self.lines.admit(query.model, attempt, query.priority, patience, scope)
+            route, waited_ms = await self.queues.admit(query.model, attempt, query.priority, max_wait_ms, scope)
         except AllBusy:
             self.metrics.shed.add(1)
             raise
@@ -184,16 +186,23 @@ class Router:
         return route
 
     async def tokenized(self, model: str, prompt: Prompt) -> Prompt:
-        """Returns the prompt, by its tokens if it came as an OpenAI body; SluiceError(INVALID_ARGUMENT) for two."""
+        """Returns the prompt, tokenized if it is an OpenAI body.
+
+        Raises:
+            SluiceError: INVALID_ARGUMENT if the prompt is given in more than one form.
+        """
         if bool(prompt.token_ids) + bool(prompt.block_hashes) + bool(prompt.openai_body) > 1:
-            raise invalid("Give one of token_ids, block_hashes and openai_body.", param="prompt")
+            raise invalid(
+                "The prompt is given in more than one form; send only one of token_ids, block_hashes and openai_body.",
+                param="prompt",
+            )
         if not prompt.openai_body:
             return prompt
         _, workers = self._serving(model)
         return await self._bodies.tokenized(model, prompt, workers)
 
     async def add(self, slot: WorkerRank, query: Query) -> tuple[Choice, Overlap]:
-        """Books a request on a rank its caller chose; NOT_FOUND when that is not there."""
+        """Reserves load on a rank chosen by the caller; SluiceError (NOT_FOUND) if it does not serve the model."""
         check(query)
         view, _ = self._serving(query.model)
         worker = self.registry.get(query.model, slot.worker_id)
@@ -207,46 +216,44 @@ class Router:
         overlap = overlaps.get(slot, NO_OVERLAP)
         choice = await self._selector.place(SchedulingRequest(query, view, blocks, overlaps), slot, worker.role)
         if not choice.repeated and worker.role is not Role.DECODE:
-            view.expect(worker, slot, blocks.hashes, overlap, query.request_id)
+            view.predict(worker, slot, blocks.hashes, overlap, query.request_id)
         return choice, overlap
 
     async def mark_prefill_complete(self, reservations: Sequence[str]) -> int:
-        """Gives prefill load back; returns how many ids were unknown."""
-        return await self.followups.mark_prefill_complete(reservations)
+        """Releases prefill load; returns the number of unknown ids."""
+        return await self.lifecycle.mark_prefill_complete(reservations)
 
     async def free(self, reservations: Sequence[str]) -> int:
-        """Gives all load back; returns how many ids were unknown."""
-        return await self.followups.free(reservations)
+        """Releases all load; returns the number of unknown ids."""
+        return await self.lifecycle.free(reservations)
 
     def report(self, worker: Worker) -> bytes:
-        """A worker's last load report; empty when it gave none."""
-        view = self._keeper.find(worker.model)
+        """Returns a worker's last load report; empty before the first one."""
+        view = self._synchronizer.find(worker.model)
         return view.reports.get(worker.worker_id, b"") if view else b""
 
     async def loads(self, model: str) -> dict[WorkerRank, tuple[Worker, Load]]:
-        """Booked load of every rank of one or all models."""
+        """Returns the reserved load of every rank of one model, or of all models for an empty name."""
         found: dict[WorkerRank, tuple[Worker, Load]] = {}
         for view in self._views(model):
-            booked = await self._keeper.booked(view)
+            booked = await self._synchronizer.booked(view)
             for worker in view.workers:
                 found |= {slot: (worker, booked.get(slot, NO_LOAD)) for slot in worker.slots}
         return found
 
     def overlaps(self, model: str, prompt: Prompt) -> Mapping[WorkerRank, Overlap]:
-        """How much of a prompt each rank holds; ranks with nothing are left out."""
+        """Returns the overlap of a prompt with each rank; ranks without overlap are omitted."""
         view, workers = self._serving(model)
         return view.match(in_blocks(prompt, workers).hashes)
 
     def indexes(self, model: str) -> list[ModelState]:
-        """The views of one or all models."""
+        """Returns the state of one model, or of all models for an empty name."""
         return self._views(model)
-
-    # Inside
 
     def _views(self, model: str) -> list[ModelState]:
         if not model:
-            return self._keeper.views
-        view = self._keeper.find(model)
+            return self._synchronizer.views
+        view = self._synchronizer.find(model)
         return [view] if view else []
 
     def check_ready(self) -> None:
@@ -255,28 +262,32 @@ class Router:
             raise unavailable("The router is starting and has not reached its store yet.", code="not_ready")
 
     def _serving(self, model: str) -> tuple[ModelState, list[Worker]]:
-        """The view of a model and its workers that take requests."""
+        """Returns the state of a model and its workers that accept requests."""
         self.check_ready()
-        view = self._keeper.find(model)
+        view = self._synchronizer.find(model)
         workers = [worker for worker in self.registry.workers(model) if not worker.draining]
         if view is not None and workers:
             return view, workers
-        known = self._keeper.known | set(self.registry.models())
+        known = self._synchronizer.known | set(self.registry.models())
         if model in known or not known:
             raise self._no_workers(model)
         raise not_found(
-            f"Model {quoted(model)} is not served here; there is {', '.join(sorted(known))}.",
+            f"Model {quoted(model)} is not served here; use one of {', '.join(sorted(known))}.",
             param="model",
             code="model_not_found",
         )
 
     def _no_workers(self, model: str) -> SluiceError:
-        return unavailable(f"No worker serves model {quoted(model)} now.", code="no_workers", retry_after_ms=1000)
+        return unavailable(
+            f"No worker serves model {quoted(model)} at the moment; retry later.",
+            code="no_workers",
+            retry_after_ms=1000,
+        )
 
     async def _abandon(self, route: Route) -> None:
-        """Gives back what was booked for a caller that had gone."""
+        """Frees the reservation of a caller that has disconnected."""
         if route.reservation_id and not route.repeated:
-            await self.followups.free([route.reservation_id])
+            await self.lifecycle.free([route.reservation_id])
 
     def _record(self, query: Query, route: Route) -> None:
         self.metrics.queries.add(1, {"policy": route.policy, "degraded": route.degraded})

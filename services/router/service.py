@@ -1,4 +1,4 @@
-"""The router's RPCs: a thin translation between messages and the domain."""
+"""gRPC service of the router; converts messages and delegates to the router."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from services.router.messages import queries as query_messages
 from services.router.messages import workers as messages
 from services.router.registration.inbox import Inbox
 from services.router.registration.stream import HEARTBEATS_PER_LEASE, WorkerStream
-from services.router.registration.stream_messages import Said
+from services.router.registration.stream_messages import WorkerMessage
 from services.router.reservations.cost import CostModel
 from services.router.reservations.ids import reservation_id, scoped, within
 from services.router.router import Router
@@ -33,9 +33,9 @@ from sluice.v1 import router_pb2, router_pb2_grpc
 
 log = logging.getLogger(__name__)
 
-INBOX_LIMIT = 256  # messages of one worker read and not handled yet
+INBOX_LIMIT = 256  # messages of one worker received but not handled yet
 WRITE_TIMEOUT_S = 10.0
-USUAL_DECISIONS = 100  # of one answer
+DEFAULT_DECISIONS = 100
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 Q = TypeVar("Q", bound=Message)
@@ -43,30 +43,30 @@ A = TypeVar("A", bound=Message)
 
 
 def _stopping() -> SluiceError:
-    return unavailable("This router replica is stopping; use another one.", code="stopping", retry_after_ms=100)
+    return unavailable("This router replica is stopping; retry on another one.", code="stopping", retry_after_ms=100)
 
 
 @dataclass(frozen=True, slots=True)
-class _Conversation:
+class _OpenStream:
     worker: Worker
-    inbox: Inbox[Said]
+    inbox: Inbox[WorkerMessage]
 
 
 class RouterService(router_pb2_grpc.RouterServicer):
-    """Serves a router."""
+    """Implements the Router service."""
 
     def __init__(self, router: Router, cost: CostModel) -> None:
         self._router = router
         self._cost = cost
-        self._conversations: set[_Conversation] = set()
+        self._open_streams: set[_OpenStream] = set()
         self._stopped = False
 
     def stop(self) -> None:
-        """Ends the streams that would not end by themselves; workers and watchers go to another replica."""
+        """Ends long-lived streams, so that workers and watchers reconnect to another replica."""
         self._stopped = True
         self._router.stop()
-        for conversation in self._conversations:
-            conversation.inbox.end(_stopping())
+        for open_stream in self._open_streams:
+            open_stream.inbox.end(_stopping())
 
     async def RouteQuery(
         self, request: router_pb2.RouteQueryRequest, context: Context
@@ -87,7 +87,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
     async def _route(self, request: router_pb2.RouteQueryRequest) -> router_pb2.RouteQueryResponse:
         logs.request_id.set(request.request_id)
         query = query_messages.query_of(request, self._cost, identity.current.get().scope)
-        return query_messages.answer_of(await self._router.query(query))
+        return query_messages.response_of(await self._router.query(query))
 
     async def AddRequest(
         self, request: router_pb2.AddRequestRequest, context: Context
@@ -122,7 +122,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
     ) -> router_pb2.MarkPrefillCompleteResponse:
         async def handle(request: router_pb2.MarkPrefillCompleteRequest) -> router_pb2.MarkPrefillCompleteResponse:
             ids = within(identity.current.get().scope, request.reservation_ids)
-            unknown = await self._router.followups.mark_prefill_complete(ids)
+            unknown = await self._router.lifecycle.mark_prefill_complete(ids)
             unknown += len(request.reservation_ids) - len(ids)
             return router_pb2.MarkPrefillCompleteResponse(unknown=unknown)
 
@@ -136,7 +136,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
             ids = within(scope, request.reservation_ids)
             theirs = frozenset(within(scope, (each.reservation_id for each in request.outcomes)))
             outcomes = [query_messages.outcome_of(each) for each in request.outcomes if each.reservation_id in theirs]
-            unknown = await self._router.followups.free(ids, outcomes)
+            unknown = await self._router.lifecycle.free(ids, outcomes)
             return router_pb2.FreeRequestResponse(unknown=unknown + len(request.reservation_ids) - len(ids))
 
         return await self._unary("free", handle, request, context)
@@ -147,7 +147,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         async def handle(request: router_pb2.ReportProgressRequest) -> router_pb2.ReportProgressResponse:
             outputs = {each.reservation_id: each.output_tokens for each in request.progress}
             ids = within(identity.current.get().scope, outputs)
-            unknown = await self._router.followups.progress({each: outputs[each] for each in ids})
+            unknown = await self._router.lifecycle.progress({each: outputs[each] for each in ids})
             return router_pb2.ReportProgressResponse(unknown=unknown + len(outputs) - len(ids))
 
         return await self._unary("progress", handle, request, context)
@@ -156,7 +156,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self, request: router_pb2.GetDecisionsRequest, context: Context
     ) -> router_pb2.GetDecisionsResponse:
         async def handle(request: router_pb2.GetDecisionsRequest) -> router_pb2.GetDecisionsResponse:
-            found = self._router.decisions.latest(request.model, request.limit or USUAL_DECISIONS)
+            found = self._router.decisions.latest(request.model, request.limit or DEFAULT_DECISIONS)
             return router_pb2.GetDecisionsResponse(decisions=[query_messages.decision_of(each) for each in found])
 
         return await self._unary("decisions", handle, request, context)
@@ -231,8 +231,8 @@ class RouterService(router_pb2_grpc.RouterServicer):
         try:
             async with self._router.owners.stream(owner):
                 while not watch.ended:
-                    for news in await watch.next():
-                        yield messages.change_of(news, self._router.report(news.worker) if news.worker else b"")
+                    for update in await watch.next():
+                        yield messages.change_of(update, self._router.report(update.worker) if update.worker else b"")
             await abort(context, _stopping())
         finally:
             self._router.registry.unwatch(watch)
@@ -243,19 +243,22 @@ class RouterService(router_pb2_grpc.RouterServicer):
         lease_s = self._router.config.lease_ms / 1000
         try:
             first = await asyncio.wait_for(context.read(), lease_s)
-            attachment, sequences = await self._registered(first, context)
-            await self._attached(attachment, sequences, context)
+            attachment, sequences = await self._register(first, context)
+            await self._serve_attached(attachment, sequences, context)
         except SluiceError as error:
             await abort(context, error)
         except TimeoutError:
-            await abort(context, SluiceError(ErrorKind.DEADLINE_EXCEEDED, f"Nothing was heard for {lease_s:g} s."))
+            await abort(
+                context,
+                SluiceError(ErrorKind.DEADLINE_EXCEEDED, f"Received no message for {lease_s:g} s; send heartbeats."),
+            )
         except (asyncio.CancelledError, grpc.aio.AbortError):
             raise
         except Exception:
-            log.exception("unexpected failure of an attachment")
-            await abort(context, SluiceError(ErrorKind.INTERNAL, "Unexpected failure; the router's log has more."))
+            log.exception("unexpected error in a worker stream")
+            await abort(context, SluiceError(ErrorKind.INTERNAL, "Unexpected error; see the router's log."))
 
-    async def _registered(self, first: Any, context: Context) -> tuple[WorkerStream, dict[int, int]]:
+    async def _register(self, first: Any, context: Context) -> tuple[WorkerStream, dict[int, int]]:
         caller = identity.current.get()
         try:
             if first is grpc.aio.EOF or first.WhichOneof("message") != "registration":
@@ -265,57 +268,60 @@ class RouterService(router_pb2_grpc.RouterServicer):
             self._router.check_ready()
             worker = messages.worker_of(first.registration, caller)
             if not caller.may_register(worker.worker_id):
-                raise _not_its_own(caller, worker.worker_id)
-            return await self._router.workforce.attach(worker, f"{caller.proof or 'anonymous'} at {_host(context)}")
+                raise _not_allowed(caller, worker.worker_id)
+            return await self._router.worker_manager.attach(
+                worker, f"{caller.proof or 'anonymous'} at {_host(context)}"
+            )
         except SluiceError as error:
             self._router.metrics.refused.add(1, {"code": error.code or error.kind.name.lower()})
             raise
 
-    async def _attached(self, attachment: WorkerStream, sequences: dict[int, int], context: Context) -> None:
+    async def _serve_attached(self, attachment: WorkerStream, sequences: dict[int, int], context: Context) -> None:
         worker = attachment.worker
-        conversation = _Conversation(worker, Inbox(INBOX_LIMIT))
-        self._take_over(conversation)
-        reading = asyncio.create_task(_read(conversation, context))
+        open_stream = _OpenStream(worker, Inbox(INBOX_LIMIT))
+        self._replace(open_stream)
+        reading = asyncio.create_task(_read(open_stream, context))
         try:
             lease_ms = self._router.config.lease_ms
             attached = router_pb2.Attached(
                 lease_ms=lease_ms, heartbeat_interval_ms=lease_ms // HEARTBEATS_PER_LEASE, sequences=sequences
             )
             await asyncio.wait_for(context.write(router_pb2.AttachResponse(attached=attached)), WRITE_TIMEOUT_S)
-            await self._converse(attachment, conversation.inbox, context)
+            await self._handle_messages(attachment, open_stream.inbox, context)
         except SluiceError as error:
             if not self._stopped:
                 self._router.metrics.disconnected_workers.add(1, {"why": error.code or error.kind.name.lower()})
-                log.warning("worker is cut off: %s", error.message, extra={"worker": worker.worker_id})
+                log.warning("disconnecting worker: %s", error.message, extra={"worker": worker.worker_id})
             raise
         except TimeoutError:
             self._router.metrics.disconnected_workers.add(1, {"why": "silent"})
-            log.warning("worker is cut off: it is silent", extra={"worker": worker.worker_id})
+            log.warning("disconnecting worker: no heartbeat", extra={"worker": worker.worker_id})
             raise
         finally:
-            self._conversations.discard(conversation)
-            self._router.workforce.detach(attachment)
+            self._open_streams.discard(open_stream)
+            self._router.worker_manager.detach(attachment)
             reading.cancel()
 
-    def _take_over(self, conversation: _Conversation) -> None:
-        mine = conversation.worker
-        for other in self._conversations:
-            if other.worker.worker_id == mine.worker_id:
+    def _replace(self, open_stream: _OpenStream) -> None:
+        """Ends earlier streams of the same worker."""
+        worker_id = open_stream.worker.worker_id
+        for other in self._open_streams:
+            if other.worker.worker_id == worker_id:
                 other.inbox.end(
                     SluiceError(
                         ErrorKind.FAILED_PRECONDITION,
-                        f"Worker {mine.worker_id} attached again; this attachment ends.",
+                        f"Worker {worker_id} attached again; this stream ends.",
                         code="replaced",
                     )
                 )
-        self._conversations.add(conversation)
+        self._open_streams.add(open_stream)
 
-    async def _converse(self, attachment: WorkerStream, inbox: Inbox[Said], context: Context) -> None:
-        """Handles everything that was read meanwhile as one batch, until the worker is done."""
+    async def _handle_messages(self, attachment: WorkerStream, inbox: Inbox[WorkerMessage], context: Context) -> None:
+        """Handles received messages in batches until the worker half-closes the stream."""
         lease_s = self._router.config.lease_ms / 1000
         metrics = self._router.metrics
-        while said := await inbox.take(lease_s):
-            replies = await attachment.handle(said)
+        while received := await inbox.take(lease_s):
+            replies = await attachment.handle(received)
             for outcome, count in replies.outcomes.items():
                 metrics.event_batches.add(count, {"outcome": outcome})
             if replies.resyncs:
@@ -329,27 +335,27 @@ class RouterService(router_pb2_grpc.RouterServicer):
 
 
 def _host(context: Context) -> str:
-    """Where a caller is, without its port, which is another one each time."""
+    """Returns the host of a caller, without the port, which differs per connection."""
     return str(context.peer()).rpartition(":")[0].partition(":")[2]
 
 
-def _not_its_own(caller: Caller, worker_id: str) -> SluiceError:
-    allowed = f"may register worker {caller.worker_id} only" if caller.worker_id else "may not: it is another worker's"
+def _not_allowed(caller: Caller, worker_id: str) -> SluiceError:
+    allowed = f"register as worker {caller.worker_id}" if caller.worker_id else "use a credential of that worker"
     return SluiceError(
         ErrorKind.PERMISSION_DENIED,
-        f"The caller is {caller.name} and wants to register worker {worker_id}, but {allowed}.",
+        f"Caller {caller.name} is not allowed to register worker {worker_id}; {allowed}.",
         param="registration.worker_id",
         code="caller_not_allowed",
     )
 
 
-async def _read(conversation: _Conversation, context: Context) -> None:
-    inbox, worker = conversation.inbox, conversation.worker
+async def _read(open_stream: _OpenStream, context: Context) -> None:
+    inbox, worker = open_stream.inbox, open_stream.worker
     try:
         while (message := await context.read()) is not grpc.aio.EOF:
-            await inbox.put(messages.said(message, worker))
+            await inbox.put(messages.message_of(message, worker))
         inbox.end()
     except SluiceError as error:
         inbox.end(error)
     except (grpc.aio.UsageError, grpc.aio.InternalError, asyncio.InvalidStateError):
-        inbox.end()  # the call is over
+        inbox.end()  # the call has ended

@@ -1,1 +1,1 @@
-"""The block index: which rank holds which blocks, from events and from predictions."""
+"""Block index: maps blocks to the ranks that hold them, from KV events and from predictions."""

@@ -1,4 +1,4 @@
-"""What happens to caches and workers: event batches as workers send them, changes as stores pass them on."""
+"""KV event batches sent by workers, and the changes that a store publishes in its change feed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HEADER = Struct("<BBI")
 
 
 class Tier(IntEnum):
-    """Where a block lies, nearest first."""
+    """Memory tier of a block, fastest first."""
 
     DEVICE = 0
     HOST = 1
@@ -24,7 +24,7 @@ class Tier(IntEnum):
 
 
 class Kind(IntEnum):
-    """What happened to blocks."""
+    """Kind of a cache operation."""
 
     STORED = 0
     REMOVED = 1
@@ -32,7 +32,7 @@ class Kind(IntEnum):
 
 
 class BlockOp(NamedTuple):
-    """One change of one rank's cache. `hashes` is packed u64; a clearing has none and empties every tier."""
+    """One operation on a rank's cache. `hashes` is packed u64; CLEARED has no hashes and empties every tier."""
 
     kind: Kind
     tier: Tier
@@ -41,7 +41,7 @@ class BlockOp(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EventBatch:
-    """Cache changes of one rank in one engine step, in order."""
+    """Cache operations of one rank in one engine step, in order."""
 
     rank: int
     sequence: int
@@ -49,13 +49,13 @@ class EventBatch:
 
     @property
     def bytes(self) -> int:
-        """Of its hashes."""
+        """Size of all hashes in bytes."""
         return sum(len(op.hashes) for op in self.ops)
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The whole cache of one rank after `sequence`: packed u64 hashes by tier."""
+    """Complete cache content of one rank as of `sequence`: packed u64 hashes by tier."""
 
     rank: int
     sequence: int
@@ -63,12 +63,15 @@ class Snapshot:
 
     @property
     def ops(self) -> tuple[BlockOp, ...]:
-        """The same as storing operations on an empty cache."""
+        """STORED operations that produce this content in an empty cache."""
         return tuple(BlockOp(Kind.STORED, tier, self.tiers[tier]) for tier in Tier if self.tiers[tier])
 
 
 def encode_ops(ops: Iterable[BlockOp]) -> bytes:
-    """One blob: per operation u8 kind, u8 tier, u32 count, then the packed hashes. Scripts read the same form."""
+    """Encodes operations as one blob: u8 kind, u8 tier, u32 count and the packed hashes of each.
+
+    The Lua scripts read the same format.
+    """
     parts: list[bytes] = []
     for kind, tier, hashes in ops:
         parts.append(_HEADER.pack(kind, tier, len(hashes) // HASH_BYTES))
@@ -77,7 +80,7 @@ def encode_ops(ops: Iterable[BlockOp]) -> bytes:
 
 
 def decode_ops(blob: bytes) -> tuple[BlockOp, ...]:
-    """Undoes `encode_ops`."""
+    """Reverses `encode_ops`."""
     return tuple(_decoded(blob))
 
 
@@ -92,14 +95,14 @@ def _decoded(blob: bytes) -> Iterator[BlockOp]:
 
 @dataclass(frozen=True, slots=True)
 class WorkerUp:
-    """A worker registered, anew or again. A higher epoch than before starts with empty caches."""
+    """A worker registered, for the first time or again. A higher epoch starts with empty caches."""
 
     worker: Worker
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerDraining:
-    """A worker takes no new requests."""
+    """A worker accepts no new requests."""
 
     worker_id: str
     epoch: int
@@ -107,7 +110,7 @@ class WorkerDraining:
 
 @dataclass(frozen=True, slots=True)
 class WorkerDown:
-    """A worker is gone, and its caches with it."""
+    """A worker was removed together with its caches."""
 
     worker_id: str
     epoch: int
@@ -115,7 +118,7 @@ class WorkerDown:
 
 @dataclass(frozen=True, slots=True)
 class BlocksChanged:
-    """A batch was applied."""
+    """An event batch was applied."""
 
     slot: WorkerRank
     epoch: int
@@ -124,7 +127,7 @@ class BlocksChanged:
 
 @dataclass(frozen=True, slots=True)
 class BlocksReplaced:
-    """A rank's cache was replaced as a whole; too large to pass on, so read it from the store."""
+    """A rank's cache was replaced; followers read its new content, which is too large for the feed, from the store."""
 
     slot: WorkerRank
     epoch: int

@@ -1,8 +1,8 @@
-"""The block index of one model: which rank holds which prefix, answered without I/O.
+"""Block index of one model: matches prompts to the ranks that hold their prefixes, without I/O.
 
-A rank is a bit; per tier a dict maps a block hash to the bits of the ranks that hold it. Hashes are chained, so a rank
-that holds a block holds everything before it, and a long prompt is matched by bisection. Clearing a rank costs O(its
-blocks), and no rank can hold more than its card says.
+Each rank is a bit; per tier, a dict maps a block hash to the bits of the ranks that hold the block. Hashes are chained,
+so a rank that holds a block holds the whole prefix before it, and long prompts are matched by bisection. Clearing a
+rank takes time proportional to its blocks, and the number of blocks per rank is bounded by its model card.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from typing import NamedTuple
 
 from services.router.kv_index.events import EventBatch, Snapshot
 from services.router.kv_index.matching import Lookup, bits_of, depths
-from services.router.kv_index.rank_cache import Outcome, RankCache
-from services.router.kv_index.tier import Shelf, TierTable
+from services.router.kv_index.rank_cache import ApplyResult, RankCache
+from services.router.kv_index.tier import RankTierBlocks, TierTable
 from services.router.workers.worker import WorkerRank
 
 
 class Overlap(NamedTuple):
-    """Leading blocks of a prompt by the nearest tier that holds them: first device, then host, then disk.
+    """Leading blocks of a prompt that a rank holds, by tier: first device, then host, then disk.
 
-    `predicted`: blocks after those that nobody reported but that are expected. `computing`: how many of the predicted
-    are being computed for other requests, so that they are in the rank's booked prefill already.
+    Attributes:
+        predicted: further blocks that the rank has not reported but is expected to hold.
+        computing: predicted blocks still being computed for other requests, which the rank's reserved prefill includes.
     """
 
     device: int = 0
@@ -33,7 +34,7 @@ class Overlap(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        """Blocks held on any tier."""
+        """Number of blocks held on any tier."""
         return self.device + self.host + self.disk
 
 
@@ -41,83 +42,83 @@ NO_OVERLAP = Overlap()
 
 
 class BlockIndex:
-    """Block hash → ranks, with epochs, sequence numbers and bounds per rank."""
+    """Maps block hashes to ranks; checks epochs, sequence numbers and capacity of each rank."""
 
     def __init__(self) -> None:
         self._tables = (TierTable(), TierTable(), TierTable())
-        self._holdings: dict[WorkerRank, RankCache] = {}
+        self._caches: dict[WorkerRank, RankCache] = {}
         self._bits: dict[WorkerRank, int] = {}
         self._slot_of_bit: dict[int, WorkerRank] = {}
-        self._eights: dict[tuple[int, int], tuple[WorkerRank, ...]] = {}  # (place of a byte, its value) → ranks
+        self._ranks_by_byte: dict[tuple[int, int], tuple[WorkerRank, ...]] = {}  # (byte index, byte value) → ranks
 
     @property
     def slots(self) -> list[WorkerRank]:
-        """All ranks known."""
-        return list(self._holdings)
+        """All ranks of the index."""
+        return list(self._caches)
 
     @property
     def distinct_blocks(self) -> int:
-        """Entries in the tables."""
+        """Number of entries in the tables of all tiers."""
         return sum(map(len, self._tables))
 
-    def holding(self, slot: WorkerRank) -> RankCache | None:
-        """What a rank holds, to be read only."""
-        return self._holdings.get(slot)
+    def cache(self, slot: WorkerRank) -> RankCache | None:
+        """Returns a rank's cache content, which the caller must not change."""
+        return self._caches.get(slot)
 
     def blocks(self, slot: WorkerRank) -> int:
-        """How many blocks a rank holds; 0 for an unknown one."""
-        holding = self._holdings.get(slot)
-        return holding.blocks if holding else 0
+        """Returns the number of blocks a rank holds; 0 for an unknown rank."""
+        cache = self._caches.get(slot)
+        return cache.blocks if cache else 0
 
     def holds(self, slot: WorkerRank, block: int) -> bool:
-        """Whether a rank holds a block on any tier."""
+        """Returns whether a rank holds a block on any tier."""
         bit = self._bits.get(slot)
         return bit is not None and any(table.holders.get(block, 0) >> bit & 1 for table in self._tables)
 
     def sequences(self, slots: Iterable[WorkerRank]) -> dict[int, int]:
-        """The last sequence number applied, by rank, for ranks that have one."""
-        holdings = {slot.rank: self._holdings.get(slot) for slot in slots}
-        return {rank: holding.sequence for rank, holding in holdings.items() if holding and holding.sequence}
+        """Returns the last applied sequence number by rank, for ranks that have one."""
+        caches = {slot.rank: self._caches.get(slot) for slot in slots}
+        return {rank: cache.sequence for rank, cache in caches.items() if cache and cache.sequence}
 
     def open(self, slot: WorkerRank, epoch: int, capacity: int) -> None:
-        """Makes room for a rank. A new epoch starts empty; the same epoch keeps what is there."""
-        holding = self._holdings.get(slot)
-        if holding is not None and holding.epoch == epoch:
-            holding.capacity = capacity
+        """Adds a rank. A new epoch starts empty; the same epoch keeps its blocks."""
+        cache = self._caches.get(slot)
+        if cache is not None and cache.epoch == epoch:
+            cache.capacity = capacity
             return
         self.drop(slot)
         bit = _lowest_free(self._slot_of_bit)
         self._bits[slot] = bit
         self._slot_of_bit[bit] = slot
-        self._eights.clear()
-        self._holdings[slot] = RankCache(epoch, capacity, [Shelf(table, 1 << bit) for table in self._tables])
+        self._ranks_by_byte.clear()
+        self._caches[slot] = RankCache(epoch, capacity, [RankTierBlocks(table, 1 << bit) for table in self._tables])
 
     def drop(self, slot: WorkerRank) -> None:
-        """Forgets a rank; O(its blocks)."""
-        holding = self._holdings.pop(slot, None)
-        if holding is None:
+        """Removes a rank; takes time proportional to its blocks."""
+        cache = self._caches.pop(slot, None)
+        if cache is None:
             return
-        holding.clear()
+        cache.clear()
         del self._slot_of_bit[self._bits.pop(slot)]
-        self._eights.clear()
+        self._ranks_by_byte.clear()
 
-    def apply(self, slot: WorkerRank, epoch: int, batch: EventBatch) -> Outcome:
-        """Applies a batch if it is the next one of its rank; after OVERFLOW the rank must be dropped."""
-        holding = self._holdings.get(slot)
-        return Outcome.STALE if holding is None else holding.apply(epoch, batch)
+    def apply(self, slot: WorkerRank, epoch: int, batch: EventBatch) -> ApplyResult:
+        """Applies a batch if it is the next one of its rank. After OVERFLOW the caller must drop the rank."""
+        cache = self._caches.get(slot)
+        return ApplyResult.STALE if cache is None else cache.apply(epoch, batch)
 
-    def replace(self, slot: WorkerRank, epoch: int, snapshot: Snapshot) -> Outcome:
-        """Replaces a rank's blocks unless the snapshot is older than what is held."""
-        holding = self._holdings.get(slot)
-        return Outcome.STALE if holding is None else holding.replace(epoch, snapshot)
+    def replace(self, slot: WorkerRank, epoch: int, snapshot: Snapshot) -> ApplyResult:
+        """Replaces a rank's blocks unless the snapshot is older than the current content."""
+        cache = self._caches.get(slot)
+        return ApplyResult.STALE if cache is None else cache.replace(epoch, snapshot)
 
-    def filling(self, slot: WorkerRank, epoch: int, snapshot: Snapshot, step: int) -> Iterator[None]:
-        """Takes a snapshot of a rank that holds nothing, `step` bytes of hashes between two yields."""
-        holding = self._holdings.get(slot)
-        return iter(()) if holding is None else holding.filling(epoch, snapshot, step)
+    def fill(self, slot: WorkerRank, epoch: int, snapshot: Snapshot, step: int) -> Iterator[None]:
+        """Loads a snapshot into an empty rank, yielding after every `step` bytes of hashes."""
+        cache = self._caches.get(slot)
+        return iter(()) if cache is None else cache.fill(epoch, snapshot, step)
 
     def match(self, hashes: Sequence[int]) -> dict[WorkerRank, Overlap]:
-        """How much of a prompt each rank holds as a prefix; ranks with nothing are left out.
+        """Returns the overlap of a prompt with each rank; ranks without overlap are omitted.
 
         Args:
             hashes: chained block hashes of the prompt, first block first.
@@ -137,7 +138,7 @@ class BlockIndex:
         return found
 
     def _by_slot(self, lookup: Lookup, hashes: Sequence[int]) -> dict[WorkerRank, Overlap]:
-        """As if all that `lookup` finds were on the device; ranks with the same overlap share one object."""
+        """Returns overlaps that count all blocks found by `lookup` as device; equal overlaps share one object."""
         found: dict[WorkerRank, Overlap] = {}
         for bits, depth in depths(lookup, hashes):
             overlap = Overlap(depth)
@@ -149,17 +150,19 @@ class BlockIndex:
         if not bits & (bits - 1):
             return (self._slot_of_bit[bits.bit_length() - 1],)
         bytewise = enumerate(bits.to_bytes(bits.bit_length() // 8 + 1, "little"))
-        return chain.from_iterable(self._eights.get(eight) or self._eight(eight) for eight in bytewise if eight[1])
+        return chain.from_iterable(
+            self._ranks_by_byte.get(key) or self._ranks_of_byte(key) for key in bytewise if key[1]
+        )
 
-    def _eight(self, eight: tuple[int, int]) -> tuple[WorkerRank, ...]:
-        """The ranks of a byte of a mask; kept, because many ranks share the beginning of a prompt."""
-        place, byte = eight
-        slots = self._eights[eight] = tuple(self._slot_of_bit[8 * place + bit] for bit in bits_of(byte))
+    def _ranks_of_byte(self, key: tuple[int, int]) -> tuple[WorkerRank, ...]:
+        """Returns the ranks of one byte of a mask, and caches them: many ranks share the beginning of a prompt."""
+        index, byte = key
+        slots = self._ranks_by_byte[key] = tuple(self._slot_of_bit[8 * index + bit] for bit in bits_of(byte))
         return slots
 
 
 def _lowest_free(taken: dict[int, WorkerRank]) -> int:
-    """Bits are reused so that the masks stay short."""
+    """Returns the lowest unused bit; reusing bits keeps the masks short."""
     bit = 0
     while bit in taken:
         bit += 1

@@ -1,7 +1,7 @@
-"""How far into a prompt each rank's cache reaches.
+"""Finds the length of the prompt prefix that each rank holds.
 
-Hashes are chained, so a rank that holds a block holds everything before it: the bits of ranks in the blocks of a prompt
-only ever fall away, and where they do is found by bisection instead of a walk.
+Hashes are chained, so a rank that holds a block holds the whole prefix before it. From block to block of a prompt,
+ranks only drop out; bisection finds the blocks where they do.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
 Lookup: TypeAlias = Callable[[int, int], int]
-"""`dict.get`: block hash and 0 → bits of the ranks that hold it."""
+"""A `dict.get`: maps a block hash and the default 0 to the bits of the ranks that hold the block."""
 
-# Below this many blocks a walk is cheaper than bisecting, and exact even if an engine evicted out of the middle.
+# Below this many blocks a linear walk is cheaper, and exact even if an engine evicted a block from the middle.
 _WALK_BELOW = 64
 
 
 def depths(lookup: Lookup, hashes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(bits of the ranks whose prefix ends there, its length in blocks, at least 1).
+    """Yields (bits of ranks, length in blocks of the prefix that they hold, at least 1).
 
-    A prompt of n blocks takes n look-ups where it is short, else O(log n) for each length that occurs.
+    A short prompt of n blocks takes n lookups, a long one O(log n) lookups for each distinct prefix length.
 
     Args:
         hashes: chained block hashes of the prompt, first block first; at least one.
@@ -30,8 +30,8 @@ def depths(lookup: Lookup, hashes: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def bits_of(mask: int) -> Iterator[int]:
-    """Numbers of the bits that are set, in no order."""
-    if mask.bit_length() > 64:  # arithmetic on wide masks costs their width for every bit
+    """Yields the indexes of the set bits, in no particular order."""
+    if mask.bit_length() > 64:  # arithmetic on wide integers costs their width for every bit
         digits = bin(mask)[:1:-1]
         at = digits.find("1")
         while at >= 0:
@@ -46,28 +46,30 @@ def bits_of(mask: int) -> Iterator[int]:
 
 def _walk(lookup: Lookup, hashes: Sequence[int], mask: int) -> Iterator[tuple[int, int]]:
     for depth in range(1, len(hashes)):
-        kept = mask & lookup(hashes[depth], 0)
-        if kept != mask:
-            yield mask ^ kept, depth
-            mask = kept
+        remaining = mask & lookup(hashes[depth], 0)
+        if remaining != mask:
+            yield mask ^ remaining, depth
+            mask = remaining
             if not mask:
                 return
     yield mask, len(hashes)
 
 
 def _bisect(lookup: Lookup, hashes: Sequence[int], mask: int) -> Iterator[tuple[int, int]]:
-    """Halves the prompt; ranks that part at a half are searched for on their own side, with no probe made twice."""
-    undecided = [(mask, 0, len(hashes))]  # of these ranks, all hold the block `low` and none the block `high`
+    """Bisects the prompt; a probe that separates the ranks splits the search, so no block is probed twice."""
+    undecided = [
+        (mask, 0, len(hashes))
+    ]  # (ranks, low, high): all of the ranks hold block `low`, none holds block `high`
     while undecided:
         mask, low, high = undecided.pop()
         while high - low > 1:
             middle = (low + high) >> 1
-            kept = mask & lookup(hashes[middle], 0)
-            if kept == mask:
+            remaining = mask & lookup(hashes[middle], 0)
+            if remaining == mask:
                 low = middle
                 continue
-            if kept:
-                undecided.append((kept, middle, high))
-                mask ^= kept
+            if remaining:
+                undecided.append((remaining, middle, high))
+                mask ^= remaining
             high = middle
         yield mask, high

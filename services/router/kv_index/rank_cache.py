@@ -1,4 +1,4 @@
-"""What one rank holds, and the rules by which its event batches are accepted."""
+"""Cache content of one rank, and the rules for accepting its event batches."""
 
 from __future__ import annotations
 
@@ -7,31 +7,30 @@ from enum import Enum
 
 from services.common.packing import pack_u64, unpack_u64
 from services.router.kv_index.events import HASH_BYTES, EventBatch, Kind, Snapshot
-from services.router.kv_index.tier import Shelf
+from services.router.kv_index.tier import RankTierBlocks
 
 
-class Outcome(Enum):
-    """What became of a batch or snapshot."""
+class ApplyResult(Enum):
+    """Result of applying a batch or snapshot."""
 
     APPLIED = "applied"
-    DUPLICATE = "duplicate"  # at or below what is known: nothing changed
-    GAP = "gap"  # something before it is missing: nothing changed, a snapshot is needed
-    STALE = "stale"  # no such worker, or another epoch: nothing changed
-    OVERFLOW = "overflow"  # more blocks than the card allows: the worker cannot be believed
+    DUPLICATE = "duplicate"  # sequence number already applied: nothing changed
+    GAP = "gap"  # an earlier batch is missing: nothing changed, a snapshot is needed
+    STALE = "stale"  # unknown worker or different epoch: nothing changed
+    OVERFLOW = "overflow"  # more blocks than the model card allows: the worker's events are wrong
 
 
 class RankCache:
-    """The blocks of one rank in one epoch, by tier.
+    """Blocks of one rank in one worker epoch, by tier.
 
     Args:
-        epoch: of the worker.
-        capacity: most blocks per tier.
-        tiers: empty shelves, by tier.
+        capacity: maximum blocks per tier.
+        tiers: block sets by tier, empty.
     """
 
     __slots__ = ("capacity", "epoch", "sequence", "tiers")
 
-    def __init__(self, epoch: int, capacity: int, tiers: Sequence[Shelf]) -> None:
+    def __init__(self, epoch: int, capacity: int, tiers: Sequence[RankTierBlocks]) -> None:
         self.epoch = epoch
         self.capacity = capacity
         self.sequence = 0
@@ -39,65 +38,65 @@ class RankCache:
 
     @property
     def blocks(self) -> int:
-        """Blocks held, counted once per tier."""
+        """Number of blocks held, counted once per tier."""
         return sum(map(len, self.tiers))
 
-    def admit(self, epoch: int, sequence: int) -> Outcome:
-        """Whether a batch with this sequence number is the next one."""
+    def admit(self, epoch: int, sequence: int) -> ApplyResult:
+        """Returns APPLIED if a batch with this sequence number is the next one, else the reason to reject it."""
         if epoch != self.epoch:
-            return Outcome.STALE
+            return ApplyResult.STALE
         if sequence <= self.sequence:
-            return Outcome.DUPLICATE
-        return Outcome.APPLIED if sequence == self.sequence + 1 else Outcome.GAP
+            return ApplyResult.DUPLICATE
+        return ApplyResult.APPLIED if sequence == self.sequence + 1 else ApplyResult.GAP
 
-    def apply(self, epoch: int, batch: EventBatch) -> Outcome:
-        """Applies a batch if it is the next one. After OVERFLOW the content is undefined: drop the worker."""
+    def apply(self, epoch: int, batch: EventBatch) -> ApplyResult:
+        """Applies a batch if it is the next one. After OVERFLOW the content is undefined; drop the rank."""
         outcome = self.admit(epoch, batch.sequence)
-        if outcome is not Outcome.APPLIED:
+        if outcome is not ApplyResult.APPLIED:
             return outcome
         for kind, tier, hashes in batch.ops:
-            shelf = self.tiers[tier]
+            tier_blocks = self.tiers[tier]
             if kind is Kind.CLEARED:
                 self.clear()
             elif kind is Kind.STORED:
-                shelf.store(unpack_u64(hashes))
-                if shelf.count > self.capacity:
-                    return Outcome.OVERFLOW
+                tier_blocks.store(unpack_u64(hashes))
+                if tier_blocks.count > self.capacity:
+                    return ApplyResult.OVERFLOW
             else:
-                shelf.remove(unpack_u64(hashes))
+                tier_blocks.remove(unpack_u64(hashes))
         self.sequence = batch.sequence
         return outcome
 
-    def replace(self, epoch: int, snapshot: Snapshot) -> Outcome:
-        """Takes a snapshot unless it is older than what is held."""
+    def replace(self, epoch: int, snapshot: Snapshot) -> ApplyResult:
+        """Replaces the content by a snapshot unless that is older."""
         if epoch != self.epoch:
-            return Outcome.STALE
+            return ApplyResult.STALE
         if snapshot.sequence < self.sequence:
-            return Outcome.DUPLICATE
+            return ApplyResult.DUPLICATE
         if max(map(len, snapshot.tiers)) > self.capacity * HASH_BYTES:
-            return Outcome.OVERFLOW
+            return ApplyResult.OVERFLOW
         self.clear()
-        for shelf, hashes in zip(self.tiers, snapshot.tiers, strict=True):
-            shelf.store(unpack_u64(hashes))
+        for tier_blocks, hashes in zip(self.tiers, snapshot.tiers, strict=True):
+            tier_blocks.store(unpack_u64(hashes))
         self.sequence = snapshot.sequence
-        return Outcome.APPLIED
+        return ApplyResult.APPLIED
 
-    def filling(self, epoch: int, snapshot: Snapshot, step: int) -> Iterator[None]:
-        """Takes a snapshot into an empty holding, `step` bytes of hashes between two yields; not of another epoch."""
+    def fill(self, epoch: int, snapshot: Snapshot, step: int) -> Iterator[None]:
+        """Loads a snapshot of the same epoch into an empty cache, yielding after every `step` bytes of hashes."""
         if epoch != self.epoch:
             return
-        for shelf, hashes in zip(self.tiers, snapshot.tiers, strict=True):
+        for tier_blocks, hashes in zip(self.tiers, snapshot.tiers, strict=True):
             for start in range(0, len(hashes), step):
-                shelf.store(unpack_u64(hashes[start : start + step]))
+                tier_blocks.store(unpack_u64(hashes[start : start + step]))
                 yield
         self.sequence = snapshot.sequence
 
     def clear(self) -> None:
-        """Forgets all blocks of all tiers."""
-        for shelf in self.tiers:
-            shelf.clear()
+        """Removes all blocks of all tiers."""
+        for tier_blocks in self.tiers:
+            tier_blocks.clear()
 
     def snapshot(self, rank: int) -> Snapshot:
-        """A copy; hashes in no order."""
-        device, host, disk = (pack_u64(shelf.hashes()) for shelf in self.tiers)
+        """Returns a copy of the content; hashes are in no particular order."""
+        device, host, disk = (pack_u64(tier_blocks.hashes()) for tier_blocks in self.tiers)
         return Snapshot(rank, self.sequence, (device, host, disk))

@@ -1,8 +1,7 @@
-"""The blocks of one tier: which ranks hold which, at about 100 bytes a block.
+"""Blocks of one memory tier and the ranks that hold them, at about 100 bytes per block.
 
-A dict maps a block hash to the bits of the ranks that hold it; equal masks are one object. What a rank holds is not
-kept a second time as a set: a log of the hashes it stored, 8 bytes each, is enough to list them, because the dict says
-which of them it still holds.
+A dict maps a block hash to the bits of the ranks that hold it; equal masks share one object. There is no set of blocks
+per rank: a log of the stored hashes, 8 bytes each, suffices to list them, because the dict tells which are still held.
 """
 
 from __future__ import annotations
@@ -10,13 +9,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator
 
-_LOGS = 32  # a log is compacted at once; parts keep that short
-_SLACK = 64  # dead entries a log may always have
+_LOGS = 32  # each log is compacted in one go; several short ones keep that fast
+_SLACK = 64  # removed entries that a log may have before it is compacted
 _MOST_MASKS = 65_536
 
 
-class Shelf:
-    """One rank's blocks of one tier."""
+class RankTierBlocks:
+    """Blocks of one rank on one tier."""
 
     __slots__ = ("_logs", "_next", "_table", "bit", "count")
 
@@ -48,7 +47,7 @@ class Shelf:
         self._tidy(count)
 
     def remove(self, hashes: Iterable[int]) -> None:
-        """Takes blocks away; those that are not held do not matter."""
+        """Removes blocks; ignores those that are not held."""
         bit, holders = self.bit, self._table.holders
         get, shared = holders.get, self._table.shared
         count = 0
@@ -64,7 +63,7 @@ class Shelf:
         self.count -= count
 
     def clear(self) -> None:
-        """Takes all blocks away; O(blocks)."""
+        """Removes all blocks; takes time proportional to their number."""
         for log in self._logs:
             self.remove(log)
         self._logs = []
@@ -76,7 +75,7 @@ class Shelf:
         return iter(self.hashes())
 
     def hashes(self) -> array[int]:
-        """All blocks, in no order."""
+        """Returns the hashes of all blocks, in no particular order."""
         found = array("Q")
         for log in self._logs:
             found.extend(self._alive(log))
@@ -87,7 +86,7 @@ class Shelf:
         return array("Q", {block for block in log if get(block, 0) & bit})
 
     def _tidy(self, stored: int) -> None:
-        """Drops dead entries from logs that are mostly dead, a log for every so many blocks stored."""
+        """Compacts logs that consist mostly of removed entries; checks more logs the more blocks were stored."""
         for _ in range(min(stored // _LOGS + 1, _LOGS)):
             self._next = (self._next + 1) % _LOGS
             log = self._logs[self._next]
@@ -96,7 +95,7 @@ class Shelf:
 
 
 class TierTable:
-    """Block hash → bits of the ranks that hold it."""
+    """Maps block hashes to the bits of the ranks that hold them."""
 
     def __init__(self) -> None:
         self.holders: dict[int, int] = {}
@@ -106,7 +105,7 @@ class TierTable:
         return len(self.holders)
 
     def shared(self, mask: int) -> int:
-        """An equal mask that others use too."""
+        """Returns a shared object equal to the mask, so that equal masks are stored once."""
         if len(self._masks) >= _MOST_MASKS:
             self._masks.clear()
         return self._masks.setdefault(mask, mask)

@@ -1,1 +1,1 @@
-"""Protobuf messages and the router's own types, in both directions."""
+"""Converts between protobuf messages and the router's types."""

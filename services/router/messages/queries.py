@@ -1,4 +1,4 @@
-"""Messages of queries and reservations ↔ the router's own words."""
+"""Converts messages of queries and reservations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MODES = router_pb2.RouteQueryRequest.Mode.values()
 
 
 def prompt_of(prompt: router_pb2.PromptRef, lora: str, cache_salt: str) -> Prompt:
-    """A prompt."""
+    """Returns a prompt from its message."""
     return Prompt(
         prompt.token_ids,
         prompt.block_hashes,
@@ -33,13 +33,13 @@ def prompt_of(prompt: router_pb2.PromptRef, lora: str, cache_salt: str) -> Promp
 
 
 def query_of(request: router_pb2.RouteQueryRequest, defaults: CostModel, scope: str = "") -> Query:
-    """A query; SluiceError(INVALID_ARGUMENT) when it cannot be.
+    """Returns a query from its message; raises SluiceError (INVALID_ARGUMENT) if it is invalid.
 
     Args:
         scope: of the caller's reservations.
     """
     if request.mode not in _MODES:
-        raise invalid(f"Mode {request.mode} is not known.", param="mode")
+        raise invalid(f"Unknown mode {request.mode}; use a value of RouteQueryRequest.Mode.", param="mode")
     reserve = request.mode == router_pb2.RouteQueryRequest.MODE_SELECT_AND_RESERVE
     if reserve:
         check_request_id(request.request_id)
@@ -64,9 +64,9 @@ def query_of(request: router_pb2.RouteQueryRequest, defaults: CostModel, scope: 
 
 
 def check_request_id(request_id: str) -> None:
-    """SluiceError(INVALID_ARGUMENT) for one that nothing can be booked under."""
+    """Raises SluiceError (INVALID_ARGUMENT) if a reservation cannot have this request id."""
     if not request_id:
-        raise invalid("A reservation needs a request_id.", param="request_id")
+        raise invalid("Missing request_id; a reservation requires one.", param="request_id")
     if "\0" in request_id:
         raise invalid("A request_id cannot contain a NUL character.", param="request_id")
 
@@ -76,12 +76,12 @@ def _cost_model(overrides: router_pb2.CostOverrides, defaults: CostModel) -> Cos
     for name, value in changes.items():
         most = 1 if name.endswith("_credit") else float("inf")
         if not 0 <= value <= most or value == float("inf"):
-            raise invalid(f"{name} is {value}; it must be from 0 to {most}.", param=f"cost.{name}")
+            raise invalid(f"{name} is {value}; use a value from 0 to {most}.", param=f"cost.{name}")
     return replace(defaults, **changes)
 
 
 def overlap_of(overlap: Overlap) -> router_pb2.Overlap:
-    """An overlap."""
+    """Returns the message of an overlap."""
     return router_pb2.Overlap(
         device_blocks=overlap.device,
         host_blocks=overlap.host,
@@ -90,8 +90,8 @@ def overlap_of(overlap: Overlap) -> router_pb2.Overlap:
     )
 
 
-def answer_of(route: Route) -> router_pb2.RouteQueryResponse:
-    """The answer to a query."""
+def response_of(route: Route) -> router_pb2.RouteQueryResponse:
+    """Returns the response to a query."""
     prefill, prompt = route.prefill_worker, route.prompt or NO_PROMPT
     return router_pb2.RouteQueryResponse(
         decode=_target(WorkerRank(route.worker.worker_id, route.rank), route.worker.address),
@@ -128,7 +128,7 @@ def answer_of(route: Route) -> router_pb2.RouteQueryResponse:
 
 
 def outcome_of(outcome: router_pb2.RequestOutcome) -> Outcome:
-    """What became of a request."""
+    """Returns the outcome of a request from its message."""
     cached = outcome.cached_tokens if outcome.HasField("cached_tokens") else None
     return Outcome(outcome.reservation_id, cached, outcome.output_tokens)
 
@@ -138,7 +138,7 @@ def _target(slot: WorkerRank, address: str) -> router_pb2.WorkerTarget:
 
 
 def decision_of(decision: Decision) -> router_pb2.Decision:
-    """A decision record."""
+    """Returns the message of a decision record."""
     prefill = decision.prefill_slot
     return router_pb2.Decision(
         reservation_id=decision.reservation_id,

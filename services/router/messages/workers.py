@@ -1,4 +1,4 @@
-"""Messages of workers and about them ↔ the router's own words."""
+"""Converts messages from workers and about workers."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from services.common.hashing import HASH_SCHEME
 from services.common.packing import pack_u64
 from services.common.security.identity import ANONYMOUS, Caller
 from services.router.kv_index.events import HASH_BYTES, BlockOp, EventBatch, Kind, Tier
-from services.router.registration.stream_messages import Leaving, Replies, Report, Said, SnapshotChunk
+from services.router.registration.stream_messages import Leaving, Replies, Report, SnapshotChunk, WorkerMessage
 from services.router.reservations.cost import Load
 from services.router.sync.load_reconciler import Reported
 from services.router.sync.model_state import ModelState
-from services.router.workers.registry import Happening, News
+from services.router.workers.registry import UpdateKind, WorkerUpdate
 from services.router.workers.worker import Role, Worker, WorkerRank
 from sluice.v1 import common_pb2, router_pb2
 
 log = logging.getLogger(__name__)
 
 MOST_RANKS = 1_024
-DUMP_AT_ONCE = 65_536  # hashes a message
+DUMP_AT_ONCE = 65_536  # hashes per message
 EPOCH_AHEAD_US = 24 * 3600 * 1_000_000
 LEASE_KEY_BYTES = (16, 64)
 
@@ -43,9 +43,9 @@ _TIER_NUMBERS = {
     Tier.DISK: common_pb2.CACHE_TIER_DISK,
 }
 _KINDS = {
-    Happening.UP: router_pb2.WorkerChange.KIND_UP,
-    Happening.DOWN: router_pb2.WorkerChange.KIND_DOWN,
-    Happening.SYNCED: router_pb2.WorkerChange.KIND_SYNCED,
+    UpdateKind.UP: router_pb2.WorkerChange.KIND_UP,
+    UpdateKind.DOWN: router_pb2.WorkerChange.KIND_DOWN,
+    UpdateKind.SYNCED: router_pb2.WorkerChange.KIND_SYNCED,
 }
 
 
@@ -53,10 +53,10 @@ def worker_of(registration: router_pb2.Registration, caller: Caller = ANONYMOUS)
     """Returns a worker from its registration.
 
     Args:
-        caller: that sent it.
+        caller: the authenticated sender.
 
     Raises:
-        SluiceError: INVALID_ARGUMENT for a registration that cannot be.
+        SluiceError: INVALID_ARGUMENT for an invalid registration.
     """
     card = registration.card
     for name, value in (
@@ -65,7 +65,7 @@ def worker_of(registration: router_pb2.Registration, caller: Caller = ANONYMOUS)
         ("card.model", card.model),
     ):
         if not value:
-            raise invalid(f"A registration needs {name}.", param=f"registration.{name}")
+            raise invalid(f"Missing {name}; a registration requires it.", param=f"registration.{name}")
     check_worker(registration.worker_id, registration.address, card)
     check_name(registration.engine, "registration.engine")
     check_name(registration.engine_version, "registration.engine_version")
@@ -73,16 +73,14 @@ def worker_of(registration: router_pb2.Registration, caller: Caller = ANONYMOUS)
     key = registration.lease_key
     shortest, longest = LEASE_KEY_BYTES
     if key and not shortest <= len(key) <= longest:
-        raise invalid(
-            f"A lease key of {len(key)} bytes; {shortest} to {longest} are taken.", param="registration.lease_key"
-        )
+        raise invalid(f"lease_key has {len(key)} bytes; send {shortest} to {longest}.", param="registration.lease_key")
     ranks = card.data_parallel_size or 1
     if ranks > MOST_RANKS:
-        raise invalid(f"{ranks} data-parallel ranks are more than {MOST_RANKS}.", param="card.data_parallel_size")
+        raise invalid(f"data_parallel_size is {ranks}; the maximum is {MOST_RANKS}.", param="card.data_parallel_size")
     scheme = card.hash_scheme or HASH_SCHEME
     if card.block_size and scheme != HASH_SCHEME:
         raise invalid(
-            f"Hash scheme {quoted(scheme)} is not known here; use {HASH_SCHEME!r}.",
+            f"Unknown hash scheme {quoted(scheme)}; use {HASH_SCHEME!r}.",
             param="registration.card.hash_scheme",
             code="unknown_hash_scheme",
         )
@@ -98,7 +96,7 @@ def worker_of(registration: router_pb2.Registration, caller: Caller = ANONYMOUS)
     try:
         role = Role(info.role)
     except ValueError:
-        raise invalid(f"Role {info.role} is not known.", param="registration.role") from None
+        raise invalid(f"Unknown role {info.role}; use a value of WorkerRole.", param="registration.role") from None
     return Worker(
         worker_id=registration.worker_id,
         address=registration.address,
@@ -121,15 +119,15 @@ def _check_epoch(epoch: int) -> None:
     latest = time.time_ns() // 1_000 + EPOCH_AHEAD_US
     if not 0 < epoch <= latest:
         raise invalid(
-            f"Epoch {epoch} is out of range: use the start's Unix microseconds, at most a day ahead of the router's "
-            f"clock (now {latest - EPOCH_AHEAD_US}).",
+            f"Epoch {epoch} is out of range; use the worker's start time in Unix microseconds, at most one day ahead "
+            f"of the router's clock (now {latest - EPOCH_AHEAD_US}).",
             param="registration.epoch",
             code="epoch_out_of_range",
         )
 
 
 def worker_info(worker: Worker, report: bytes) -> router_pb2.WorkerInfo:
-    """A worker as callers see it; the loads of its ranks are added up."""
+    """Returns the public description of a worker; its load is the sum over its ranks."""
     info = router_pb2.WorkerInfo.FromString(worker.document)
     info.draining = worker.draining
     total = info.load
@@ -144,41 +142,43 @@ def worker_info(worker: Worker, report: bytes) -> router_pb2.WorkerInfo:
 
 
 def reported(report: bytes) -> list[common_pb2.WorkerLoad]:
-    """A worker's last heartbeat: loads by rank; none where it cannot be read."""
+    """Returns the loads by rank from a worker's last heartbeat; empty if it cannot be parsed."""
     try:
         return list(router_pb2.Heartbeat.FromString(report).loads)
     except DecodeError:
-        _say_ignored(report)
+        _log_ignored(report)
         return []
 
 
-@lru_cache(maxsize=256)  # remembering it says it once: a report is read several times a second until the next one comes
-def _say_ignored(report: bytes) -> None:
-    log.warning("a worker's report that the store keeps cannot be read and is ignored", extra={"bytes": len(report)})
+@lru_cache(maxsize=256)  # logs each report once: it is parsed several times a second until the next one arrives
+def _log_ignored(report: bytes) -> None:
+    log.warning("ignoring a stored worker report that cannot be parsed", extra={"bytes": len(report)})
 
 
 def used_blocks(report: bytes) -> list[int]:
-    """KV blocks in use by rank, out of a worker's last heartbeat."""
+    """Returns the KV blocks in use by rank from a worker's last heartbeat."""
     return [load.used_blocks for load in reported(report)]
 
 
 def read_report(report: bytes) -> list[Reported]:
-    """What each rank says it has, out of a worker's last heartbeat."""
+    """Returns the requests that each rank reported in the worker's last heartbeat."""
     return [
         Reported(load.running_requests + load.waiting_requests, bool(load.prefill_tokens or load.waiting_requests))
         for load in reported(report)
     ]
 
 
-def said(message: router_pb2.AttachRequest, worker: Worker) -> Said:
-    """A message of an attached worker; SluiceError(INVALID_ARGUMENT) for nonsense."""
+def message_of(message: router_pb2.AttachRequest, worker: Worker) -> WorkerMessage:
+    """Returns the content of an attached worker's message; raises SluiceError (INVALID_ARGUMENT) if it is invalid."""
     which = message.WhichOneof("message")
     if which == "events":
         batch = message.events
         return EventBatch(batch.data_parallel_rank, batch.sequence, tuple(map(_op, batch.events)))
     if which == "heartbeat":
         if len(message.heartbeat.loads) > worker.ranks:
-            raise invalid("A heartbeat has more loads than the worker has ranks.", param="heartbeat.loads")
+            raise invalid(
+                "The heartbeat has more loads than the worker has ranks; send one per rank.", param="heartbeat.loads"
+            )
         return Report(message.heartbeat.SerializeToString())
     if which == "snapshot":
         chunk = message.snapshot
@@ -187,9 +187,11 @@ def said(message: router_pb2.AttachRequest, worker: Worker) -> Said:
         )
     if which == "leave":
         return Leaving(message.leave.reason)
-    raise invalid(
-        "Only the first message is a registration." if which == "registration" else "An empty message.", param="message"
-    )
+    if which == "registration":
+        raise invalid(
+            "The worker is registered already; send the registration as the first message only.", param="message"
+        )
+    raise invalid("Empty message; set one of its fields.", param="message")
 
 
 def _op(event: router_pb2.KvEvent) -> BlockOp:
@@ -200,38 +202,38 @@ def _op(event: router_pb2.KvEvent) -> BlockOp:
         return BlockOp(Kind.REMOVED, _tier(event.removed.tier), _whole(event.removed.block_hashes))
     if which == "cleared":
         return BlockOp(Kind.CLEARED, Tier.DEVICE, b"")
-    raise invalid("A KV event of unknown kind.", param="events")
+    raise invalid("KV event of unknown kind; send stored, removed or cleared.", param="events")
 
 
 def _tier(number: int) -> Tier:
     tier = _TIERS.get(common_pb2.CacheTier.ValueType(number))
     if tier is None:
-        raise invalid(f"Cache tier {number} is not known.", param="tier")
+        raise invalid(f"Unknown cache tier {number}; use a value of CacheTier.", param="tier")
     return tier
 
 
 def _whole(hashes: bytes) -> bytes:
     if len(hashes) % HASH_BYTES:
-        raise invalid(f"block_hashes holds {len(hashes)} bytes, not a multiple of 8.", param="block_hashes")
+        raise invalid(f"block_hashes has {len(hashes)} bytes; send packed u64 (8 bytes each).", param="block_hashes")
     return hashes
 
 
 def replies_of(replies: Replies) -> Iterator[router_pb2.AttachResponse]:
-    """What an attached worker should hear."""
+    """Yields the messages to send to an attached worker."""
     for rank, sequence in replies.acks.items():
         yield router_pb2.AttachResponse(ack=router_pb2.EventAck(data_parallel_rank=rank, sequence=sequence))
     for rank, reason in replies.resyncs.items():
         yield router_pb2.AttachResponse(resync=router_pb2.ResyncRequest(data_parallel_rank=rank, reason=reason))
 
 
-def change_of(news: News, report: bytes) -> router_pb2.WorkerChange:
-    """What a watcher hears."""
-    worker = None if news.worker is None else worker_info(news.worker, report)
-    return router_pb2.WorkerChange(kind=_KINDS[news.happening], worker=worker)
+def change_of(update: WorkerUpdate, report: bytes) -> router_pb2.WorkerChange:
+    """Returns the message to send to a watcher."""
+    worker = None if update.worker is None else worker_info(update.worker, report)
+    return router_pb2.WorkerChange(kind=_KINDS[update.kind], worker=worker)
 
 
 def booked_load(slot: WorkerRank, load: Load, report: bytes) -> router_pb2.BookedLoad:
-    """Booked and reported load of a rank."""
+    """Returns the message with the reserved and the reported load of a rank."""
     loads = reported(report)
     return router_pb2.BookedLoad(
         worker_id=slot.worker_id,
@@ -244,19 +246,19 @@ def booked_load(slot: WorkerRank, load: Load, report: bytes) -> router_pb2.Booke
 
 
 def dump_of(view: ModelState) -> Iterator[router_pb2.IndexDump]:
-    """A view's index, rank by rank and tier by tier; ranks without blocks have one message that says so."""
+    """Yields a model's block index by rank and tier; a rank without blocks yields one empty message."""
     for slot in sorted(view.index.slots):
-        holding = view.index.holding(slot)
-        if holding is None:
+        cache = view.index.cache(slot)
+        if cache is None:
             continue
         for tier in Tier:
-            hashes = sorted(holding.tiers[tier])
+            hashes = sorted(cache.tiers[tier])
             for start in range(0, max(len(hashes), 1 if tier is Tier.DEVICE else 0), DUMP_AT_ONCE):
                 yield router_pb2.IndexDump(
                     worker_id=slot.worker_id,
                     data_parallel_rank=slot.rank,
                     tier=_TIER_NUMBERS[tier],
-                    epoch=holding.epoch,
-                    sequence=holding.sequence,
+                    epoch=cache.epoch,
+                    sequence=cache.sequence,
                     block_hashes=pack_u64(hashes[start : start + DUMP_AT_ONCE]),
                 )

@@ -1,4 +1,4 @@
-"""Notices a worker that says more than any engine could mean."""
+"""Limits the rate of messages and block hashes from a worker."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from services.common.errors import ErrorKind, SluiceError
 from services.router.workers.worker import Worker
 
 WINDOW_S = 10.0
-MOST_MESSAGES = 50_000  # a window and rank; a worker of this suite sends at most 200 a second
-LEAST_HASHES = 1_000_000  # a window and rank, however small the cache is
-MOST_TURNOVERS = 20  # of a whole cache a window
+MOST_MESSAGES = 50_000  # per window and rank; a Sluice worker sends at most 200 per second
+LEAST_HASHES = 1_000_000  # allowed per window and rank, however small the cache is
+MOST_TURNOVERS = 20  # of the complete cache per window
 
 
 class FloodGuard:
-    """Counts what one worker says, window by window.
+    """Counts the messages of one worker in fixed windows.
 
     Args:
-        clock: seconds, monotonic.
+        clock: returns monotonic seconds.
     """
 
     def __init__(self, worker: Worker, clock: Callable[[], float] = time.monotonic) -> None:
@@ -31,10 +31,10 @@ class FloodGuard:
         self._hashes = 0
 
     def count(self, messages: int, hashes: int) -> None:
-        """Adds what was said.
+        """Counts received messages.
 
         Raises:
-            SluiceError: OVERLOADED when that is a flood; cut the worker off.
+            SluiceError: OVERLOADED if a limit is exceeded; the caller must disconnect the worker.
         """
         now = self._clock()
         if now >= self._until:
@@ -45,8 +45,8 @@ class FloodGuard:
         if self._messages > self._most_messages or self._hashes > self._most_hashes:
             raise SluiceError(
                 ErrorKind.OVERLOADED,
-                f"Worker {self._worker_id} floods the router: {self._messages} messages with {self._hashes} block "
-                f"hashes in {WINDOW_S:g} s, where {self._most_messages} and {self._most_hashes} are allowed.",
+                f"Worker {self._worker_id} sent too much: {self._messages} messages with {self._hashes} block hashes "
+                f"in {WINDOW_S:g} s; the limits are {self._most_messages} and {self._most_hashes}.",
                 code="flood",
                 retry_after_ms=int(WINDOW_S * 1000),
             )

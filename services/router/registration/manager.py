@@ -1,4 +1,4 @@
-"""The workers attached to this replica."""
+"""Manages the workers attached to this replica."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from services.common.tasks import TaskOwner
 from services.router.metrics import Metrics
 from services.router.registration.stream import WorkerStream
 from services.router.store.base import Store
-from services.router.store.store_health import Link
+from services.router.store.store_health import StoreHealth
 from services.router.sync.reservation_manager import ReservationManager
 from services.router.sync.synchronizer import IndexSynchronizer
 from services.router.workers.claims import Claim, Taken
@@ -22,65 +22,67 @@ LOG_AGAIN_S = 60.0
 
 
 class WorkerManager:
-    """Attaches and detaches workers, and brings a returning store up to date about them."""
+    """Attaches and detaches workers, and registers them again when the store returns."""
 
     def __init__(
         self,
         store: Store,
-        link: Link,
-        keeper: IndexSynchronizer,
-        bookkeeper: ReservationManager,
+        health: StoreHealth,
+        synchronizer: IndexSynchronizer,
+        reservations: ReservationManager,
         tasks: TaskOwner,
         metrics: Metrics,
         lease_ms: int,
     ) -> None:
         self._store = store
-        self._link = link
-        self._keeper = keeper
-        self._bookkeeper = bookkeeper
+        self._health = health
+        self._synchronizer = synchronizer
+        self._reservations = reservations
         self._tasks = tasks
         self._metrics = metrics
         self._lease_ms = lease_ms
         self._attachments: dict[tuple[str, str], WorkerStream] = {}
-        self._untold: list[WorkerStream] = []
+        self._departed: list[WorkerStream] = []
         self._stopping = False
 
     async def attach(self, worker: Worker, proof: str = "") -> tuple[WorkerStream, dict[int, int]]:
-        """Registers a worker; returns its attachment and the last sequence number held, by rank.
+        """Registers a worker; returns its stream and the last applied sequence number by rank.
 
         Args:
-            proof: what proved the worker's identity, for logs.
+            proof: credential and host of the worker, for logs.
 
         Raises:
-            SluiceError: FAILED_PRECONDITION (`worker_id_taken`) when another process holds the worker's id; otherwise
-                as WorkerStream.open.
+            SluiceError: FAILED_PRECONDITION (`worker_id_taken`) if another process holds the worker id; otherwise as
+                raised by WorkerStream.open.
         """
-        view = self._keeper.view(worker.model)
-        attachment = WorkerStream(worker, self._store, self._link, view, self._lease_ms, proof, self._check_here)
+        view = self._synchronizer.view(worker.model)
+        attachment = WorkerStream(worker, self._store, self._health, view, self._lease_ms, proof, self._check_here)
         try:
             sequences = await attachment.open()
         except Taken as taken:
             _log_taken(worker.worker_id, proof, taken.holder.proof, int(time.monotonic() // LOG_AGAIN_S))
             raise taken.error from None
-        self._keeper.known.add(worker.model)
+        self._synchronizer.known.add(worker.model)
         self._attachments[worker.model, worker.worker_id] = attachment
         self._metrics.workers.add(1)
         log.info("worker attached", extra={"worker": worker.worker_id, "model": worker.model, "epoch": worker.epoch})
         return attachment, sequences
 
     def _check_here(self, claim: Claim) -> None:
-        """While the store is away: raises Taken for the ids of workers attached here, and for those of workers attached
-        elsewhere as long as the leases last that their routers can have renewed."""
-        left_ms = self._lease_ms - int(self._link.away_for_s * 1000)
+        """Raises Taken for ids held by other processes, as far as known without the store.
+
+        These are workers attached here, and workers attached elsewhere whose leases cannot have expired yet.
+        """
+        left_ms = self._lease_ms - int(self._health.unavailable_for_s * 1000)
         known = [attachment.worker for attachment in self._attachments.values()]
         if left_ms > 0:
-            known += [worker for view in self._keeper.views if (worker := view.find(claim.worker_id)) is not None]
+            known += [worker for view in self._synchronizer.views if (worker := view.find(claim.worker_id)) is not None]
         for worker in known:
             if worker.worker_id == claim.worker_id and not claim.may_replace(worker.claim):
                 raise Taken(left_ms if left_ms > 0 else self._lease_ms, worker.claim)
 
     def detach(self, attachment: WorkerStream) -> None:
-        """A worker's stream ended: it is gone. While this router stops, its workers attach to another replica."""
+        """Removes a worker whose stream ended, unless this router is stopping and its workers reconnect elsewhere."""
         worker = attachment.worker
         key = (worker.model, worker.worker_id)
         self._metrics.workers.add(-1)
@@ -91,34 +93,33 @@ class WorkerManager:
             return
         log.info("worker detached", extra={"worker": worker.worker_id, "model": worker.model})
         if not attachment.left:
-            self._bookkeeper.drop_worker(worker.model, worker.worker_id)
-        self._tasks.spawn(self._tell(attachment), f"remove-{worker.worker_id}")
+            self._reservations.drop_worker(worker.model, worker.worker_id)
+        self._tasks.spawn(self._close(attachment), f"remove-{worker.worker_id}")
 
     def stop(self) -> None:
-        """From now on the end of a stream does not mean the end of its worker."""
+        """Keeps workers registered from now on when their streams end."""
         self._stopping = True
 
     async def recover(self) -> None:
-        """Tells the store which workers are here; StoreUnavailable when it is away again."""
+        """Registers the attached workers again; raises StoreUnavailable if the store cannot be reached."""
         for key, attachment in list(self._attachments.items()):
-            if self._attachments.get(key) is attachment:  # else it went meanwhile
+            if self._attachments.get(key) is attachment:  # not detached meanwhile
                 await attachment.reopen()
 
-    async def take_leave(self) -> None:
-        """Tells the store which workers went while it was away, up to this moment; StoreUnavailable when it is away
-        again."""
-        while self._untold:
-            await self._untold[0].remove()
-            del self._untold[0]
+    async def remove_departed(self) -> None:
+        """Removes the workers from the store that detached during its outage; raises StoreUnavailable if it fails."""
+        while self._departed:
+            await self._departed[0].remove()
+            del self._departed[0]
 
-    async def _tell(self, attachment: WorkerStream) -> None:
+    async def _close(self, attachment: WorkerStream) -> None:
         if not await attachment.close():
-            self._untold.append(attachment)
+            self._departed.append(attachment)
 
 
-@lru_cache(maxsize=1_024)  # once a minute for each pair: a refused worker tries again and again
+@lru_cache(maxsize=1_024)  # logs each pair once a minute, because rejected workers retry
 def _log_taken(worker_id: str, refused: str, holder: str, minute: int) -> None:
     log.warning(
-        "a registration is refused: another process holds the worker id",
+        "registration rejected: another process holds the worker id",
         extra={"worker": worker_id, "refused": refused or "anonymous", "holder": holder or "anonymous"},
     )

@@ -1,4 +1,4 @@
-"""One worker's attachment: its lease, its event stream and the resyncs it needs."""
+"""Stream of an attached worker: its lease, event batches and resyncs."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from services.router.kv_index.events import (
     WorkerDraining,
     WorkerUp,
 )
-from services.router.kv_index.rank_cache import Outcome
+from services.router.kv_index.rank_cache import ApplyResult
 from services.router.registration.flood_guard import FloodGuard
-from services.router.registration.stream_messages import Leaving, Replies, Report, Said, SnapshotChunk
+from services.router.registration.stream_messages import Leaving, Replies, Report, SnapshotChunk, WorkerMessage
 from services.router.store.base import Applied, Lease, Store, StoreUnavailable
-from services.router.store.store_health import Link
+from services.router.store.store_health import StoreHealth
 from services.router.sync.model_state import ModelState
 from services.router.workers.claims import Claim, Hold, Taken
 from services.router.workers.worker import Worker, WorkerRank
 
 log = logging.getLogger(__name__)
 
-MOST_BUFFERED = 4_096  # batches of one rank kept back while its snapshot is under way
+MOST_BUFFERED = 4_096  # batches of one rank buffered until its snapshot arrives
 HEARTBEATS_PER_LEASE = 3
 
 
 @dataclass(slots=True)
 class _Assembly:
-    """A snapshot on its way, and the batches that came after it was asked for."""
+    """A partially received snapshot, and the batches received after it was requested."""
 
     sequence: int = 0
     tiers: tuple[bytearray, bytearray, bytearray] = field(
@@ -46,19 +46,19 @@ class _Assembly:
 
 
 class WorkerStream:
-    """A worker's stream to this router. Not reentrant: its owner handles one batch of messages after another.
+    """Handles the messages of a worker attached to this replica. Not reentrant: handle one batch of messages at a time.
 
     Args:
-        proof: of the worker's identity, for logs.
-        check_here: raises Taken when another process holds the worker's id as far as this replica can tell without the
-            store; called while that is away.
+        proof: credential and host of the worker, for logs.
+        check_here: raises Taken if another process holds the worker id as far as known without the store; called while
+            the store is unavailable.
     """
 
     def __init__(
         self,
         worker: Worker,
         store: Store,
-        link: Link,
+        health: StoreHealth,
         view: ModelState,
         lease_ms: int,
         proof: str = "",
@@ -69,40 +69,40 @@ class WorkerStream:
         self._check_here = check_here
         self.session = uuid.uuid4().hex
         self.left = False
-        self._unstored: set[int] = set()  # ranks whose last words the store does not hold
+        self._unstored: set[int] = set()  # ranks with events that the store lacks
         self._refused: SluiceError | None = None
         self._store = store
-        self._link = link
+        self._health = health
         self._view = view
         self._lease_ms = lease_ms
         self._renewed_at = 0.0
         self._flood = FloodGuard(worker)
-        self._heard: dict[int, int] = {}  # last sequence number the worker spoke of, by rank
+        self._received: dict[int, int] = {}  # last sequence number received by rank
         self._assemblies: dict[int, _Assembly] = {}
 
     async def open(self) -> dict[int, int]:
-        """Registers; returns the last sequence number held, by rank.
+        """Registers the worker; returns the last applied sequence number by rank.
 
         Raises:
-            Taken: another process holds the worker's id.
-            SluiceError: FAILED_PRECONDITION for an old epoch, or a block size others of the model do not have.
+            Taken: another process holds the worker id.
+            SluiceError: FAILED_PRECONDITION for an old epoch, or a block size that differs from the model's.
         """
         self._check_fits()
         try:
             sequences = await self._register()
         except StoreUnavailable as error:
-            self._link.lost(error)
+            self._health.mark_unavailable(error)
             self._check_here(self._claim)
             self._show()
             sequences = self._view.sequences(self.worker)
-        self._heard = dict(sequences)  # the worker does not say again what is held
+        self._received = dict(sequences)  # the worker does not send applied events again
         return sequences
 
     async def reopen(self) -> None:
-        """Registers again after the store was away or lost the worker; the next replies ask for what it misses.
+        """Registers again after an outage of the store; the next replies request what it lacks.
 
         Raises:
-            StoreUnavailable: it is away again.
+            StoreUnavailable: the store cannot be reached.
         """
         try:
             sequences = await self._register()
@@ -111,25 +111,25 @@ class WorkerStream:
         except Taken as taken:
             self._refused = taken.error
             return
-        except SluiceError as error:  # a newer start of this worker registered meanwhile
+        except SluiceError as error:  # a later start of this worker registered meanwhile
             self._refused = error
             return
         if self.left:
             await self._drain()
-        self._unstored = {rank for rank, heard in self._heard.items() if sequences.get(rank, 0) < heard}
+        self._unstored = {rank for rank, last in self._received.items() if sequences.get(rank, 0) < last}
 
-    async def handle(self, said: Sequence[Said]) -> Replies:
-        """Takes messages in order; event batches that came together are applied together.
+    async def handle(self, messages: Sequence[WorkerMessage]) -> Replies:
+        """Handles messages in order; consecutive event batches are applied together.
 
         Raises:
-            SluiceError: the worker sent nonsense or too much, or was replaced; cut it off.
+            SluiceError: the worker sent invalid messages or too many, or was replaced; the caller must disconnect it.
         """
-        self._flood.count(len(said), sum(map(_hashes, said)))
+        self._flood.count(len(messages), sum(map(_hashes, messages)))
         replies = Replies()
-        self._ask_for_unstored(replies)
+        self._request_unstored(replies)
         batches: list[EventBatch] = []
         report: Report | None = None
-        for message in said:
+        for message in messages:
             if isinstance(message, EventBatch):
                 batches.append(message)
                 continue
@@ -148,28 +148,28 @@ class WorkerStream:
         return replies
 
     async def close(self) -> bool:
-        """The worker's stream ended: it is gone, unless it attached elsewhere meanwhile.
+        """Removes the worker after its stream ended, unless it attached elsewhere.
 
-        What is booked on it goes too, unless it left in order: then its requests still run.
+        Its reservations are removed too, unless it announced to leave: then its requests still run.
 
         Returns:
-            False when the store cannot be told now; tell it with `remove` when it is back.
+            False if the store is unavailable; call `remove` when it returns.
         """
         gone = WorkerDown(self.worker.worker_id, self.worker.epoch)
         try:
-            if self._link.there:
-                with self._view.asking(self.worker.worker_id) as asking:
+            if self._health.available:
+                with self._view.pending_change(self.worker.worker_id) as pending:
                     owned = await self.remove()
-                if owned and not asking.overtaken:
+                if owned and not pending.superseded:
                     self._view.apply(gone)
                 return True
         except StoreUnavailable as error:
-            self._link.lost(error)
+            self._health.mark_unavailable(error)
         self._view.apply(gone)
         return False
 
     async def remove(self) -> bool:
-        """Removes the worker from the store; False when another attachment has it."""
+        """Removes the worker from the store; returns False if another stream owns it."""
         owned = await self._store.remove(
             self.worker.model, self.worker.worker_id, self.session, keep_reservations=self.left
         )
@@ -184,47 +184,47 @@ class WorkerStream:
             if (other.block_size, other.hash_scheme) != (mine.block_size, mine.hash_scheme):
                 raise SluiceError(
                     ErrorKind.FAILED_PRECONDITION,
-                    f"Model {mine.model} is served with blocks of {other.block_size} tokens ({other.hash_scheme}) and "
-                    f"this worker has {mine.block_size} ({mine.hash_scheme}): their caches cannot share an index.",
+                    f"Model {mine.model} is served with blocks of {other.block_size} tokens ({other.hash_scheme}), but "
+                    f"this worker has {mine.block_size} ({mine.hash_scheme}); use the same block size on all workers.",
                     param="card.block_size",
                     code="block_size_mismatch",
                 )
 
     async def _leave(self, message: Leaving) -> None:
         self.left = True
-        log.info("worker leaves", extra={"worker": self.worker.worker_id, "reason": message.reason})
+        log.info("worker is leaving", extra={"worker": self.worker.worker_id, "reason": message.reason})
         try:
             await self._drain()
         except StoreUnavailable as error:
-            self._link.lost(error)
+            self._health.mark_unavailable(error)
             self._view.apply(WorkerDraining(self.worker.worker_id, self.worker.epoch))
 
     async def _register(self) -> dict[int, int]:
         await self._store.claim(self._claim, self.session, self._lease_ms)
-        with self._view.asking(self.worker.worker_id) as asking:
+        with self._view.pending_change(self.worker.worker_id) as pending:
             sequences = await self._store.register(self.worker, self.session, self._lease_ms)
-        if not asking.overtaken:
+        if not pending.superseded:
             self._show()
         self._renewed_at = time.monotonic()
         return sequences
 
     def _show(self) -> None:
         known = self._view.find(self.worker.worker_id)
-        if known is not None and known.holder != self.worker.holder:  # its epochs are those of another process
+        if known is not None and known.holder != self.worker.holder:  # epochs of different processes are not comparable
             self._view.apply(WorkerDown(known.worker_id, known.epoch))
         self._view.apply(WorkerUp(self.worker))
 
     async def _drain(self) -> None:
-        with self._view.asking(self.worker.worker_id) as asking:
+        with self._view.pending_change(self.worker.worker_id) as pending:
             owned = await self._store.leave(self.worker.model, self.worker.worker_id, self.session)
-        if owned and not asking.overtaken:
+        if owned and not pending.superseded:
             self._view.apply(WorkerDraining(self.worker.worker_id, self.worker.epoch))
 
     async def _renew(self, report: Report | None, now: bool = False) -> None:
         if report is not None:
             self._view.reports[self.worker.worker_id] = report.document
         due = self._renewed_at + self._lease_ms / 1000 / HEARTBEATS_PER_LEASE
-        if not self._link.there or (report is None and not now and time.monotonic() < due):
+        if not self._health.available or (report is None and not now and time.monotonic() < due):
             return
         document = None if report is None else report.document
         try:
@@ -236,12 +236,12 @@ class WorkerStream:
             if hold is not Hold.REPLACED and (lease is Lease.GONE or hold is Hold.GONE):
                 await self.reopen()
         except StoreUnavailable as error:
-            self._link.lost(error)
+            self._health.mark_unavailable(error)
             return
         if lease is Lease.REPLACED or hold is Hold.REPLACED:
             raise SluiceError(
                 ErrorKind.FAILED_PRECONDITION,
-                f"Worker {self.worker.worker_id} is attached elsewhere; this attachment ends.",
+                f"Worker {self.worker.worker_id} is attached elsewhere; this stream ends.",
                 code="replaced",
             )
 
@@ -250,9 +250,9 @@ class WorkerStream:
         for batch in batches:
             self._check_rank(batch.rank)
             self._check_sequence(batch.sequence)
-            self._heard[batch.rank] = max(batch.sequence, self._heard.get(batch.rank, 0))
+            self._received[batch.rank] = max(batch.sequence, self._received.get(batch.rank, 0))
             if batch.rank in self._assemblies:
-                self._keep_back(batch, replies)
+                self._buffer(batch, replies)
             else:
                 ready.append(batch)
         if not ready:
@@ -264,7 +264,7 @@ class WorkerStream:
 
     async def _applied(self, batches: Sequence[EventBatch], replies: Replies) -> list[Applied]:
         worker = self.worker
-        if self._link.there:
+        if self._health.available:
             try:
                 results = await self._store.apply(
                     worker.model, worker.worker_id, worker.epoch, worker.total_blocks, batches
@@ -273,50 +273,58 @@ class WorkerStream:
                     self._view.apply(BlocksChanged(WorkerRank(worker.worker_id, batch.rank), worker.epoch, batch))
                 return results
             except StoreUnavailable as error:
-                self._link.lost(error)
-        # The view stays current while the store is away. Nothing is acknowledged: nothing is durable.
+                self._health.mark_unavailable(error)
+        # The local state stays current during an outage. Nothing is acknowledged because nothing is durable.
         self._unstored |= {batch.rank for batch in batches}
         return [
             Applied(self._view.index.apply(WorkerRank(worker.worker_id, batch.rank), worker.epoch, batch), 0)
             for batch in batches
         ]
 
-    async def _settle(self, batch: EventBatch, outcome: Outcome, sequence: int, replies: Replies) -> None:
-        if outcome is Outcome.OVERFLOW:
+    async def _settle(self, batch: EventBatch, outcome: ApplyResult, sequence: int, replies: Replies) -> None:
+        if outcome is ApplyResult.OVERFLOW:
             raise self._too_many(batch.rank)
-        if outcome is Outcome.GAP:
+        if outcome is ApplyResult.GAP:
             if batch.rank not in self._assemblies:
-                self._ask(batch.rank, f"event batch {batch.sequence} came and {sequence + 1} was next", replies)
-            self._keep_back(batch, replies)
-        elif outcome is Outcome.STALE:
+                self._request_snapshot(
+                    batch.rank, f"received event batch {batch.sequence}, expected {sequence + 1}", replies
+                )
+                self._buffer(batch, replies)
+        elif outcome is ApplyResult.STALE:
             await self._renew(None, now=True)
         elif sequence:
             replies.acks[batch.rank] = max(sequence, replies.acks.get(batch.rank, 0))
 
-    def _ask_for_unstored(self, replies: Replies) -> None:
-        """Once the store is there, not before: a snapshot that came earlier would reach the view only. And not while
-        one arrives: the rest of it would pass for the whole of the next."""
-        if self._link.there:
+    def _request_unstored(self, replies: Replies) -> None:
+        """Requests snapshots of ranks whose events the store lacks.
+
+        Only while the store is available, because an earlier snapshot would not reach it, and while no snapshot of the
+        rank is in flight, because its remaining chunks would be taken for the new one.
+        """
+        if self._health.available:
             arriving = {rank for rank, assembly in self._assemblies.items() if assembly.sequence}
             for rank in self._unstored - arriving:
-                self._ask(rank, "the store does not hold your last events", replies)
+                self._request_snapshot(rank, "the store lacks the last events", replies)
             self._unstored &= arriving
 
-    def _keep_back(self, batch: EventBatch, replies: Replies) -> None:
+    def _buffer(self, batch: EventBatch, replies: Replies) -> None:
         later = self._assemblies[batch.rank].later
         later.append(batch)
         if len(later) > MOST_BUFFERED:
-            self._ask(batch.rank, "the snapshot did not come in time", replies)
+            self._request_snapshot(batch.rank, "the snapshot did not arrive in time", replies)
 
-    def _ask(self, rank: int, reason: str, replies: Replies) -> None:
+    def _request_snapshot(self, rank: int, reason: str, replies: Replies) -> None:
         self._assemblies[rank] = _Assembly()
         replies.resyncs[rank] = reason
-        log.info("resync", extra={"worker": self.worker.worker_id, "rank": rank, "reason": reason})
+        log.info("requesting a snapshot", extra={"worker": self.worker.worker_id, "rank": rank, "reason": reason})
 
     async def _assemble(self, chunk: SnapshotChunk, replies: Replies) -> None:
         self._check_rank(chunk.rank)
         if chunk.sequence >= MAX_SEQUENCE:
-            raise invalid(f"Sequence number {chunk.sequence} is too large.", param="snapshot.sequence")
+            raise invalid(
+                f"Sequence number {chunk.sequence} is too large; use numbers below {MAX_SEQUENCE}.",
+                param="snapshot.sequence",
+            )
         assembly = self._assemblies.setdefault(chunk.rank, _Assembly())
         if chunk.sequence != assembly.sequence:
             assembly.sequence = chunk.sequence
@@ -332,9 +340,9 @@ class WorkerStream:
 
     async def _replace(self, snapshot: Snapshot, replies: Replies) -> None:
         worker, slot = self.worker, WorkerRank(self.worker.worker_id, snapshot.rank)
-        self._heard[snapshot.rank] = max(snapshot.sequence, self._heard.get(snapshot.rank, 0))
+        self._received[snapshot.rank] = max(snapshot.sequence, self._received.get(snapshot.rank, 0))
         self._view.replace(slot, worker.epoch, snapshot)
-        if not self._link.there:
+        if not self._health.available:
             self._unstored.add(snapshot.rank)
             return
         try:
@@ -342,36 +350,38 @@ class WorkerStream:
                 worker.model, worker.worker_id, worker.epoch, worker.total_blocks, snapshot
             )
         except StoreUnavailable as error:
-            self._link.lost(error)
+            self._health.mark_unavailable(error)
             self._unstored.add(snapshot.rank)
             return
-        if outcome is Outcome.OVERFLOW:
+        if outcome is ApplyResult.OVERFLOW:
             raise self._too_many(snapshot.rank)
-        if outcome is not Outcome.STALE:
+        if outcome is not ApplyResult.STALE:
             replies.acks[snapshot.rank] = sequence
 
     def _check_rank(self, rank: int) -> None:
         if rank >= self.worker.ranks:
             raise invalid(
-                f"Worker {self.worker.worker_id} speaks of rank {rank} and has {self.worker.ranks}.",
+                f"Worker {self.worker.worker_id} sent events of rank {rank} but registered {self.worker.ranks} ranks.",
                 param="data_parallel_rank",
             )
 
     def _check_sequence(self, sequence: int) -> None:
         if not 1 <= sequence < MAX_SEQUENCE:
-            raise invalid(f"Sequence number {sequence} is out of range: they start at 1.", param="events.sequence")
+            raise invalid(
+                f"Sequence number {sequence} is out of range; start at 1 and count up.", param="events.sequence"
+            )
 
     def _too_many(self, rank: int) -> SluiceError:
         return SluiceError(
             ErrorKind.INVALID_ARGUMENT,
-            f"Worker {self.worker.worker_id} claims more blocks on rank {rank} than the "
+            f"Worker {self.worker.worker_id} reported more blocks on rank {rank} than the "
             f"{self.worker.total_blocks} of its card.",
             code="too_many_blocks",
         )
 
 
-def _hashes(said: Said) -> int:
-    """How many block hashes a message has."""
-    if isinstance(said, EventBatch):
-        return said.bytes // HASH_BYTES
-    return len(said.hashes) // HASH_BYTES if isinstance(said, SnapshotChunk) else 0
+def _hashes(message: WorkerMessage) -> int:
+    """Returns the number of block hashes in a message."""
+    if isinstance(message, EventBatch):
+        return message.bytes // HASH_BYTES
+    return len(message.hashes) // HASH_BYTES if isinstance(message, SnapshotChunk) else 0

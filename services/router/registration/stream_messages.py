@@ -1,4 +1,4 @@
-"""What an attached worker and the router say to each other."""
+"""Messages between an attached worker and the router."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from services.router.kv_index.events import EventBatch, Tier
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """How the worker is doing, as the transport encodes it."""
+    """Load report of the worker, as the transport encodes it."""
 
     document: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotChunk:
-    """A piece of a rank's snapshot."""
+    """Part of a rank's snapshot."""
 
     rank: int
     sequence: int
@@ -29,19 +29,19 @@ class SnapshotChunk:
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """The worker takes no new requests."""
+    """The worker accepts no new requests."""
 
     reason: str
 
 
-Said: TypeAlias = Report | EventBatch | SnapshotChunk | Leaving
+WorkerMessage: TypeAlias = Report | EventBatch | SnapshotChunk | Leaving
 
 
 @dataclass(slots=True)
 class Replies:
-    """What the worker should hear: durable sequence numbers by rank, and ranks to send a snapshot of, with reasons.
+    """Replies to a worker: durable sequence numbers by rank, and ranks whose snapshots are requested, with reasons.
 
-    `outcomes` is not for the worker: how many event batches became what.
+    `outcomes` counts event batches by result, for metrics; it is not sent to the worker.
     """
 
     acks: dict[int, int] = field(default_factory=dict)

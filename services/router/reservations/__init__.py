@@ -1,1 +1,1 @@
-"""Reservations: which request is booked on which rank, who owns it, and how loads are corrected."""
+"""Reservations of requests on ranks: their table, owners, lifecycle and correction."""

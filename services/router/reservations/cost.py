@@ -1,4 +1,4 @@
-"""What it costs to run a prompt on a rank, in blocks, and how the cheapest is chosen."""
+"""Cost of running a prompt on a rank, in blocks, and the choice of the cheapest rank."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from services.router.kv_index.index import Overlap
 from services.router.workers.worker import WorkerRank
 
 PREFILL_LOAD_SCALE = 8.0
-"""Default weight of a block to compute against one to keep; benchmarks/README.md has the runs behind it."""
+"""Default weight of a prefill block relative to a decode block; benchmarks/README.md has the measurements."""
 
-MILLI = 1000  # booked loads are counted in thousandths of a block: sums of integers return to zero, floats drift
+MILLI = 1000  # loads are reserved in thousandths of a block: integer sums return to zero, floats drift
 
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """The knobs of the cost function.
+    """Parameters of the cost function.
 
-    Credits, 0 to 1, say how much of a block's computation is saved when it lies on that tier, or is expected there.
+    A credit, 0 to 1, is the share of a block's computation saved if the block is on that tier, or predicted.
     """
 
     prefill_load_scale: float = PREFILL_LOAD_SCALE
@@ -32,12 +32,12 @@ class CostModel:
     predicted_credit: float = 0.9
 
     def credit(self, overlap: Overlap) -> float:
-        """Blocks of computation that an overlap saves."""
+        """Returns the blocks of computation saved by an overlap."""
         return self.device_credit * overlap.device + self.host_credit * overlap.host + self.disk_credit * overlap.disk
 
 
 class Load(NamedTuple):
-    """What is booked on a rank, in blocks: prefill not computed yet, KV blocks of its requests, and how many."""
+    """Reserved load of a rank: blocks of prefill not computed yet, KV blocks of its requests, and their number."""
 
     prefill: float = 0.0
     decode: float = 0.0
@@ -48,23 +48,27 @@ NO_LOAD = Load()
 
 
 class Limits(NamedTuple):
-    """Booked loads, as in Load, from which on a rank takes nothing more."""
+    """Reserved loads, as in Load, at which a rank accepts no more requests."""
 
     prefill: float
     decode: float
     requests: float
 
     def less(self, load: Load) -> Limits:
-        """The same for a book that does not know of a load."""
+        """Returns the limits for a table that lacks this load."""
         return Limits(self.prefill - load.prefill, self.decode - load.decode, self.requests - load.requests)
 
 
 class Offer(NamedTuple):
-    """A rank that may run a request: the part of its cost that does not depend on what is booked, and what to book.
+    """A rank that may run a request: the part of its cost that does not depend on its load, and the load to reserve.
 
-    `uncached`: blocks of the request less the credit for its overlap. `added`: KV blocks the request would add.
-    `held`: blocks in the rank's cache; of equal costs the one that holds fewer wins, so that prompts spread.
-    `book_prefill`, `book_decode`: thousandths of a block. `limits`: when the rank takes nothing more; None for never.
+    Attributes:
+        uncached: blocks of the request minus the credit for its overlap.
+        added: KV blocks that the request would add.
+        held: blocks in the rank's cache; of equal costs, the rank with fewer wins, which spreads prompts.
+        book_prefill: prefill load to reserve, thousandths of a block.
+        book_decode: decode load to reserve, thousandths of a block.
+        limits: loads at which the rank accepts no more requests; None: never.
     """
 
     slot: WorkerRank
@@ -76,28 +80,28 @@ class Offer(NamedTuple):
     limits: Limits | None = None
 
     def busy(self, load: Load) -> bool:
-        """Whether the rank takes nothing more, given what is booked on it."""
+        """Returns whether the rank accepts no more requests at this load."""
         return self.limits is not None and any(booked >= most for booked, most in zip(load, self.limits, strict=True))
 
     def cost(self, load: Load, prefill_load_scale: float) -> float:
-        """Cost in blocks given what is booked on the rank."""
+        """Returns the cost in blocks at this load of the rank."""
         return cost(load.prefill, self.uncached, load.decode + self.added, prefill_load_scale)
 
 
 def cost(prefill_outstanding: float, uncached_blocks: float, decode_blocks: float, prefill_load_scale: float) -> float:
-    """`scale · max(prefill outstanding + request blocks − overlap credit, 0) + decode blocks`.
+    """Returns `scale · max(prefill outstanding + request blocks − overlap credit, 0) + decode blocks`.
 
     Args:
-        prefill_outstanding: blocks booked on the rank and not computed yet.
-        uncached_blocks: the request's blocks less the credit for what the rank holds of them.
-        decode_blocks: KV blocks the rank would hold for its running requests with this one, shared ones once.
-        prefill_load_scale: weight of prefill against decode.
+        prefill_outstanding: blocks reserved on the rank and not computed yet.
+        uncached_blocks: the request's blocks minus the credit for its overlap.
+        decode_blocks: KV blocks of the rank's running requests including this one, shared blocks counted once.
+        prefill_load_scale: weight of prefill relative to decode.
     """
     return prefill_load_scale * max(prefill_outstanding + uncached_blocks, 0.0) + decode_blocks
 
 
 def softmax(costs: Sequence[float], temperature: float) -> list[float]:
-    """Probabilities of choosing each, cheapest most likely; costs are normalised by their range first."""
+    """Returns the probability of each choice, highest for the lowest cost; costs are normalized by their range."""
     low, high = min(costs), max(costs)
     if high == low:
         return [1 / len(costs)] * len(costs)
@@ -107,7 +111,7 @@ def softmax(costs: Sequence[float], temperature: float) -> list[float]:
 
 
 def choose(costs: Sequence[float], held: Sequence[int], temperature: float, random: Random) -> int:
-    """Position of the choice: the cheapest, of those the emptiest, of those any; with a temperature a sample."""
+    """Returns the index of the choice: lowest cost, then fewest blocks, then random; or a sample by temperature."""
     if temperature > 0:
         return random.choices(range(len(costs)), softmax(costs, temperature))[0]
     best = min(zip(costs, held, strict=True))

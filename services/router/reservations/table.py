@@ -1,4 +1,4 @@
-"""The load book: which request is booked on which rank, and what that makes each rank's load."""
+"""Reservation table: requests reserved on ranks, and the resulting load of each rank."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from services.router.workers.worker import WorkerRank
 
 
 class Owner(NamedTuple):
-    """Whose lease holds reservations. Booking prolongs the lease like renewing it; it ends so long after the last."""
+    """Owner of reservations and the length of its lease; reserving and renewing both prolong the lease."""
 
     name: str
     lease_ms: int
 
 
 class AllBusy(SluiceError):
-    """Every offer is over its limits."""
+    """Every offered rank is at its limits."""
 
     def __init__(self, retry_after_ms: int = 1000) -> None:
         super().__init__(
             ErrorKind.OVERLOADED,
-            "Every worker that may run this request is over its busy thresholds.",
+            "Every worker that may run this request is over its busy thresholds; retry later.",
             code="overloaded",
             retry_after_ms=retry_after_ms,
         )
@@ -34,12 +34,14 @@ class AllBusy(SluiceError):
 
 @dataclass(frozen=True, slots=True)
 class ReservationParams:
-    """How to choose among offers and how long to hold the choice.
+    """How to choose among offers, and what to reserve.
 
-    `request_id` empty: choose, book nothing. `allowed`: workers the caller restricts the choice to; None for any. A
-    reservation under the same request id that lies outside is given up for a new one. `output`: the part of what is
-    booked for decoding that stands for expected output, thousandths of a block. `owner`: whose lease holds the
-    reservation; None for nobody's.
+    Attributes:
+        request_id: empty: choose without a reservation.
+        allowed: workers to which the caller restricts the choice; None: any. An earlier reservation of the request on
+            another worker is replaced.
+        output: share of the reserved decode load that stands for expected output, thousandths of a block.
+        owner: whose lease keeps the reservation; None: it only expires.
     """
 
     request_id: str
@@ -53,7 +55,7 @@ class ReservationParams:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The chosen rank; `expires_unix_ms` is 0 when nothing was booked, `repeated` when it was booked before."""
+    """The chosen rank. `expires_unix_ms` is 0 without a reservation; `repeated`: the request was reserved before."""
 
     slot: WorkerRank
     expires_unix_ms: int = 0
@@ -62,9 +64,9 @@ class Choice:
 
 @dataclass(slots=True)
 class Reservation:
-    """Load booked for one request, thousandths of a block.
+    """Load reserved for one request, thousandths of a block.
 
-    Prefill falls to 0 when the prompt is computed; decode grows once its part `output` is outgrown.
+    Prefill drops to 0 when the prompt is computed; decode grows once the output exceeds the expected `output`.
     """
 
     request_id: str
@@ -78,10 +80,10 @@ class Reservation:
 
 
 class ReservationTable:
-    """Reservations of one model; idempotent by request id; each expires.
+    """Reservations of one model, idempotent by request id; each one expires.
 
     Args:
-        now_ms: Unix milliseconds.
+        now_ms: returns Unix milliseconds.
     """
 
     def __init__(self, now_ms: Callable[[], int], random: Random) -> None:
@@ -100,15 +102,15 @@ class ReservationTable:
 
     @property
     def reservations(self) -> list[Reservation]:
-        """All alive."""
+        """All active reservations."""
         return list(self._reservations.values())
 
     def holds(self, request_id: str) -> bool:
-        """Whether a request is booked."""
+        """Returns whether a request has a reservation."""
         return request_id in self._reservations
 
     def load(self, slot: WorkerRank) -> Load:
-        """What is booked on a rank."""
+        """Returns the load reserved on a rank."""
         requests = self._requests.get(slot)
         if requests is None:
             return NO_LOAD
@@ -116,16 +118,16 @@ class ReservationTable:
 
     @property
     def loads(self) -> dict[WorkerRank, Load]:
-        """Ranks with anything booked."""
+        """Loads of the ranks that have reservations."""
         return {slot: self.load(slot) for slot in self._requests}
 
     def select(self, offers: Sequence[Offer], terms: ReservationParams) -> Choice:
-        """Chooses one of the offers (at least one) and books it, in one step.
+        """Chooses one of the offers (at least one) and reserves it, in one step.
 
-        A request id that is booked already gets its reservation again, unless that lies outside `terms.allowed`.
+        A request that has a reservation receives the same one, unless `terms.allowed` excludes its worker.
 
         Raises:
-            AllBusy: every offer is over its limits.
+            AllBusy: every offer is at its limits.
         """
         self.expire()
         earlier = self._reservations.get(terms.request_id) if terms.request_id else None
@@ -155,7 +157,7 @@ class ReservationTable:
         return Choice(offer.slot, expires)
 
     def put(self, reservation: Reservation) -> None:
-        """Books a reservation as it is."""
+        """Adds a reservation."""
         slot = reservation.slot
         reservation.booked_unix_ms = self._now_ms()
         self._reservations[reservation.request_id] = reservation
@@ -168,7 +170,7 @@ class ReservationTable:
             self.renew_owners([owner.name], owner.lease_ms)
 
     def mark_prefill_complete(self, request_ids: Iterable[str]) -> list[str]:
-        """Gives prefill load back; returns the ids that are not booked. Marking twice is marking once."""
+        """Releases prefill load; returns the ids without reservations. Idempotent."""
         unknown = []
         for request_id in request_ids:
             reservation = self._reservations.get(request_id)
@@ -180,10 +182,10 @@ class ReservationTable:
         return unknown
 
     def progress(self, outputs: Mapping[str, int]) -> list[str]:
-        """Books what requests have generated so far beyond what is booked for it; returns the ids that are not booked.
+        """Reserves load for output beyond the expected length; returns the ids without reservations.
 
         Args:
-            outputs: request id → thousandths of a block, all in all. Saying it twice or late changes nothing.
+            outputs: total output in thousandths of a block by request id. Repeated or late reports change nothing.
         """
         unknown = []
         for request_id, output in outputs.items():
@@ -197,7 +199,7 @@ class ReservationTable:
         return unknown
 
     def free(self, request_ids: Iterable[str]) -> list[str]:
-        """Gives all load back; returns the ids that are not booked."""
+        """Releases all load; returns the ids without reservations."""
         unknown = []
         for request_id in request_ids:
             reservation = self._reservations.get(request_id)
@@ -208,20 +210,20 @@ class ReservationTable:
         return unknown
 
     def drop_worker(self, worker_id: str) -> None:
-        """Forgets the reservations of a worker that is gone."""
+        """Drops the reservations of a removed worker."""
         for reservation in self.reservations:
             if reservation.slot.worker_id == worker_id:
                 self._forget(reservation)
 
     def renew_owners(self, owners: Iterable[str], lease_ms: int) -> None:
-        """Prolongs the leases of owners that have reservations here."""
+        """Prolongs the leases of owners that have reservations."""
         until = self._now_ms() + lease_ms
         for owner in owners:
             if owner in self._owned:
                 self._owner_leases[owner] = max(until, self._owner_leases.get(owner, 0))
 
     def drop_owners(self) -> int:
-        """Forgets the reservations of owners whose lease is over; returns how many."""
+        """Drops the reservations of owners whose lease expired; returns their number."""
         now, count = self._now_ms(), len(self._reservations)
         for owner in [owner for owner, until in self._owner_leases.items() if until <= now]:
             for request_id in list(self._owned[owner]):
@@ -229,7 +231,7 @@ class ReservationTable:
         return count - len(self._reservations)
 
     def correct(self, slot: WorkerRank, most: int, age_ms: int, computed: bool) -> tuple[int, int]:
-        """Fits what was booked on a rank long ago to what it says it has; see Store.correct."""
+        """Reconciles old reservations of a rank with its reported load; see Store.correct."""
         before = self._now_ms() - age_ms
         old = [each for each in self._reservations.values() if each.slot == slot and each.booked_unix_ms <= before]
         old.sort(key=lambda each: each.booked_unix_ms)
@@ -240,7 +242,7 @@ class ReservationTable:
         return surplus, len(waiting)
 
     def expire(self) -> int:
-        """Forgets what nobody freed in time; returns how many."""
+        """Drops expired reservations; returns their number."""
         now, count = self._now_ms(), 0
         while self._expiries and self._expiries[0][0] <= now:
             expires, request_id = heapq.heappop(self._expiries)
@@ -262,7 +264,7 @@ class ReservationTable:
             self._prefill[slot] -= reservation.prefill
             self._decode[slot] -= reservation.decode
         if len(self._expiries) > 64 and len(self._expiries) > 2 * len(self._reservations):
-            # Freed requests leave their entry behind; without this, 600 s of traffic would pile up.
+            # Freed requests leave their entry in the heap; without compaction it would hold the traffic of a whole TTL.
             self._expiries = [(each.expires_unix_ms, each.request_id) for each in self._reservations.values()]
             heapq.heapify(self._expiries)
 

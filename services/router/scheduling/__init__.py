@@ -1,1 +1,1 @@
-"""Decides where a prompt runs: policies, costs, waiting, sessions, and prefill apart from decode."""
+"""Scheduling: policies, costs, admission, session affinity and disaggregated prefill."""

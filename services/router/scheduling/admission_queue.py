@@ -1,7 +1,7 @@
-"""Requests that wait because every worker is busy: served by priority, then by arrival.
+"""Queues for requests that wait while every worker is busy, ordered by priority and then by arrival.
 
-Each replica has lines of its own, one a model. A line moves when this replica hears that a request is over, and every
-POLL_S, because other replicas' requests end too and the load book is shared.
+Each replica has one queue per model. A queue is retried when a request completes on this replica, and every POLL_S
+seconds, because reservations are shared and requests of other replicas complete too.
 """
 
 from __future__ import annotations
@@ -26,16 +26,19 @@ T = TypeVar("T")
 
 
 class Attempt(Protocol[T]):  # type: ignore[misc]
-    """Tries to place a request. AllBusy when no worker takes it; `again` False: only if it is placed already."""
+    """Tries to place a request; raises AllBusy if no worker accepts it.
+
+    With `place` False, it succeeds only for a request that was placed before.
+    """
 
     def __call__(self, *, place: bool = True) -> Awaitable[T]: ...
 
 
 class ServiceRate:
-    """How fast a model's requests end, and so how long the next ones have to wait.
+    """Completion rate of a model's requests, from which waiting times are estimated.
 
     Args:
-        now_s: seconds of any clock.
+        now_s: returns seconds of a monotonic clock.
     """
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
@@ -44,7 +47,7 @@ class ServiceRate:
         self._last = 0.0
 
     def ended(self, number: int) -> None:
-        """So many requests ended now."""
+        """Records that this number of requests completed now."""
         if not number:
             return
         now = self._now_s()
@@ -54,7 +57,7 @@ class ServiceRate:
         self._last = now
 
     def wait_ms(self, ahead: int) -> int:
-        """When it makes sense to come again, with so many ahead."""
+        """Returns the estimated time until a worker is free for a request with this many ahead of it."""
         if self._interval_s is None:
             return UNKNOWN_MS
         return round(min(max(self._interval_s * 1000 * (ahead + 1), SOONEST_MS), LATEST_MS))
@@ -65,158 +68,159 @@ class _Waiter(Generic[T]):
     priority: int
     number: int
     scope: Hashable = field(compare=False)
-    patient: bool = field(compare=False)
+    may_wait: bool = field(compare=False)
     attempt: Attempt[T] = field(compare=False)
-    answer: asyncio.Future[T] = field(compare=False)
+    result: asyncio.Future[T] = field(compare=False)
 
 
 class _AdmissionQueue(Generic[T]):
     def __init__(self) -> None:
         self.waiters: list[_Waiter[T]] = []
-        self.moved = asyncio.Event()
+        self.changed = asyncio.Event()
 
 
 class AdmissionQueues(Generic[T]):
-    """See the module.
+    """Admits requests, or queues them while all workers are busy.
 
     Args:
-        most: longest line; the last one in it is refused when somebody with a better priority comes.
-        abandon: gives back what was placed for a caller that left meanwhile.
+        most: maximum length of a queue; when it is full, a request with better priority displaces the last one.
+        abandon: undoes the placement of a request whose caller has disconnected.
     """
 
     def __init__(self, tasks: TaskOwner, most: int, abandon: Callable[[T], Coroutine[Any, Any, None]]) -> None:
         self._tasks = tasks
         self._most = most
         self._abandon = abandon
-        self._lines: dict[str, _AdmissionQueue[T]] = {}
-        self._paces: dict[str, ServiceRate] = {}
+        self._queues: dict[str, _AdmissionQueue[T]] = {}
+        self._rates: dict[str, ServiceRate] = {}
         self._numbers = count()
 
     def length(self, model: str) -> int:
-        """How many wait."""
-        line = self._lines.get(model)
-        return len(line.waiters) if line else 0
+        """Returns the number of waiting requests."""
+        queue = self._queues.get(model)
+        return len(queue.waiters) if queue else 0
 
     def ended(self, model: str, number: int) -> None:
-        """So many of a model's requests are over; 0: others gave load back, as when their prompts were computed."""
-        self._paces.setdefault(model, ServiceRate()).ended(number)
-        if (line := self._lines.get(model)) is not None:
-            line.moved.set()
+        """Records completed requests of a model (0: load was released otherwise) and retries its queue."""
+        self._rates.setdefault(model, ServiceRate()).ended(number)
+        if (queue := self._queues.get(model)) is not None:
+            queue.changed.set()
 
     async def admit(
         self, model: str, attempt: Attempt[T], priority: int = 0, max_wait_ms: int = 0, scope: Hashable = None
     ) -> tuple[T, int]:
-        """Places a request, at once or after waiting in line.
+        """Places a request, immediately or after waiting in the queue.
 
         Args:
-            scope: requests of equal scope can run on the same workers, so when one cannot, none of them can.
+            scope: requests of equal scope can run on the same workers; if one cannot be placed, the others cannot
+                either.
 
         Returns:
-            What `attempt` returned, and how long it waited in line, milliseconds.
+            The result of `attempt`, and the time in the queue in milliseconds.
 
         Raises:
-            AllBusy: no worker took it in time, or the line is full; says when to come again.
-            SluiceError: as `attempt`.
+            AllBusy: no worker accepted it in time, or the queue is full; has the time to retry after.
+            SluiceError: as raised by `attempt`.
         """
-        line = self._lines.get(model)
+        queue = self._queues.get(model)
         try:
-            return await attempt(place=line is None), 0
+            return await attempt(place=queue is None), 0
         except AllBusy:
-            if not max_wait_ms and line is None and self._lines.get(model) is None:
-                raise self._refusal(model) from None
+            if not max_wait_ms and queue is None and self._queues.get(model) is None:
+                raise self._all_busy(model) from None
         return await self._wait(model, attempt, priority, min(max_wait_ms, LONGEST_WAIT_MS), scope)
 
     async def _wait(
         self, model: str, attempt: Attempt[T], priority: int, max_wait_ms: int, scope: Hashable
     ) -> tuple[T, int]:
         started = time.monotonic()
-        answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        waiter = _Waiter(priority, next(self._numbers), scope, bool(max_wait_ms), attempt, answer)
-        line = self._join(model, waiter)
+        result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        waiter = _Waiter(priority, next(self._numbers), scope, bool(max_wait_ms), attempt, result)
+        queue = self._join(model, waiter)
         try:
-            # The impatient ones are answered by the next round.
+            # Requests that may not wait are resolved by the next round.
             async with asyncio.timeout(max_wait_ms / 1000 if max_wait_ms else LONGEST_WAIT_MS / 1000):
-                return await answer, int((time.monotonic() - started) * 1000)
+                return await result, int((time.monotonic() - started) * 1000)
         except BaseException as error:
-            if _placed(answer):  # in the moment in which its caller gave up
-                self._tasks.spawn(self._abandon(answer.result()), f"abandon-{model}")
+            if _placed(result):  # placed just as its caller gave up
+                self._tasks.spawn(self._abandon(result.result()), f"abandon-{model}")
             if not isinstance(error, TimeoutError):
                 raise
         finally:
-            if waiter in line.waiters:
-                line.waiters.remove(waiter)
-            del waiter, answer  # what is raised holds this call, which must not hold it as well
-        raise self._refusal(model)  # not where the timeout is caught: its own error knows this task
+            if waiter in queue.waiters:
+                queue.waiters.remove(waiter)
+            del waiter, result  # break the reference cycle: the traceback references this frame
+        raise self._all_busy(model)  # outside the handler: the TimeoutError references this task
 
     def _join(self, model: str, waiter: _Waiter[T]) -> _AdmissionQueue[T]:
-        line = self._lines.get(model)
-        if line is None:
-            line = self._lines[model] = _AdmissionQueue()
-            self._tasks.spawn(self._serve(model, line), f"line-{model}")
-        elif len(line.waiters) >= self._most:
-            last = line.waiters[-1]
+        queue = self._queues.get(model)
+        if queue is None:
+            queue = self._queues[model] = _AdmissionQueue()
+            self._tasks.spawn(self._serve(model, queue), f"admission-queue-{model}")
+        elif len(queue.waiters) >= self._most:
+            last = queue.waiters[-1]
             if last < waiter:
-                raise self._refusal(model)
-            line.waiters.pop()
-            _fail(last, self._refusal(model))
-        bisect.insort(line.waiters, waiter)
-        line.moved.set()
-        return line
+                raise self._all_busy(model)
+            queue.waiters.pop()
+            _fail(last, self._all_busy(model))
+        bisect.insort(queue.waiters, waiter)
+        queue.changed.set()
+        return queue
 
-    def _refusal(self, model: str) -> AllBusy:
-        pace = self._paces.get(model)
-        return AllBusy(pace.wait_ms(self.length(model)) if pace else UNKNOWN_MS)
+    def _all_busy(self, model: str) -> AllBusy:
+        rate = self._rates.get(model)
+        return AllBusy(rate.wait_ms(self.length(model)) if rate else UNKNOWN_MS)
 
-    async def _serve(self, model: str, line: _AdmissionQueue[T]) -> None:
-        """Runs while anybody waits."""
+    async def _serve(self, model: str, queue: _AdmissionQueue[T]) -> None:
+        """Retries a queue until it is empty."""
         try:
-            while line.waiters:
-                line.moved.clear()
-                await self._round(model, line)
-                if line.waiters:
-                    await _within(line.moved.wait(), POLL_S)
+            while queue.waiters:
+                queue.changed.clear()
+                await self._round(model, queue)
+                if queue.waiters:
+                    await _wait_at_most(queue.changed.wait(), POLL_S)
         finally:
-            del self._lines[model]
-            for waiter in line.waiters:  # this router stops
+            del self._queues[model]
+            for waiter in queue.waiters:  # only when this router stops
                 _fail(waiter, unavailable("This router replica is stopping; use another one.", code="stopping"))
 
-    async def _round(self, model: str, line: _AdmissionQueue[T]) -> None:
-        """Everybody gets a turn, but of those that can run on the same workers only as many as succeed."""
-        stuck: set[Hashable] = set()
-        for waiter in list(line.waiters):
-            if waiter.answer.done():
+    async def _round(self, model: str, queue: _AdmissionQueue[T]) -> None:
+        """Tries each waiting request once; of equal scopes, stops at the first failure."""
+        blocked: set[Hashable] = set()
+        for waiter in list(queue.waiters):
+            if waiter.result.done():
                 continue
-            if waiter.scope not in stuck and not await self._try(waiter):
-                stuck.add(waiter.scope)
-            if waiter.scope in stuck and not waiter.patient:
-                _fail(waiter, self._refusal(model))
-        line.waiters = [waiter for waiter in line.waiters if not waiter.answer.done()]
+            if waiter.scope not in blocked and not await self._try(waiter):
+                blocked.add(waiter.scope)
+            if waiter.scope in blocked and not waiter.may_wait:
+                _fail(waiter, self._all_busy(model))
+        queue.waiters = [waiter for waiter in queue.waiters if not waiter.result.done()]
 
     async def _try(self, waiter: _Waiter[T]) -> bool:
         try:
-            found = await waiter.attempt()
+            placed = await waiter.attempt()
         except AllBusy:
             return False
-        except Exception as error:  # its own caller hears it
+        except Exception as error:  # raised to the caller of this request
             _fail(waiter, error)
             return True
-        if waiter.answer.done():
-            await self._abandon(found)
+        if waiter.result.done():
+            await self._abandon(placed)
         else:
-            waiter.answer.set_result(found)
+            waiter.result.set_result(placed)
         return True
 
 
 def _fail(waiter: _Waiter[T], error: Exception) -> None:
-    if not waiter.answer.done():
-        waiter.answer.set_exception(error)
+    if not waiter.result.done():
+        waiter.result.set_exception(error)
 
 
-def _placed(answer: asyncio.Future[T]) -> bool:
-    return answer.done() and not answer.cancelled() and answer.exception() is None
+def _placed(result: asyncio.Future[T]) -> bool:
+    return result.done() and not result.cancelled() and result.exception() is None
 
 
-async def _within(event: Awaitable[object], timeout_s: float) -> None:
+async def _wait_at_most(event: Awaitable[object], timeout_s: float) -> None:
     try:
         await asyncio.wait_for(event, timeout_s)
     except TimeoutError:

@@ -1,4 +1,4 @@
-"""Decision records: what was predicted, what was possible, what the worker delivered."""
+"""Decision records: predicted, best possible and delivered cached tokens of routed requests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from services.router.workers.worker import WorkerRank
 
 @dataclass(slots=True)
 class Decision:
-    """One query that reserved. Lengths are tokens; `delivered_cached_tokens` is None until somebody reports it."""
+    """Record of a query with a reservation. Lengths are tokens; `delivered_cached_tokens` is None until reported."""
 
     reservation_id: str
     request_id: str
@@ -35,7 +35,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a request turned out to be, as its caller says; `cached_tokens` is None when it does not know."""
+    """Outcome of a request as reported by its caller; `cached_tokens` is None if unknown."""
 
     reservation_id: str
     cached_tokens: int | None
@@ -43,7 +43,7 @@ class Outcome:
 
 
 class Decisions:
-    """The last decisions of this replica; the oldest are forgotten beyond `most`."""
+    """The latest decisions of this replica, at most `most`."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -53,14 +53,14 @@ class Decisions:
         return len(self._records)
 
     def add(self, decision: Decision) -> None:
-        """Keeps a decision. One for the same reservation is replaced: the request was routed anew."""
+        """Adds a decision; replaces that of the same reservation, which was routed again."""
         self._records.pop(decision.reservation_id, None)
         self._records[decision.reservation_id] = decision
         if len(self._records) > self._most:
             self._records.popitem(last=False)
 
     def complete(self, outcome: Outcome) -> Decision | None:
-        """Adds what became of it; None when the decision was made elsewhere, is forgotten or complete already."""
+        """Adds the outcome to its decision and returns that; None if it is complete or not recorded here."""
         decision = self._records.get(outcome.reservation_id)
         if decision is None or decision.delivered_cached_tokens is not None:
             return None
@@ -69,7 +69,7 @@ class Decisions:
         return decision
 
     def latest(self, model: str, limit: int) -> Iterator[Decision]:
-        """Newest first; of one or, with an empty name, all models."""
+        """Yields decisions, newest first, of one model or of all models for an empty name."""
         for decision in reversed(self._records.values()):
             if limit <= 0:
                 return

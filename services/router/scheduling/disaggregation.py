@@ -1,4 +1,4 @@
-"""Who may play which part for a request: one worker alone, or one for the prompt and another for the output."""
+"""Disaggregation: decides whether a request runs on one worker or on a prefill/decode pair."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from services.router.scheduling.prompts import Blocks
 from services.router.workers.registry import Registry
 from services.router.workers.worker import Role, Worker, WorkerRank
 
-LOCAL_PREFILL = "local_prefill"  # capability of decode workers that can compute prompts themselves
+LOCAL_PREFILL = "local_prefill"  # capability of decode workers that can prefill
 FEW_UNCACHED = "few_uncached_tokens"
 
 
 @dataclass(frozen=True, slots=True)
 class DisaggRules:
-    """What happens while decode workers have no prefill worker, and who skips the prefill workers.
+    """Rules for requests without available prefill workers, and for prompts that bypass them.
 
-    `wait_for_prefill`: requests wait for the first prefill worker, at most `prefill_wait_s` after the first of them
-    found none. `enforce`: what is meant for a pair is never served by one worker. `bypass_uncached_tokens`: prompts of
-    which no more than this is left to compute skip the prefill workers; 0 for none.
+    Attributes:
+        wait_for_prefill: requests wait for the first prefill worker.
+        enforce: never run a request on one worker if decode workers need a prefill worker.
+        prefill_wait_s: longest wait, counted from the first request that found no prefill worker.
+        bypass_uncached_tokens: prompts with at most this many uncached tokens bypass prefill workers; 0: none.
     """
 
     wait_for_prefill: bool = False
@@ -33,23 +35,23 @@ class DisaggRules:
 
 
 @dataclass(frozen=True, slots=True)
-class Cast:
-    """Who may run a request: a pair of `prefill` and `decode` if there are both, else one of `whole`.
+class EligibleWorkers:
+    """Workers eligible for a request: a pair from `prefill` and `decode` if both are set, else one of `standalone`.
 
-    `skipped`: why there is no pair although there are prefill workers.
+    `skipped` is the reason for not using available prefill workers.
     """
 
-    whole: list[Worker] = field(default_factory=list)
+    standalone: list[Worker] = field(default_factory=list)
     prefill: list[Worker] = field(default_factory=list)
     decode: list[Worker] = field(default_factory=list)
     skipped: str = ""
 
 
-class Casting:
-    """Applies the rules.
+class DisaggPlanner:
+    """Applies the disaggregation rules.
 
     Args:
-        most_waiting: requests that wait for a prefill worker at once, of all models.
+        most_waiting: maximum number of requests of all models that wait for a prefill worker.
     """
 
     def __init__(self, registry: Registry, rules: DisaggRules, most_waiting: int) -> None:
@@ -60,19 +62,19 @@ class Casting:
         self._missing_since: dict[str, float] = {}
 
     async def wait_for_prefill(self, model: str) -> None:
-        """Waits, if the rules say so, while decode workers have no prefill worker.
+        """Waits while decode workers have no prefill worker, if the rules require it.
 
-        The time runs once for all requests, so a model whose prefill workers stay away does not slow each of them.
+        The deadline is shared by all requests, so a model without prefill workers does not delay each of them.
 
         Raises:
-            SluiceError: OVERLOADED when too many wait already.
+            SluiceError: OVERLOADED if too many requests wait.
         """
         if not self._rules.wait_for_prefill or not self._lacks_prefill(model):
             self._missing_since.pop(model, None)
             return
         until = self._missing_since.setdefault(model, time.monotonic()) + self._rules.prefill_wait_s
         if self._waiting >= self._most_waiting:
-            raise overloaded(f"{self._waiting} requests wait for a prefill worker already.")
+            raise overloaded(f"{self._waiting} requests already wait for a prefill worker; retry later.")
         watch = self._registry.watch(model)
         self._waiting += 1
         try:
@@ -84,41 +86,41 @@ class Casting:
             self._waiting -= 1
             self._registry.unwatch(watch)
 
-    def cast(
+    def plan(
         self,
         workers: Sequence[Worker],
         allowed: frozenset[str] | None,
         blocks: Blocks,
         overlaps: Mapping[WorkerRank, Overlap],
-    ) -> Cast:
-        """Who may run a prompt.
+    ) -> EligibleWorkers:
+        """Returns the workers eligible for a prompt.
 
         Args:
-            workers: of the model that take requests.
-            allowed: ids the caller restricts them to; None for any. Workers that only play a part are taken alone if
-                the caller names no others.
+            workers: the model's workers that accept requests.
+            allowed: worker ids to which the caller restricts the choice; None: any. Prefill or decode workers run a
+                request alone only if the caller allows no others.
 
         Raises:
-            SluiceError: FAILED_PRECONDITION no_candidates, UNAVAILABLE no_workers or no_prefill_workers.
+            SluiceError: FAILED_PRECONDITION (`no_candidates`), UNAVAILABLE (`no_workers`, `no_prefill_workers`).
         """
-        able = _allowed(workers, allowed)
-        prefill = [worker for worker in able if worker.role is Role.PREFILL]
-        decode = [worker for worker in able if worker.role is Role.DECODE]
-        whole = [worker for worker in able if _runs_alone(worker)]
+        eligible = _allowed(workers, allowed)
+        prefill = [worker for worker in eligible if worker.role is Role.PREFILL]
+        decode = [worker for worker in eligible if worker.role is Role.DECODE]
+        standalone = [worker for worker in eligible if _runs_alone(worker)]
         if prefill and decode:
-            near = [worker for worker in whole if self._skips(worker, blocks, overlaps)]
-            if near:
-                return Cast(near, skipped=FEW_UNCACHED)
-            return Cast([] if self._rules.enforce else whole, prefill, decode)
+            bypassing = [worker for worker in standalone if self._bypasses(worker, blocks, overlaps)]
+            if bypassing:
+                return EligibleWorkers(bypassing, skipped=FEW_UNCACHED)
+            return EligibleWorkers([] if self._rules.enforce else standalone, prefill, decode)
         if decode and allowed is None and self._rules.wait_for_prefill and self._rules.enforce:
             raise _no_prefill(decode[0].model)
-        if whole or allowed is None:
-            if not whole:
-                raise _no_prefill(able[0].model) if decode else _nobody(able)
-            return Cast(whole)
-        return Cast(able)
+        if standalone or allowed is None:
+            if not standalone:
+                raise _no_prefill(eligible[0].model) if decode else _prefill_only(eligible)
+            return EligibleWorkers(standalone)
+        return EligibleWorkers(eligible)
 
-    def _skips(self, worker: Worker, blocks: Blocks, overlaps: Mapping[WorkerRank, Overlap]) -> bool:
+    def _bypasses(self, worker: Worker, blocks: Blocks, overlaps: Mapping[WorkerRank, Overlap]) -> bool:
         held = max(overlaps.get(slot, NO_OVERLAP).device for slot in worker.slots)
         return 0 < blocks.tokens - held * blocks.size <= self._rules.bypass_uncached_tokens
 
@@ -137,25 +139,26 @@ def _allowed(workers: Sequence[Worker], allowed: frozenset[str] | None) -> list[
     if not allowed:
         raise SluiceError(
             ErrorKind.FAILED_PRECONDITION,
-            "The candidate set is empty, so no worker is allowed.",
+            "The candidate set is empty; send at least one worker id, or omit candidates.",
             param="candidates",
             code="no_candidates",
         )
-    able = [worker for worker in workers if worker.worker_id in allowed]
-    if not able:
+    eligible = [worker for worker in workers if worker.worker_id in allowed]
+    if not eligible:
         raise unavailable(
-            f"None of the {len(allowed)} candidates serves model {workers[0].model!r} now.", code="no_workers"
+            f"None of the {len(allowed)} candidates serves model {workers[0].model!r} at the moment.", code="no_workers"
         )
-    return able
+    return eligible
 
 
 def _no_prefill(model: str) -> SluiceError:
     return unavailable(
-        f"Model {model!r} has decode workers and no prefill worker for them now.", code="no_prefill_workers"
+        f"Model {model!r} has decode workers but no prefill worker at the moment; retry later.",
+        code="no_prefill_workers",
     )
 
 
-def _nobody(workers: Sequence[Worker]) -> SluiceError:
+def _prefill_only(workers: Sequence[Worker]) -> SluiceError:
     return unavailable(
-        f"Model {workers[0].model!r} has prefill workers only, and none that answers.", code="no_workers"
+        f"Model {workers[0].model!r} has only prefill workers at the moment; start a decode worker.", code="no_workers"
     )

@@ -1,4 +1,4 @@
-"""Header maps for the schedulers that route by header: the Gateway API inference extension, Dynamo and llm-d."""
+"""HTTP headers for schedulers that route by header: the Gateway API inference extension, Dynamo and llm-d."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from services.router.scheduling.queries import Route
 
 
 def headers_of(route: Route) -> dict[str, str]:
-    """What each of them would set for this answer; those of a prefill worker only if there is one."""
+    """Returns the headers that these schedulers set for a route; those of a prefill worker only if it has one."""
     worker, rank = route.worker, str(route.rank)
     headers = {
         "x-gateway-destination-endpoint": worker.address,

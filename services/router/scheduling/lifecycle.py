@@ -1,4 +1,4 @@
-"""What callers tell about their requests after they were routed: computed, how far, over, and what became of them."""
+"""Lifecycle of routed requests as reported by their callers: prefill complete, progress, completion and outcome."""
 
 from __future__ import annotations
 
@@ -15,49 +15,50 @@ from services.router.sync.synchronizer import IndexSynchronizer
 
 
 class RequestLifecycle:
-    """Passes reports on to the books of their models; ids of models nobody serves are as unknown as any other.
+    """Passes reports to the reservations of their models; ids of models that are not served count as unknown.
 
     Args:
-        on_ended: told how many requests of a model are over or have their prompts computed, so that others can start.
+        on_ended: receives a model and how many of its requests completed (0: only load was released), so that waiting
+            requests can be retried.
     """
 
     def __init__(
         self,
-        bookkeeper: ReservationManager,
-        keeper: IndexSynchronizer,
+        reservations: ReservationManager,
+        synchronizer: IndexSynchronizer,
         decisions: Decisions,
         metrics: Metrics,
         on_ended: Callable[[str, int], None],
     ) -> None:
-        self._bookkeeper = bookkeeper
-        self._keeper = keeper
+        self._reservations = reservations
+        self._synchronizer = synchronizer
         self._decisions = decisions
         self._metrics = metrics
         self._on_ended = on_ended
 
     async def mark_prefill_complete(self, reservations: Sequence[str]) -> int:
-        """Gives prefill load back; returns how many ids were unknown."""
+        """Releases prefill load; returns the number of unknown ids."""
         await self._free_prefill_halves(reservations)
         unknown = 0
         for model, ids in by_model(reservations).items():
-            view = self._keeper.find(model)
+            view = self._synchronizer.find(model)
             if view is None:
                 unknown += len(ids)
                 continue
             for request_id in ids:
-                view.predictions.computed(request_id)
-            unknown += await self._bookkeeper.mark_prefill_complete(model, ids)
+                view.predictions.mark_computed(request_id)
+            unknown += await self._reservations.mark_prefill_complete(model, ids)
             self._on_ended(model, 0)
         return unknown
 
     async def progress(self, outputs: Mapping[str, int]) -> int:
-        """Books longer outputs than expected; returns how many ids were unknown.
+        """Reserves load for outputs longer than expected; returns the number of unknown ids.
 
         Args:
-            outputs: reservation id → tokens generated so far, all in all.
+            outputs: total tokens generated so far by reservation id.
 
         Raises:
-            SluiceError: INVALID_ARGUMENT for a length that cannot be; then nothing is booked.
+            SluiceError: INVALID_ARGUMENT for an impossible length; nothing is changed then.
         """
         groups: dict[str, dict[str, int]] = {}
         for reservation, tokens in outputs.items():
@@ -66,48 +67,48 @@ class RequestLifecycle:
             groups.setdefault(model, {})[request_id] = tokens
         unknown = 0
         for model, group in groups.items():
-            view = self._keeper.find(model)
+            view = self._synchronizer.find(model)
             if view is None:
                 unknown += len(group)
                 continue
             size = next((worker.block_size for worker in view.workers if worker.block_size), NOMINAL_BLOCK)
             booked = {request_id: -(-tokens // size) * MILLI for request_id, tokens in group.items()}
-            unknown += await self._bookkeeper.progress(model, booked)
+            unknown += await self._reservations.progress(model, booked)
         return unknown
 
     async def free(self, reservations: Sequence[str], outcomes: Sequence[Outcome] = ()) -> int:
-        """Gives all load back and completes decision records; returns how many ids were unknown."""
+        """Releases all load and completes decision records; returns the number of unknown ids."""
         for outcome in outcomes:
             decision = self._decisions.complete(outcome)
             if decision is not None and outcome.cached_tokens is not None:
                 self._metrics.delivered(decision)
-        self._tell_predictions(reservations, outcomes)
-        self._end_here(outcomes)
+        self._end_predictions(reservations, outcomes)
+        self._free_local(outcomes)
         await self._free_prefill_halves(reservations)
         unknown = 0
         for model, ids in by_model(reservations).items():
-            known = self._keeper.find(model) is not None
-            unknown += await self._bookkeeper.free(model, ids) if known else len(ids)
+            known = self._synchronizer.find(model) is not None
+            unknown += await self._reservations.free(model, ids) if known else len(ids)
             if known:
                 self._on_ended(model, len(ids))
         return unknown
 
-    def _tell_predictions(self, reservations: Sequence[str], outcomes: Sequence[Outcome]) -> None:
+    def _end_predictions(self, reservations: Sequence[str], outcomes: Sequence[Outcome]) -> None:
         never_ran = {each.reservation_id for each in outcomes if each.cached_tokens is None and not each.output_tokens}
         for reservation in {*reservations, *(each.reservation_id for each in outcomes)}:
             model, request_id = request_of(reservation)
-            if (view := self._keeper.find(model)) is not None:
-                view.predictions.over(request_id, ran=reservation not in never_ran)
+            if (view := self._synchronizer.find(model)) is not None:
+                view.predictions.end_request(request_id, ran=reservation not in never_ran)
 
-    def _end_here(self, outcomes: Sequence[Outcome]) -> None:
-        """Gives back what is booked in this replica only: the one that was asked to free it cannot know."""
-        over = [each.reservation_id for each in outcomes]
-        for groups in (prefill_halves(over), by_model(over)):
+    def _free_local(self, outcomes: Sequence[Outcome]) -> None:
+        """Frees reservations that exist only in this replica; the replica that was called to free them lacks them."""
+        ended = [each.reservation_id for each in outcomes]
+        for groups in (prefill_halves(ended), by_model(ended)):
             for model, ids in groups.items():
-                self._bookkeeper.free_here(model, ids)
+                self._reservations.free_local(model, ids)
 
     async def _free_prefill_halves(self, reservations: Sequence[str]) -> None:
-        """Of pairs; they may be free already."""
+        """Frees the prefill halves of pairs; they may have been freed before."""
         for model, ids in prefill_halves(reservations).items():
-            if self._keeper.find(model) is not None:
-                await self._bookkeeper.free(model, ids)
+            if self._synchronizer.find(model) is not None:
+                await self._reservations.free(model, ids)

@@ -1,4 +1,4 @@
-"""The prompt inside an OpenAI chat completion or completion body."""
+"""Reads the prompt from an OpenAI chat completion or completion body."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ChatBody:
-    """What of a chat completion decides the prompt, JSON where it is passed on as it came; empty: not given."""
+    """Fields of a chat completion that determine the prompt; empty: not given."""
 
     messages_json: bytes
     tools_json: bytes = b""
@@ -33,7 +33,7 @@ class ChatBody:
 
 @dataclass(frozen=True, slots=True)
 class TextBody:
-    """A completion of a text."""
+    """A completion with a text prompt."""
 
     text: str
     add_special_tokens: bool | None = None
@@ -42,7 +42,7 @@ class TextBody:
 
 @dataclass(frozen=True, slots=True)
 class TokenBody:
-    """A completion of token ids, packed u32."""
+    """A completion with token ids, packed u32."""
 
     token_ids: bytes
     cache_salt: str = ""
@@ -52,28 +52,28 @@ Body = ChatBody | TextBody | TokenBody
 
 
 def read_body(text: bytes) -> Body:
-    """The prompt of a body; SluiceError(INVALID_ARGUMENT) when it holds none.
+    """Returns the prompt of a body; raises SluiceError (INVALID_ARGUMENT) if it has none.
 
     Args:
-        text: JSON, UTF-8.
+        text: UTF-8 encoded JSON.
     """
     try:
         body = json.loads(text, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
-        raise _wrong("is no JSON") from error
+        raise _wrong("is not valid JSON") from error
     if not isinstance(body, dict):
-        raise _wrong("is no JSON object")
+        raise _wrong("is not a JSON object")
     if "messages" in body:
         return _chat(body)
     if "prompt" in body:
         return _completion(body)
-    raise _wrong("has neither messages nor prompt")
+    raise _wrong("must have messages or prompt")
 
 
 def _chat(body: Mapping[str, Any]) -> ChatBody:
     messages = body["messages"]
     if not isinstance(messages, list) or not messages:
-        raise _wrong("has messages that are no list or an empty one")
+        raise _wrong("must have a non-empty list of messages")
     kwargs = dict(_field(body, "chat_template_kwargs", dict) or {})
     if (effort := _field(body, "reasoning_effort", str)) is not None:
         kwargs.setdefault("reasoning_effort", effort)
@@ -104,7 +104,7 @@ def _completion(body: Mapping[str, Any]) -> TextBody | TokenBody:
 def _field(body: Mapping[str, Any], name: str, kind: type[T]) -> T | None:
     value = body.get(name)
     if value is not None and not isinstance(value, kind):
-        raise _wrong(f"has a {name} that is no {kind.__name__}")
+        raise _wrong(f"has a {name} that is not a {kind.__name__}")
     return value
 
 
@@ -117,7 +117,7 @@ def _dump(value: Any) -> bytes:
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not valid JSON")
 
 
 def _wrong(what: str) -> SluiceError:

@@ -1,4 +1,4 @@
-"""OpenAI bodies as prompts: what an external scheduler has at hand before anybody tokenized it."""
+"""OpenAI bodies as prompts, for external schedulers that route before tokenization."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from services.router.workers.worker import Worker
 
 
 class Bodies(Protocol):
-    """Turns bodies into tokens."""
+    """Tokenizes OpenAI bodies."""
 
     async def tokenized(self, model: str, prompt: Prompt, workers: Sequence[Worker]) -> Prompt:
-        """Returns the prompt by its token ids, with their hashes where the model's workers have blocks."""
+        """Returns the prompt as token ids, with block hashes if the model's workers have blocks."""
         ...
 
 
 class NoBodies:
-    """What a router does that knows no preprocess service."""
+    """Rejects OpenAI bodies; used without a preprocess service."""
 
     async def tokenized(self, model: str, prompt: Prompt, workers: Sequence[Worker]) -> Prompt:
-        """Refuses."""
+        """Raises SluiceError (FAILED_PRECONDITION)."""
         raise SluiceError(
             ErrorKind.FAILED_PRECONDITION,
-            "This router knows no preprocess service (--preprocess), so it cannot read openai_body; send token_ids or "
+            "This router has no preprocess service to tokenize openai_body; set --preprocess, or send token_ids or "
             "block_hashes.",
             param="prompt.openai_body",
             code="no_preprocess",

@@ -1,4 +1,4 @@
-"""Policies: which ranks are offered, and at what cost. The cheapest offer is chosen and booked by the store."""
+"""Routing policies: which ranks are offered, and at what cost. The store chooses and reserves the cheapest offer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from services.router.workers.worker import WorkerRank
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A rank that may run the request: its overlap with the prompt and the blocks it holds."""
+    """A rank that may run the request, its overlap with the prompt and the number of blocks it holds."""
 
     slot: WorkerRank
     overlap: Overlap
@@ -26,7 +26,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a request needs: KV blocks of its prompt, KV blocks of the output it expects to make."""
+    """KV blocks that a request needs for its prompt and its expected output."""
 
     prompt_blocks: int
     output_blocks: int = 0
@@ -36,12 +36,12 @@ Policy: TypeAlias = Callable[[Sequence[Candidate], Demand, CostModel], list[Offe
 
 
 def _offer(candidate: Candidate, demand: Demand, model: CostModel) -> Offer:
-    """The cache-aware offer of a candidate."""
+    """Returns the cache-aware offer of a candidate."""
     overlap = candidate.overlap
     uncached = demand.prompt_blocks - model.credit(overlap)
     added = demand.prompt_blocks - overlap.device
-    # What is being computed for others is in the rank's booked prefill and would be work of this request anywhere else:
-    # it is neither work of its own nor work ahead of it.
+    # Blocks being computed for other requests are in the rank's reserved prefill: here they are neither work of this
+    # request nor work ahead of it, while on any other rank this request would have to compute them.
     expected = model.predicted_credit * overlap.predicted
     ahead = model.predicted_credit * overlap.computing
     shared = overlap.predicted if model.predicted_credit else 0
@@ -51,72 +51,75 @@ def _offer(candidate: Candidate, demand: Demand, model: CostModel) -> Offer:
         added - expected,
         candidate.held,
         max(math.ceil((uncached - shared) * MILLI), 0),
-        # However much is shared, its output needs a block: else any number of equal prompts would weigh nothing.
+        # At least one block for the output: otherwise any number of equal prompts would add no load.
         max(added - shared + demand.output_blocks, 1) * MILLI,
     )
 
 
-def _blind(candidate: Candidate, demand: Demand, model: CostModel) -> Offer:
-    """Chosen by load alone; what is booked is still what the request will really cost there."""
+def _load_only(candidate: Candidate, demand: Demand, model: CostModel) -> Offer:
+    """Returns an offer whose cost ignores the cache; it still reserves the actual load."""
     blocks = float(demand.prompt_blocks)
     return _offer(candidate, demand, model)._replace(uncached=blocks, added=blocks, held=0)
 
 
 def kv(candidates: Sequence[Candidate], demand: Demand, model: CostModel) -> list[Offer]:
-    """Where the least remains to be computed, given the load."""
+    """Prefers the rank with the lowest cost by load and overlap."""
     return [_offer(candidate, demand, model) for candidate in candidates]
 
 
 def least_loaded(candidates: Sequence[Candidate], demand: Demand, model: CostModel) -> list[Offer]:
-    """Where the least is booked."""
-    return [_blind(candidate, demand, model) for candidate in candidates]
+    """Prefers the rank with the least reserved load."""
+    return [_load_only(candidate, demand, model) for candidate in candidates]
 
 
 def direct(candidates: Sequence[Candidate], demand: Demand, model: CostModel) -> list[Offer]:
-    """The one rank the caller named; SluiceError(INVALID_ARGUMENT) when that is not exactly one."""
+    """Uses the only candidate; raises SluiceError (INVALID_ARGUMENT) unless there is exactly one."""
     if len(candidates) != 1:
-        raise invalid(f"Policy direct needs exactly one candidate and {len(candidates)} are left.", param="candidates")
+        raise invalid(
+            f"Policy direct requires exactly one candidate, but {len(candidates)} remain; send the id of one worker.",
+            param="candidates",
+        )
     return [_offer(candidates[0], demand, model)]
 
 
 class RoundRobin:
-    """One after the other, by name."""
+    """Cycles through the ranks in order of name."""
 
     def __init__(self) -> None:
         self._turn = -1
 
     def __call__(self, candidates: Sequence[Candidate], demand: Demand, model: CostModel) -> list[Offer]:
-        """The next one."""
+        """Returns the offer of the next rank."""
         self._turn += 1
         ordered = sorted(candidates, key=lambda candidate: candidate.slot)
         return [_offer(ordered[self._turn % len(ordered)], demand, model)]
 
 
 class RandomPolicy:
-    """Uniformly at random."""
+    """Chooses a rank uniformly at random."""
 
     def __init__(self, random: Random) -> None:
         self._random = random
 
     def __call__(self, candidates: Sequence[Candidate], demand: Demand, model: CostModel) -> list[Offer]:
-        """One of them."""
+        """Returns the offer of a random rank."""
         return [_offer(self._random.choice(candidates), demand, model)]
 
 
 class PowerOfTwo:
-    """The less loaded of two taken at random."""
+    """Chooses the less loaded of two random ranks."""
 
     def __init__(self, random: Random) -> None:
         self._random = random
 
     def __call__(self, candidates: Sequence[Candidate], demand: Demand, model: CostModel) -> list[Offer]:
-        """Two of them, or the only one."""
+        """Returns the offers of two random ranks, or of the only one."""
         pair = self._random.sample(candidates, min(2, len(candidates)))
-        return [_blind(candidate, demand, model) for candidate in pair]
+        return [_load_only(candidate, demand, model) for candidate in pair]
 
 
 def all_policies(random: Random) -> dict[str, Policy]:
-    """Every policy by its name, with state of its own."""
+    """Returns new instances of all policies by name."""
     return {
         "kv": kv,
         "round_robin": RoundRobin(),
@@ -127,32 +130,32 @@ def all_policies(random: Random) -> dict[str, Policy]:
     }
 
 
-class Shelf:
-    """Policies by name; every model and every part of a request has its own, so that turns are not mixed up."""
+class PolicyRegistry:
+    """Holds the policies by name, separate for each model and part of a request because some have state."""
 
     def __init__(self, random: Random) -> None:
         self._random = random
         self._sets: dict[tuple[str, str], dict[str, Policy]] = {}
 
     def get(self, name: str, model: str, part: str) -> Policy:
-        """A policy; SluiceError(INVALID_ARGUMENT) when there is none of that name.
+        """Returns a policy; raises SluiceError (INVALID_ARGUMENT) for an unknown name.
 
         Args:
-            model: one that is served, so that there are not more of them than workers brought.
+            model: a served model, which bounds the number of instances.
         """
         found = self._sets.get((model, part))
         if found is None:
             found = self._sets[model, part] = all_policies(self._random)
         policy = found.get(name)
         if policy is None:
-            raise invalid(f"Policy {quoted(name)} is unknown; choose from {', '.join(found)}.", param="policy")
+            raise invalid(f"Unknown policy {quoted(name)}; use one of {', '.join(found)}.", param="policy")
         return policy
 
 
 def shortlist(
     offers: list[Offer], loads: Mapping[WorkerRank, Load], scale: float, most: int, random: Random
 ) -> list[Offer]:
-    """The `most` best offers by the loads last seen, busy ones last, so that a store need not look at a thousand."""
+    """Returns the `most` best offers by the last read loads, busy ones last, to bound the work of the store."""
     if len(offers) <= most:
         return offers
 

@@ -1,6 +1,7 @@
-"""Keeps a burst of requests with one new prefix together: the first decides, the others wait for that moment.
+"""Single flight by prefix: of concurrent requests with the same new prefix, one decides and the others wait for it.
 
-Without it all of them would match before any is booked, and spread over the workers although each computes the same.
+Otherwise all of them would be matched before any reservation is made and spread over workers that compute the same
+prefix.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from services.router.kv_index.index import Overlap
 from services.router.sync.model_state import ModelState
 from services.router.workers.worker import WorkerRank
 
-PATIENCE_S = 1.0  # as long as the store may take; then the link is lost and nobody waits for it
-ROUNDS = 4  # a prompt can branch off again and again; then it goes without waiting
+MAX_WAIT_S = 1.0  # as long as the timeout of the store
+ROUNDS = 4  # a prompt may have to wait for several new prefixes in turn; after these it continues without waiting
 
 
 class PrefixSingleFlight:
-    """Decisions under way, by the first block that is new in their prompts."""
+    """Decisions in progress by the first new block of their prompts."""
 
     def __init__(self) -> None:
         self._under_way: dict[tuple[str, int], asyncio.Event] = {}
@@ -27,10 +28,10 @@ class PrefixSingleFlight:
     async def matched(
         self, view: ModelState, hashes: Sequence[int], wait: bool
     ) -> AsyncIterator[Mapping[WorkerRank, Overlap]]:
-        """The overlaps to decide by; whoever has the same new block first waits until this is left, within a bound.
+        """Returns the overlaps for a decision, made inside the context; equal prefixes wait for its end, up to a bound.
 
         Args:
-            wait: False for a query that books nothing: nobody has to meet it.
+            wait: False for a query without a reservation, which affects no other query.
         """
         overlaps = view.match(hashes)
         for _ in range(ROUNDS if wait else 0):
@@ -44,7 +45,7 @@ class PrefixSingleFlight:
                     yield overlaps
                 return
             try:
-                await asyncio.wait_for(first.wait(), PATIENCE_S)
+                await asyncio.wait_for(first.wait(), MAX_WAIT_S)
             except TimeoutError:
                 break
             overlaps = view.match(hashes)

@@ -1,7 +1,7 @@
-"""The few ranks worth offering among many: the cheapest by what this replica knows, chosen without looking at each.
+"""Preselects the cheapest of many ranks, by the loads known to this replica.
 
-What a rank costs is what stands booked on it plus what the prompt adds there, and the second is the same for all ranks
-with the same overlap. So a thousand ranks take a sum each, and only the best become candidates.
+The cost of a rank is its reserved load plus the load the prompt adds, which is equal for all ranks with equal overlap.
+So each of a thousand ranks costs one addition, and only the cheapest become candidates.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from services.router.kv_index.index import NO_OVERLAP, Overlap
 from services.router.reservations.cost import MILLI, Load, Offer
 from services.router.workers.worker import WorkerRank
 
-MOST = 16  # as few as leave a choice: each costs a candidate, an offer and its part of the booking
-EACH_BY_ITSELF = frozenset({"kv", "least_loaded"})  # policies that judge a rank without looking at the others
+MOST = 16  # few, because each costs a candidate, an offer and a share of the reservation script
+INDEPENDENT = frozenset({"kv", "least_loaded"})  # policies whose offer of a rank does not depend on other ranks
 
 
-_NOTHING = (0.0, 0.0)
+_NO_LOAD = (0.0, 0.0)
 
 
 class LoadSnapshot:
-    """What is booked on the ranks of one model: as last read, and what was booked here since."""
+    """Reserved loads of the ranks of one model: as last read, plus reservations made here since."""
 
     def __init__(self) -> None:
         self._read: Mapping[WorkerRank, Load] | None = None
         self._booked: dict[WorkerRank, tuple[float, float]] = {}
 
     def booked(self, loads: Mapping[WorkerRank, Load]) -> Mapping[WorkerRank, tuple[float, float]]:
-        """(prefill, decode) in blocks by rank; missing ones have nothing.
+        """Returns (prefill, decode) in blocks by rank; omitted ranks have no load.
 
         Args:
-            loads: as last read. Another object than before was read since, and knows of what was added here.
+            loads: as last read. A new object includes what was added here before.
         """
         if self._read is not loads:
             self._read = loads
@@ -40,13 +40,13 @@ class LoadSnapshot:
         return self._booked
 
     def add(self, offers: Iterable[Offer]) -> None:
-        """They were booked."""
+        """Adds the load of reserved offers."""
         for offer in offers:
-            prefill, decode = self._booked.get(offer.slot, _NOTHING)
+            prefill, decode = self._booked.get(offer.slot, _NO_LOAD)
             self._booked[offer.slot] = prefill + offer.book_prefill / MILLI, decode + offer.book_decode / MILLI
 
 
-def nearest(
+def preselect(
     slots: Sequence[WorkerRank],
     overlaps: Mapping[WorkerRank, Overlap],
     samples: Mapping[Overlap, Offer],
@@ -55,12 +55,12 @@ def nearest(
     random: Random,
     most: int = MOST,
 ) -> list[WorkerRank]:
-    """The `most` cheapest ranks; of equally cheap ones any.
+    """Returns the `most` cheapest ranks; ties are broken at random.
 
     Args:
-        samples: the offer of a rank with this overlap, for every overlap that occurs and NO_OVERLAP.
-        booked: as LoadSnapshot.booked.
-        scale: weight of prefill against decode load.
+        samples: an offer for each overlap that occurs, and for NO_OVERLAP.
+        booked: as returned by LoadSnapshot.booked.
+        scale: weight of prefill relative to decode load.
     """
     if len(slots) <= most:
         return list(slots)
@@ -69,15 +69,15 @@ def nearest(
     costs = []
     for slot in slots:
         uncached, added = own[overlap_of(slot, NO_OVERLAP)]
-        prefill, decode = booked_on(slot, _NOTHING)
+        prefill, decode = booked_on(slot, _NO_LOAD)
         ahead = prefill + uncached
         costs.append((scale * ahead if ahead > 0 else 0.0) + decode + added)
     last = sorted(costs)[most - 1]
     cheaper = [slot for slot, cost in zip(slots, costs, strict=True) if cost < last]
-    level = [slot for slot, cost in zip(slots, costs, strict=True) if cost == last]
-    return cheaper + random.sample(level, most - len(cheaper))
+    tied = [slot for slot, cost in zip(slots, costs, strict=True) if cost == last]
+    return cheaper + random.sample(tied, most - len(cheaper))
 
 
-def occurring(slots: Sequence[WorkerRank], overlaps: Mapping[WorkerRank, Overlap]) -> set[Overlap]:
-    """The overlaps of these ranks, NO_OVERLAP always among them."""
+def distinct_overlaps(slots: Sequence[WorkerRank], overlaps: Mapping[WorkerRank, Overlap]) -> set[Overlap]:
+    """Returns the distinct overlaps of these ranks, always including NO_OVERLAP."""
     return {*map(overlaps.get, slots, repeat(NO_OVERLAP)), NO_OVERLAP}

@@ -1,4 +1,4 @@
-"""Prompts as the index sees them: checked against the model's block scheme, hashed where needed."""
+"""Converts prompts to block hashes and checks them against the block scheme of the model."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from services.common.packing import pack_u64, unpack_u64
 from services.router.scheduling.queries import Prompt, RoutedPrompt
 from services.router.workers.worker import Worker
 
-NOMINAL_BLOCK = 16  # tokens that count as a block of load where a model has no blocks
+NOMINAL_BLOCK = 16  # tokens per block of load for models without KV blocks
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """A prompt in blocks.
+    """A prompt as blocks.
 
-    `size`: tokens a block. `count`: blocks it fills, a partial one included. `blind`: full blocks exist, but the
-    caller did not say which.
+    Attributes:
+        size: tokens per block.
+        count: blocks of the prompt, including a partial one.
+        blind: the prompt has full blocks, but the caller sent neither token ids nor hashes.
     """
 
     hashes: array[int]
@@ -31,17 +33,19 @@ class Blocks:
 
 
 def in_blocks(prompt: Prompt, workers: Sequence[Worker]) -> Blocks:
-    """What the index needs to know of a prompt.
+    """Returns the blocks of a prompt, hashing its token ids if needed.
 
     Args:
-        workers: of the model; their block sizes are equal where they have any.
+        workers: the model's workers; all workers with blocks have the same block size.
 
     Raises:
-        SluiceError: INVALID_ARGUMENT for a broken prompt or an unknown scheme, FAILED_PRECONDITION when its blocks
-            are not those of the model.
+        SluiceError: INVALID_ARGUMENT for a malformed prompt or an unknown hash scheme, FAILED_PRECONDITION if the block
+            size or the hash scheme differs from the model's.
     """
     if len(prompt.token_ids) % 4:
-        raise invalid(f"token_ids holds {len(prompt.token_ids)} bytes, not a multiple of 4.", param="prompt.token_ids")
+        raise invalid(
+            f"token_ids has {len(prompt.token_ids)} bytes; send packed u32 (4 bytes each).", param="prompt.token_ids"
+        )
     card = next((worker for worker in workers if worker.block_size), None)
     if prompt.block_hashes:
         hashes, size = _given(prompt, card), prompt.block_size
@@ -55,7 +59,7 @@ def in_blocks(prompt: Prompt, workers: Sequence[Worker]) -> Blocks:
 
 
 def routed(prompt: Prompt, blocks: Blocks) -> RoutedPrompt:
-    """Returns a prompt and its blocks for its caller; see `in_blocks`."""
+    """Returns the token ids and block hashes of a prompt in the form that a query returns."""
     if not blocks.hashes:
         return RoutedPrompt(prompt.token_ids)
     return RoutedPrompt(prompt.token_ids, pack_u64(blocks.hashes), HASH_SCHEME, blocks.size)
@@ -65,17 +69,17 @@ def _given(prompt: Prompt, card: Worker | None) -> array[int]:
     scheme = prompt.hash_scheme or HASH_SCHEME
     if scheme != HASH_SCHEME:
         raise invalid(
-            f"Hash scheme {quoted(scheme)} is not known here; use {HASH_SCHEME!r} or send token_ids.",
+            f"Unknown hash scheme {quoted(scheme)}; use {HASH_SCHEME!r} or send token_ids.",
             param="prompt.hash_scheme",
             code="unknown_hash_scheme",
         )
     if not prompt.block_size:
-        raise invalid("block_hashes need their block_size.", param="prompt.block_size")
+        raise invalid("Missing block_size; send it with block_hashes.", param="prompt.block_size")
     if card is not None and (prompt.block_size, scheme) != (card.block_size, card.hash_scheme):
         raise SluiceError(
             ErrorKind.FAILED_PRECONDITION,
-            f"The hashes are of blocks of {prompt.block_size} tokens and model {card.model} has blocks of "
-            f"{card.block_size} ({card.hash_scheme}).",
+            f"block_hashes are of blocks of {prompt.block_size} tokens, but model {card.model} has blocks of "
+            f"{card.block_size} tokens ({card.hash_scheme}); hash with that block size and scheme, or send token_ids.",
             param="prompt.block_size",
             code="block_size_mismatch",
         )

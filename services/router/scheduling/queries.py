@@ -1,4 +1,4 @@
-"""What callers ask the router and what it answers, in plain words."""
+"""Queries to the router and the routes it returns."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from services.router.workers.worker import Worker, WorkerRank
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt by its token ids (packed u32), its block hashes (packed u64) or an OpenAI body (JSON).
+    """A prompt as token ids (packed u32), block hashes (packed u64) or an OpenAI body (JSON).
 
-    All empty: by its length alone. A body has to be tokenized before anything else is done with it; it then has both
-    ids and hashes.
+    If all are empty, only the length is known. A body must be tokenized first; the prompt then has token ids and
+    hashes.
     """
 
     token_ids: bytes = b""
@@ -30,9 +30,9 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """Which worker should run this prompt? `request_id` is set to reserve, `candidates` None for any worker.
+    """Query for a worker to run a prompt. `request_id` is set to make a reservation; `candidates` None: any worker.
 
-    `request_id` and `owner` are names within `scope`, see `reservations.scoped`.
+    `request_id` and `owner` are names within `scope`; see `reservations.ids.scoped`.
     """
 
     model: str
@@ -55,7 +55,7 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Why a candidate was chosen or not."""
+    """Cost, overlap and load of a candidate, for explanations."""
 
     slot: WorkerRank
     cost: float
@@ -68,10 +68,10 @@ class RoutedPrompt:
     """A prompt as it was routed.
 
     Attributes:
-        token_ids: packed u32; empty when only hashes or the length were given.
-        block_hashes: packed u64, of the full blocks; empty without any.
-        hash_scheme: of the hashes; empty without any.
-        block_size: tokens a block; 0 without any.
+        token_ids: packed u32; empty if only hashes or the length were given.
+        block_hashes: packed u64 hashes of the full blocks.
+        hash_scheme: empty without hashes.
+        block_size: tokens per block; 0 without hashes.
     """
 
     token_ids: bytes = b""
@@ -82,11 +82,14 @@ class RoutedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The answer. `reservation_id` is empty and `expires_unix_ms` 0 when nothing was booked.
+    """Result of a query. `reservation_id` is empty and `expires_unix_ms` 0 without a reservation.
 
-    `worker` answers; `prefill_worker` runs the prompt for it, None if it does so itself. `overlap` is on the one that
-    runs the prompt. `repeated`: the request had been booked before. `seconds`: what the decision took. `prompt`: set
-    where the query asks for it.
+    Attributes:
+        worker: generates the output, and runs the prompt unless `prefill_worker` is set.
+        overlap: with the worker that runs the prompt.
+        repeated: the request had a reservation before.
+        seconds: duration of the decision.
+        prompt: set if the query requests it.
     """
 
     worker: Worker

@@ -1,4 +1,4 @@
-"""Chooses one rank among workers for one part of a request, and books that part on it."""
+"""Chooses a rank for one part of a request, and reserves the load of that part."""
 
 from __future__ import annotations
 
@@ -13,8 +13,16 @@ from services.router.kv_index.index import NO_OVERLAP, Overlap
 from services.router.reservations.cost import MILLI, NO_LOAD, Limits, Load, Offer
 from services.router.reservations.ids import prefill_id
 from services.router.reservations.table import AllBusy, Choice, Owner, ReservationParams
-from services.router.scheduling.policies import Candidate, Demand, Policy, Shelf, direct, least_loaded, shortlist
-from services.router.scheduling.preselect import EACH_BY_ITSELF, MOST, LoadSnapshot, nearest, occurring
+from services.router.scheduling.policies import (
+    Candidate,
+    Demand,
+    Policy,
+    PolicyRegistry,
+    direct,
+    least_loaded,
+    shortlist,
+)
+from services.router.scheduling.preselect import INDEPENDENT, MOST, LoadSnapshot, distinct_overlaps, preselect
 from services.router.scheduling.prompts import Blocks
 from services.router.scheduling.queries import Query, Score
 from services.router.scheduling.thresholds import CLOSED, Thresholds
@@ -25,22 +33,24 @@ from services.router.sync.reservation_manager import ReservationManager
 from services.router.workers.registry import Registry
 from services.router.workers.worker import Role, Worker, WorkerRank
 
-ATTEMPTS = 2  # a request may be booked already, on a worker that has gone since
+ATTEMPTS = 2  # the request may have a reservation on a worker that was removed since
 
 
 class Part(Enum):
-    """What the chosen worker will do for the request."""
+    """Part of the request that the chosen worker runs."""
 
-    WHOLE = "whole"
+    STANDALONE = "standalone"
     PREFILL = "prefill"
     DECODE = "decode"
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulingRequest:
-    """A query and what the index says about its prompt.
+    """A query with the blocks and overlaps of its prompt.
 
-    `place` False: only if it is booked already. `pinned`: where its session's last request went.
+    Attributes:
+        place: False: succeed only if the request has a reservation.
+        pinned: rank of the session's last request.
     """
 
     query: Query
@@ -52,13 +62,13 @@ class SchedulingRequest:
 
     @property
     def demand(self) -> Demand:
-        """Blocks it needs."""
+        """Blocks that the request needs."""
         return Demand(self.blocks.count, -(-self.query.expected_output_tokens // self.blocks.size))
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The chosen rank; `best_blocks` is the largest overlap any candidate had."""
+    """The chosen rank; `best_blocks` is the largest overlap of any candidate."""
 
     worker: Worker
     choice: Choice
@@ -69,7 +79,6 @@ class Selection:
 
     @property
     def slot(self) -> WorkerRank:
-        """The rank."""
         return self.choice.slot
 
 
@@ -84,184 +93,195 @@ class SelectorConfig:
 
 
 class Selector:
-    """See the module."""
+    """Chooses ranks among workers and reserves load on them."""
 
     def __init__(
         self,
         store: Store,
-        bookkeeper: ReservationManager,
+        reservations: ReservationManager,
         registry: Registry,
         reports: Reports,
         config: SelectorConfig,
         random: Random,
     ) -> None:
         self._store = store
-        self._bookkeeper = bookkeeper
+        self._reservations = reservations
         self._registry = registry
         self._reports = reports
         self._config = config
         self._random = random
-        self._policies = Shelf(random)
-        self._standings: dict[str, LoadSnapshot] = {}
+        self._policies = PolicyRegistry(random)
+        self._load_snapshots: dict[str, LoadSnapshot] = {}
 
-    async def pick(self, ask: SchedulingRequest, part: Part, workers: Sequence[Worker]) -> Selection:
+    async def select(self, request: SchedulingRequest, part: Part, workers: Sequence[Worker]) -> Selection:
         """Chooses among the ranks of at least one worker.
 
         Raises:
-            AllBusy: all of them are over the thresholds.
-            SluiceError: INVALID_ARGUMENT for an unknown policy.
+            AllBusy: all ranks are over the busy thresholds.
+            SluiceError: INVALID_ARGUMENT for an unknown policy, UNAVAILABLE if the chosen worker was removed.
         """
         slots = [slot for worker in workers for slot in worker.slots]
-        name = ask.query.policy or self._config.policy
-        policy = self._policies.get(name, ask.query.model, part.value)
-        limits = self._limits(ask, workers)
-        overlaps = occurring(slots, ask.overlaps)
+        name = request.query.policy or self._config.policy
+        policy = self._policies.get(name, request.query.model, part.value)
+        limits = self._limits(request, workers)
+        overlaps = distinct_overlaps(slots, request.overlaps)
         some = slots
-        if name in EACH_BY_ITSELF and len(slots) > MOST and not ask.query.explain and not ask.query.cost.temperature:
-            some = self._nearest(ask, part, policy, slots, overlaps, limits)
-        offers = _of_part(policy(_candidates(ask, some), ask.demand, ask.query.cost), part)
+        if (
+            name in INDEPENDENT
+            and len(slots) > MOST
+            and not request.query.explain
+            and not request.query.cost.temperature
+        ):
+            some = self._preselect(request, part, policy, slots, overlaps, limits)
+        offers = _of_part(policy(_candidates(request, some), request.demand, request.query.cost), part)
         for _ in range(ATTEMPTS):
-            choice, degraded = await self._book(ask, part, slots, offers, limits)
-            worker = self._registry.get(ask.query.model, choice.slot.worker_id)
+            choice, degraded = await self._book(request, part, slots, offers, limits)
+            worker = self._registry.get(request.query.model, choice.slot.worker_id)
             if worker is not None:
                 break
-            await self._bookkeeper.free(ask.query.model, [_request_id(ask, part)])
+            await self._reservations.free(request.query.model, [_request_id(request, part)])
         else:
-            raise unavailable(f"The worker chosen for model {ask.query.model!r} has just gone.", code="no_workers")
+            raise unavailable(
+                f"The worker chosen for model {request.query.model!r} was removed; retry.", code="no_workers"
+            )
         if some is not slots and choice.expires_unix_ms and not choice.repeated:
-            self._standing(ask).add(offer for offer in offers if offer.slot == choice.slot)
-        overlap = ask.overlaps.get(choice.slot, NO_OVERLAP)
+            self._load_snapshot(request).add(offer for offer in offers if offer.slot == choice.slot)
+        overlap = request.overlaps.get(choice.slot, NO_OVERLAP)
         best = max(each.blocks for each in overlaps)
         return Selection(worker, choice, overlap, best, degraded, offers)
 
-    async def place(self, ask: SchedulingRequest, slot: WorkerRank, role: Role) -> Choice:
-        """Books on a rank the caller chose, busy or not: the part that a worker of its role plays."""
-        part = {Role.PREFILL: Part.PREFILL, Role.DECODE: Part.DECODE}.get(role, Part.WHOLE)
-        offers = _of_part(direct(_candidates(ask, [slot]), ask.demand, ask.query.cost), part)
-        terms = replace(self._terms(ask, part), request_id=ask.query.request_id)
-        choice, _ = await self._bookkeeper.select(ask.query.model, offers, terms, ask.view.loads)
+    async def place(self, request: SchedulingRequest, slot: WorkerRank, role: Role) -> Choice:
+        """Reserves load on a rank chosen by the caller, busy or not, for the part that its role runs."""
+        part = {Role.PREFILL: Part.PREFILL, Role.DECODE: Part.DECODE}.get(role, Part.STANDALONE)
+        offers = _of_part(direct(_candidates(request, [slot]), request.demand, request.query.cost), part)
+        terms = replace(self._terms(request, part), request_id=request.query.request_id)
+        choice, _ = await self._reservations.select(request.query.model, offers, terms, request.view.loads)
         return choice
 
-    async def give_back(self, ask: SchedulingRequest, part: Part, pick: Selection) -> None:
-        """Undoes a pick, unless it had been booked before."""
-        if ask.query.request_id and not pick.choice.repeated:
-            await self._bookkeeper.free(ask.query.model, [_request_id(ask, part)])
+    async def give_back(self, request: SchedulingRequest, part: Part, selection: Selection) -> None:
+        """Undoes a selection, unless its reservation existed before."""
+        if request.query.request_id and not selection.choice.repeated:
+            await self._reservations.free(request.query.model, [_request_id(request, part)])
 
-    def scores(self, ask: SchedulingRequest, offers: Sequence[Offer], booked: Mapping[WorkerRank, Load]) -> list[Score]:
-        """Of the offers, cheapest first, before anything is booked for this query."""
+    def scores(
+        self, request: SchedulingRequest, offers: Sequence[Offer], booked: Mapping[WorkerRank, Load]
+    ) -> list[Score]:
+        """Returns the scores of offers, cheapest first, at the loads before this query's reservation."""
         found = []
         for offer in offers:
             load = booked.get(offer.slot, NO_LOAD)
-            cost = offer.cost(load, ask.query.cost.prefill_load_scale)
-            found.append(Score(offer.slot, cost, ask.overlaps.get(offer.slot, NO_OVERLAP), load))
+            cost = offer.cost(load, request.query.cost.prefill_load_scale)
+            found.append(Score(offer.slot, cost, request.overlaps.get(offer.slot, NO_OVERLAP), load))
         return sorted(found, key=lambda score: score.cost)
 
     async def _book(
         self,
-        ask: SchedulingRequest,
+        request: SchedulingRequest,
         part: Part,
         slots: Sequence[WorkerRank],
         offers: list[Offer],
         limits: Mapping[WorkerRank, Limits],
     ) -> tuple[Choice, str]:
-        terms = self._terms(ask, part)
-        for some in self._rounds(ask, part, slots, offers, limits):
+        terms = self._terms(request, part)
+        for some in self._rounds(request, part, slots, offers, limits):
             try:
-                return await self._bookkeeper.select(ask.query.model, some, terms, ask.view.loads)
+                return await self._reservations.select(request.query.model, some, terms, request.view.loads)
             except AllBusy:
                 continue
         raise AllBusy
 
     def _rounds(
         self,
-        ask: SchedulingRequest,
+        request: SchedulingRequest,
         part: Part,
         slots: Sequence[WorkerRank],
         offers: list[Offer],
         limits: Mapping[WorkerRank, Limits],
     ) -> Iterator[list[Offer]]:
-        """What to offer: where the session was, then what the policy says, then, if that is busy, all the others."""
-        if ask.pinned is not None and ask.pinned in slots and part is not Part.PREFILL:
-            only = least_loaded(_candidates(ask, [ask.pinned]), ask.demand, ask.query.cost)
+        """Yields offers in turn: the rank of the session, those of the policy, then, if these are busy, all others."""
+        if request.pinned is not None and request.pinned in slots and part is not Part.PREFILL:
+            only = least_loaded(_candidates(request, [request.pinned]), request.demand, request.query.cost)
             yield _limited(_of_part(only, part), limits)
-        some = self._shortlist(ask, _limited(offers, limits))
+        some = self._shortlist(request, _limited(offers, limits))
         yield some
-        if not limits or not ask.place:
+        if not limits or not request.place:
             return
         tried = {offer.slot for offer in some}
-        rest = _of_part(least_loaded(_candidates(ask, slots), ask.demand, ask.query.cost), part)
-        rest = [offer for offer in _limited(rest, limits) if not offer.busy(ask.view.loads.get(offer.slot, NO_LOAD))]
+        rest = _of_part(least_loaded(_candidates(request, slots), request.demand, request.query.cost), part)
+        rest = [
+            offer for offer in _limited(rest, limits) if not offer.busy(request.view.loads.get(offer.slot, NO_LOAD))
+        ]
         while rest := [offer for offer in rest if offer.slot not in tried]:
-            some = self._shortlist(ask, rest)
+            some = self._shortlist(request, rest)
             tried |= {offer.slot for offer in some}
             yield some
 
-    def _standing(self, ask: SchedulingRequest) -> LoadSnapshot:
-        return self._standings.setdefault(ask.query.model, LoadSnapshot())
+    def _load_snapshot(self, request: SchedulingRequest) -> LoadSnapshot:
+        return self._load_snapshots.setdefault(request.query.model, LoadSnapshot())
 
-    def _nearest(
+    def _preselect(
         self,
-        ask: SchedulingRequest,
+        request: SchedulingRequest,
         part: Part,
         policy: Policy,
         slots: Sequence[WorkerRank],
         overlaps: set[Overlap],
         limits: Mapping[WorkerRank, Limits],
     ) -> list[WorkerRank]:
-        """The ranks worth making candidates of."""
-        query, loads = ask.query, ask.view.loads
+        """Returns the ranks to consider as candidates."""
+        query, loads = request.query, request.view.loads
         if limits:
             below = [
                 slot for slot in slots if slot not in limits or all(map(lt, loads.get(slot, NO_LOAD), limits[slot]))
             ]
             slots = below or slots
-        offers = policy([Candidate(WorkerRank("", 0), overlap, 0) for overlap in overlaps], ask.demand, query.cost)
+        offers = policy([Candidate(WorkerRank("", 0), overlap, 0) for overlap in overlaps], request.demand, query.cost)
         samples = dict(zip(overlaps, _of_part(offers, part), strict=True))
-        booked = self._standing(ask).booked(loads)
-        return nearest(slots, ask.overlaps, samples, booked, query.cost.prefill_load_scale, self._random)
+        booked = self._load_snapshot(request).booked(loads)
+        return preselect(slots, request.overlaps, samples, booked, query.cost.prefill_load_scale, self._random)
 
-    def _shortlist(self, ask: SchedulingRequest, offers: list[Offer]) -> list[Offer]:
+    def _shortlist(self, request: SchedulingRequest, offers: list[Offer]) -> list[Offer]:
         most = self._store.shortlist
         if most is None:
             return offers
-        return shortlist(offers, ask.view.loads, ask.query.cost.prefill_load_scale, most, self._random)
+        return shortlist(offers, request.view.loads, request.query.cost.prefill_load_scale, most, self._random)
 
-    def _limits(self, ask: SchedulingRequest, workers: Sequence[Worker]) -> dict[WorkerRank, Limits]:
-        """Of the ranks that have any."""
-        if not ask.place:
+    def _limits(self, request: SchedulingRequest, workers: Sequence[Worker]) -> dict[WorkerRank, Limits]:
+        """Returns the limits of the ranks that have limits."""
+        if not request.place:
             return {slot: CLOSED for worker in workers for slot in worker.slots}
         thresholds = self._config.thresholds
         if not thresholds:
             return {}
-        used = self._reports.used_blocks(ask.view) if thresholds.kv_share else {}
+        used = self._reports.used_blocks(request.view) if thresholds.kv_share else {}
         limits = {slot: thresholds.limits(worker, slot, used) for worker in workers for slot in worker.slots}
         return {slot: limit for slot, limit in limits.items() if limit is not None}
 
-    def _terms(self, ask: SchedulingRequest, part: Part) -> ReservationParams:
-        query = ask.query
+    def _terms(self, request: SchedulingRequest, part: Part) -> ReservationParams:
+        query = request.query
         return ReservationParams(
-            _request_id(ask, part),
+            _request_id(request, part),
             query.ttl_ms or self._config.ttl_ms,
             query.cost.prefill_load_scale,
             query.cost.temperature,
             query.candidates,
-            0 if part is Part.PREFILL else ask.demand.output_blocks * MILLI,
+            0 if part is Part.PREFILL else request.demand.output_blocks * MILLI,
             Owner(query.owner, self._config.owner_lease_ms) if query.owner else None,
         )
 
 
-def _candidates(ask: SchedulingRequest, slots: Sequence[WorkerRank]) -> list[Candidate]:
-    held, overlaps = ask.view.index.blocks, ask.overlaps
+def _candidates(request: SchedulingRequest, slots: Sequence[WorkerRank]) -> list[Candidate]:
+    held, overlaps = request.view.index.blocks, request.overlaps
     return [Candidate(slot, overlaps.get(slot, NO_OVERLAP), held(slot)) for slot in slots]
 
 
-def _request_id(ask: SchedulingRequest, part: Part) -> str:
-    request_id = ask.query.request_id
+def _request_id(request: SchedulingRequest, part: Part) -> str:
+    request_id = request.query.request_id
     return prefill_id(request_id) if request_id and part is Part.PREFILL else request_id
 
 
 def _of_part(offers: list[Offer], part: Part) -> list[Offer]:
-    """A prefill worker is judged and booked by what it computes, a decode worker by what it keeps."""
+    """Restricts offers to the load of one part: computation for prefill workers, KV blocks for decode workers."""
     if part is Part.PREFILL:
         return [offer._replace(added=0.0, book_decode=0) for offer in offers]
     if part is Part.DECODE:

@@ -1,4 +1,4 @@
-"""When a rank is busy: the loads from which on it takes no more requests."""
+"""Busy thresholds: the loads at which a rank accepts no more requests."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from services.router.reservations.cost import Limits
 from services.router.scheduling.prompts import NOMINAL_BLOCK
 from services.router.workers.worker import Worker, WorkerRank
 
-CLOSED = Limits(0, 0, 0)  # nothing goes below it: whoever has these limits takes nothing
+CLOSED = Limits(0, 0, 0)  # every load reaches these limits, so the rank accepts no requests
 
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """Busy thresholds of a rank; 0 switches one off. A rank at or over any of them is busy.
+    """Busy thresholds of a rank; a rank that reaches any of them is busy. 0 disables a threshold.
 
-    `kv_share`: share of its KV blocks, booked or in use as last reported. `prefill_tokens`: prompt tokens booked and
-    not computed yet. `requests`: requests booked.
+    Attributes:
+        kv_share: share of its KV blocks, reserved or in use as last reported.
+        prefill_tokens: prompt tokens reserved and not computed yet.
+        requests: requests reserved.
     """
 
     kv_share: float = 0.0
@@ -29,7 +31,7 @@ class Thresholds:
         return bool(self.kv_share or self.prefill_tokens or self.requests)
 
     def limits(self, worker: Worker, slot: WorkerRank, used_blocks: Mapping[WorkerRank, int]) -> Limits | None:
-        """Booked loads from which on a rank takes nothing more; None for none."""
+        """Returns the reserved loads at which a rank accepts no more requests; None without thresholds."""
         if not self:
             return None
         most_blocks = self.kv_share * worker.total_blocks or math.inf

@@ -1,1 +1,1 @@
-"""Where the router's state lives: in this process's memory, or in Redis shared by all replicas."""
+"""Stores for the router's state: in the memory of one process, or in Redis shared by all replicas."""

@@ -1,8 +1,8 @@
-"""The store interface.
+"""Interface of stores.
 
-A store holds the truth that router replicas share: workers with leases, what their caches hold, and the load book.
-Every method is one atomic step. Everything belongs to one model; nothing mixes models. Whatever changes workers or
-caches is appended to the model's change feed, from which each replica keeps its view.
+A store holds the state shared by router replicas: workers with leases, their cache content, and reservations. Every
+method is atomic. State is separate per model. Changes to workers and caches are appended to the model's change feed,
+from which each replica maintains its model state.
 
 Any method may raise StoreUnavailable.
 """
@@ -18,55 +18,57 @@ from typing import NamedTuple
 from services.common.errors import ErrorKind, SluiceError
 from services.router.kv_index.events import Change, EventBatch, Snapshot
 from services.router.kv_index.index import BlockIndex
-from services.router.kv_index.rank_cache import Outcome
+from services.router.kv_index.rank_cache import ApplyResult
 from services.router.reservations.cost import Load, Offer
 from services.router.reservations.table import Choice, Reservation, ReservationParams
 from services.router.workers.claims import Claim, Hold
 from services.router.workers.worker import Worker, WorkerRank
 
-KNOWN_FOR_S = 3600  # a model stays known this long after a worker last registered for it
+KNOWN_FOR_S = 3600  # how long a model stays known after the last registration of a worker
 
 
 class StoreUnavailable(SluiceError):
-    """The store cannot be reached; whether the step was done is not known."""
+    """The store cannot be reached; the operation may or may not have been executed."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(
-            ErrorKind.UNAVAILABLE, f"The router's store cannot be reached ({reason}).", code="store_unavailable"
+            ErrorKind.UNAVAILABLE,
+            f"The router's store cannot be reached ({reason}); retry later.",
+            code="store_unavailable",
         )
 
 
 class FellBehind(Exception):
-    """The change feed does not reach back to where the follower was: load again."""
+    """The change feed no longer contains the follower's position; load the state again."""
 
 
 class Position(NamedTuple):
-    """A place in a change feed: changes are numbered without holes; `entry` is the store's own name for it."""
+    """Position in a change feed: the consecutive number of a change, and the store's id of its entry."""
 
     number: int
     entry: bytes = b""
 
 
 class Lease(Enum):
-    """What became of a worker's lease."""
+    """State of a worker's lease."""
 
     HELD = "held"
-    REPLACED = "replaced"  # another attachment of this worker took over
-    GONE = "gone"  # expired and cleared, or the store lost it: register again
+    REPLACED = "replaced"  # a newer stream of this worker holds it
+    GONE = "gone"  # expired, or lost by the store: register again
 
 
 class Applied(NamedTuple):
-    """What became of a batch or snapshot, and the last sequence number that is durable for the rank."""
+    """Result of applying a batch or snapshot, and the last durable sequence number of the rank."""
 
-    outcome: Outcome
+    outcome: ApplyResult
     sequence: int
 
 
 @dataclass(frozen=True, slots=True)
 class StoredModel:
-    """The workers of a model and the place in the feed from where to follow. Blocks are read slot by slot.
+    """Workers of a model and the feed position to follow from; blocks are read per rank.
 
-    `generation` is another one after the store has lost what it held.
+    `generation` changes when the store loses its data.
     """
 
     position: Position
@@ -76,108 +78,108 @@ class StoredModel:
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """Loads now: booked by all replicas, by rank, and as last reported by each worker."""
+    """Current loads: reserved by all replicas, by rank, and the last report of each worker."""
 
     loads: dict[WorkerRank, Load]
     reports: dict[str, bytes]
 
 
 class Store(ABC):
-    """See the module."""
+    """State shared by router replicas; see the module."""
 
     embedded = False
-    """True when the state lives and dies with this process and followers see a change at once."""
+    """Whether the state lives in this process, so that followers see changes immediately."""
 
     def index(self, model: str) -> BlockIndex | None:
-        """The index that the store itself keeps and changes, if it lies in this process: views read it as it is."""
+        """Returns the index that an embedded store maintains, for model states to read; None for other stores."""
         return None
 
     shortlist: int | None = None
-    """Most offers `select` should get; None for no limit."""
+    """Maximum number of offers for `select`; None: no limit."""
 
     @abstractmethod
     async def ping(self) -> None:
-        """Returns when the store works; prepares it after it was away."""
+        """Returns if the store is available."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Lets go of connections."""
+        """Closes connections."""
 
     @abstractmethod
     async def models(self) -> list[str]:
-        """Models that a worker registered for within KNOWN_FOR_S."""
+        """Returns the models for which a worker registered within KNOWN_FOR_S."""
 
     @abstractmethod
     async def claim(self, claim: Claim, session: str, lease_ms: int) -> None:
-        """Takes a worker id for the attachment `session`, among the workers of all models; before `register`.
+        """Acquires a worker id, unique among all models, for the stream `session`; call it before `register`.
 
         Raises:
-            Taken: another process holds it, and its lease lives.
+            Taken: another process holds the id and its lease has not expired.
         """
 
     @abstractmethod
     async def renew_claim(self, worker_id: str, session: str, lease_ms: int) -> Hold:
-        """Prolongs the lease of a worker id."""
+        """Renews the lease of a worker id."""
 
     @abstractmethod
     async def release_claim(self, worker_id: str, session: str) -> None:
-        """Gives a worker id back, if the attachment `session` holds it."""
+        """Releases a worker id if the stream `session` holds it."""
 
     @abstractmethod
     async def register(self, worker: Worker, session: str, lease_ms: int) -> dict[int, int]:
-        """Enters a worker, or renews its entry; the attachment `session` owns it from now on.
+        """Registers a worker, or renews its registration; the stream `session` owns it from now on.
 
-        Another process than the one known, and a higher epoch of the same, start with empty caches and without
-        reservations; the same epoch of the same process keeps both.
+        A different process, or a higher epoch of the same process, starts with empty caches and without reservations;
+        the same epoch of the same process keeps both.
 
         Returns:
-            The last sequence number applied, by rank, for ranks that have one.
+            The last applied sequence number by rank, for ranks that have one.
 
         Raises:
-            SluiceError: FAILED_PRECONDITION when a higher epoch of the same process is registered.
+            SluiceError: FAILED_PRECONDITION if a higher epoch of the same process is registered.
         """
 
     @abstractmethod
     async def renew(self, model: str, worker_id: str, session: str, lease_ms: int, report: bytes | None) -> Lease:
-        """Prolongs a lease; keeps the worker's load report if one is given. Not a change of the feed."""
+        """Renews a lease and stores the load report, if given. Appends nothing to the feed."""
 
     @abstractmethod
     async def leave(self, model: str, worker_id: str, session: str) -> bool:
-        """The worker takes no new requests; what is booked on it stays. False when `session` does not own it."""
+        """Marks a worker as draining; its reservations remain. Returns False if `session` does not own it."""
 
     @abstractmethod
     async def remove(self, model: str, worker_id: str, session: str, keep_reservations: bool = False) -> bool:
-        """The worker is gone. False when `session` does not own it any more: then it is elsewhere."""
+        """Removes a worker. Returns False if `session` does not own it, because it attached elsewhere."""
 
     @abstractmethod
     async def apply(
         self, model: str, worker_id: str, epoch: int, capacity: int, batches: Sequence[EventBatch]
     ) -> list[Applied]:
-        """Applies event batches of one worker in order, each atomically; see Outcome for what may become of one."""
+        """Applies event batches of one worker in order, each atomically; see Outcome for the results."""
 
     @abstractmethod
     async def replace(self, model: str, worker_id: str, epoch: int, capacity: int, snapshot: Snapshot) -> Applied:
-        """Replaces what a rank holds, unless the snapshot is older than that."""
+        """Replaces a rank's cache content unless the snapshot is older."""
 
     @abstractmethod
     async def load(self, model: str) -> StoredModel:
-        """Workers and feed position, from one moment."""
+        """Returns a consistent copy of workers and feed position."""
 
     @abstractmethod
     async def blocks(self, model: str, slot: WorkerRank) -> tuple[int, Snapshot] | None:
-        """Epoch and content of one rank, from one moment; None when its worker is not there."""
+        """Returns a consistent copy of a rank's epoch and cache content; None if its worker is not registered."""
 
     @abstractmethod
     def follow(self, model: str, position: Position) -> AsyncIterator[list[Change]]:
-        """Changes after a position, in order, in batches; an empty batch says that there was nothing for a while.
+        """Yields changes after a position in ordered batches; an empty batch if there was no change for a while.
 
         Raises:
-            FellBehind: the feed does not reach back to the position.
+            FellBehind: the feed no longer contains the position.
         """
 
     @abstractmethod
     async def select(self, model: str, offers: Sequence[Offer], terms: ReservationParams) -> Choice:
-        """Chooses the cheapest of at least one offer by what all replicas booked, and books it, in one step.
+        """Chooses the cheapest of at least one offer by the reservations of all replicas, and reserves it, in one step.
 
         Raises:
             AllBusy: every offer is at its limits.
@@ -185,53 +187,58 @@ class Store(ABC):
 
     @abstractmethod
     async def book(self, model: str, reservation: Reservation) -> None:
-        """Enters a reservation made elsewhere, unless its request id is booked already."""
+        """Adds a reservation made elsewhere, unless its request has one."""
 
     @abstractmethod
     async def progress(self, model: str, outputs: Mapping[str, int]) -> list[str]:
-        """Books output beyond what is booked for it, by request id, thousandths of a block in all; returns the ids that
-        are not booked. Never lowers anything, so that reports may come twice or late."""
+        """Reserves load for output beyond the expected length; returns the ids without reservations.
+
+        Never reduces a load, so reports may be repeated or late.
+
+        Args:
+            outputs: total output in thousandths of a block by request id.
+        """
 
     @abstractmethod
     async def renew_owners(self, model: str, owners: Sequence[str], lease_ms: int) -> None:
-        """Prolongs the leases of owners that have reservations."""
+        """Renews the leases of owners that have reservations."""
 
     @abstractmethod
     async def mark_prefill_complete(self, model: str, request_ids: Sequence[str]) -> list[str]:
-        """Gives prefill load back; returns the ids that are not booked."""
+        """Releases prefill load; returns the ids without reservations."""
 
     @abstractmethod
     async def free(self, model: str, request_ids: Sequence[str]) -> list[str]:
-        """Gives all load back; returns the ids that are not booked."""
+        """Releases all load; returns the ids without reservations."""
 
     @abstractmethod
     async def session(self, model: str, session_id: str) -> WorkerRank | None:
-        """The rank a session's last request went to; None when that is forgotten."""
+        """Returns the rank of a session's last request; None if it is unknown or expired."""
 
     @abstractmethod
     async def remember_session(self, model: str, session_id: str, slot: WorkerRank, ttl_ms: int) -> None:
-        """Remembers it for this long."""
+        """Sets the rank of a session for `ttl_ms`."""
 
     @abstractmethod
     async def pulse(self, model: str) -> Pulse:
-        """Booked and reported loads now."""
+        """Returns the current reserved and reported loads."""
 
     @abstractmethod
     async def sweep(self, model: str) -> int:
-        """Clears workers whose lease expired and reservations nobody freed in time; returns how many of both."""
+        """Removes workers with expired leases and expired reservations; returns the number of both."""
 
     @abstractmethod
     async def correct(self, model: str, slot: WorkerRank, most: int, age_ms: int, computed: bool) -> tuple[int, int]:
-        """Fits what was booked on a rank longer than `age_ms` ago to what it says it has.
+        """Reconciles the reservations of a rank that are older than `age_ms` with its reported load.
 
         Args:
-            most: requests it has; the oldest reservations beyond that are given back.
-            computed: no prompt waits there; the prefill load of the others is given back.
+            most: number of requests reported; the oldest reservations beyond it are released.
+            computed: no prompt waits for computation; the prefill load of the other reservations is released.
 
         Returns:
-            How many reservations were given back, and how many prompts were found computed.
+            The number of reservations released, and the number of prompts found computed.
         """
 
     @abstractmethod
     async def sweep_owners(self, model: str) -> int:
-        """Clears reservations whose owner's lease expired, a bounded number at once; returns how many."""
+        """Removes reservations whose owner's lease expired, a bounded number per call; returns the number."""

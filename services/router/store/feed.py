@@ -1,4 +1,4 @@
-"""A bounded feed of changes inside one process."""
+"""Bounded change feed inside one process."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ QUIET_S = 0.5
 
 
 class Feed:
-    """Numbered changes; the oldest are forgotten beyond `limit`."""
+    """Numbered changes, at most the latest `limit`."""
 
     def __init__(self, limit: int) -> None:
         self._changes: deque[Change] = deque(maxlen=limit)
         self._last = 0
-        self._news = asyncio.Event()
+        self._appended = asyncio.Event()
 
     @property
     def position(self) -> Position:
-        """After the last change."""
+        """Position after the last change."""
         return Position(self._last)
 
     def append(self, change: Change) -> None:
-        """Adds a change and wakes the followers."""
+        """Appends a change and notifies followers."""
         self._changes.append(change)
         self._last += 1
-        self._news.set()
-        self._news = asyncio.Event()
+        self._appended.set()
+        self._appended = asyncio.Event()
 
     async def follow(self, position: Position) -> AsyncIterator[list[Change]]:
-        """As Store.follow."""
-        seen = position.number
+        """Implements Store.follow."""
+        number = position.number
         while True:
             oldest = self._last - len(self._changes)
-            if not oldest <= seen <= self._last:
+            if not oldest <= number <= self._last:
                 raise FellBehind
-            if seen < self._last:
-                changes = list(islice(self._changes, seen - oldest, None))
-                seen = self._last
+            if number < self._last:
+                changes = list(islice(self._changes, number - oldest, None))
+                number = self._last
                 yield changes
                 continue
             try:
-                await asyncio.wait_for(self._news.wait(), QUIET_S)
+                await asyncio.wait_for(self._appended.wait(), QUIET_S)
             except TimeoutError:
                 yield []

@@ -1,4 +1,4 @@
-"""Sessions and the ranks their last requests went to, in this process's memory."""
+"""Session affinity in the memory of one process."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Callable
 
 from services.router.workers.worker import WorkerRank
 
-MOST_PINS = 100_000  # beyond it the sessions that were silent longest are forgotten
+MOST_PINS = 100_000  # beyond it, the least recently used sessions are dropped
 
 
 class LocalSessionAffinity:
-    """Sessions and their ranks, each for its time to live.
+    """Maps sessions to the ranks of their last requests, each for its time to live.
 
     Args:
-        now_ms: milliseconds of any clock.
+        now_ms: returns milliseconds of any clock.
     """
 
     def __init__(self, now_ms: Callable[[], int], most: int = MOST_PINS) -> None:
@@ -26,7 +26,7 @@ class LocalSessionAffinity:
         return len(self._pins)
 
     def get(self, session_id: str) -> WorkerRank | None:
-        """The rank of a session that is remembered."""
+        """Returns the rank of a session; None if it is unknown or expired."""
         slot, until = self._pins.get(session_id, (None, 0))
         if slot is not None and until <= self._now_ms():
             del self._pins[session_id]
@@ -34,7 +34,7 @@ class LocalSessionAffinity:
         return slot
 
     def put(self, session_id: str, slot: WorkerRank, ttl_ms: int) -> None:
-        """Remembers a session."""
+        """Sets the rank of a session."""
         self._pins[session_id] = (slot, self._now_ms() + ttl_ms)
         self._pins.move_to_end(session_id)
         if len(self._pins) > self._most:

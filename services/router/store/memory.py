@@ -1,4 +1,4 @@
-"""The embedded store: the state of one router process."""
+"""Embedded store: holds the state of a single router process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from services.router.kv_index.events import (
     WorkerUp,
 )
 from services.router.kv_index.index import BlockIndex
-from services.router.kv_index.rank_cache import Outcome
+from services.router.kv_index.rank_cache import ApplyResult
 from services.router.reservations.cost import Offer
 from services.router.reservations.table import Choice, Reservation, ReservationParams, ReservationTable
 from services.router.store.base import KNOWN_FOR_S, Applied, Lease, Position, Pulse, Store, StoredModel
@@ -28,16 +28,16 @@ from services.router.store.local_affinity import LocalSessionAffinity
 from services.router.workers.claims import Claim, Claims, Hold
 from services.router.workers.worker import Worker, WorkerRank
 
-FEED_LIMIT = 1_024  # its followers live in the same process and are never far behind
+FEED_LIMIT = 1_024  # followers run in the same process and are never far behind
 
 
 def unix_ms() -> int:
-    """Now, Unix milliseconds."""
+    """Returns the current Unix milliseconds."""
     return time.time_ns() // 1_000_000
 
 
 def older_epoch(worker: Worker) -> SluiceError:
-    """A start of the worker that is over wants to register."""
+    """Returns the error for the registration of an earlier start of a worker."""
     return SluiceError(
         ErrorKind.FAILED_PRECONDITION,
         f"Worker {worker.worker_id} is registered with a higher epoch than {worker.epoch}; raise it at every start.",
@@ -67,9 +67,9 @@ class _Model:
         record = self.records.get(worker_id)
         return record if record is not None and record.session == session else None
 
-    def applied(self, slot: WorkerRank, outcome: Outcome) -> Applied:
-        holding = self.index.holding(slot)
-        return Applied(outcome, 0 if holding is None else holding.sequence)
+    def applied(self, slot: WorkerRank, outcome: ApplyResult) -> Applied:
+        cache = self.index.cache(slot)
+        return Applied(outcome, 0 if cache is None else cache.sequence)
 
     def drop(self, worker_id: str, keep_reservations: bool) -> None:
         record = self.records.pop(worker_id)
@@ -80,11 +80,11 @@ class _Model:
 
 
 class MemoryStore(Store):
-    """See Store.
+    """Implements Store in memory.
 
     Args:
-        now_ms: Unix milliseconds; tests bring their own.
-        feed_limit: changes kept for followers.
+        now_ms: returns Unix milliseconds.
+        feed_limit: maximum changes in the feed of a model.
     """
 
     embedded = True
@@ -111,10 +111,10 @@ class MemoryStore(Store):
         return self._model(model).index
 
     async def ping(self) -> None:
-        """Always there."""
+        """Does nothing: an embedded store is always available."""
 
     async def close(self) -> None:
-        """Nothing to let go of."""
+        """Does nothing: there are no connections."""
 
     async def models(self) -> list[str]:
         since = self._now_ms() - KNOWN_FOR_S * 1000
@@ -185,7 +185,7 @@ class MemoryStore(Store):
         for batch in batches:
             slot = WorkerRank(worker_id, batch.rank)
             outcome = state.index.apply(slot, epoch, batch)
-            if outcome is Outcome.APPLIED:
+            if outcome is ApplyResult.APPLIED:
                 state.feed.append(BlocksChanged(slot, epoch, batch))
             applied.append(state.applied(slot, outcome))
         return applied
@@ -194,7 +194,7 @@ class MemoryStore(Store):
         state = self._model(model)
         slot = WorkerRank(worker_id, snapshot.rank)
         outcome = state.index.replace(slot, epoch, snapshot)
-        if outcome is Outcome.APPLIED:
+        if outcome is ApplyResult.APPLIED:
             state.feed.append(BlocksReplaced(slot, epoch, snapshot.sequence))
         return state.applied(slot, outcome)
 
@@ -203,8 +203,8 @@ class MemoryStore(Store):
         return StoredModel(state.feed.position, [record.worker for record in state.records.values()])
 
     async def blocks(self, model: str, slot: WorkerRank) -> tuple[int, Snapshot] | None:
-        holding = self._model(model).index.holding(slot)
-        return None if holding is None else (holding.epoch, holding.snapshot(slot.rank))
+        cache = self._model(model).index.cache(slot)
+        return None if cache is None else (cache.epoch, cache.snapshot(slot.rank))
 
     def follow(self, model: str, position: Position) -> AsyncIterator[list[Change]]:
         return self._model(model).feed.follow(position)

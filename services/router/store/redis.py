@@ -1,7 +1,7 @@
-"""The Redis store: state shared by all router replicas, kept over their restarts.
+"""Redis store: state shared by all router replicas, which survives their restarts.
 
-Every change is one script, so it is atomic, costs one round trip, and reads Redis' own clock. docs/redis.md lists the
-keys; all of a model's keys share one hash tag.
+Every change is one script, which makes it atomic, costs one round trip and uses the clock of Redis. docs/redis.md lists
+the keys; all keys of a model share one hash tag.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from services.router.kv_index.events import (
     decode_ops,
     encode_ops,
 )
-from services.router.kv_index.rank_cache import Outcome
+from services.router.kv_index.rank_cache import ApplyResult
 from services.router.reservations.cost import MILLI, Limits, Load, Offer
 from services.router.reservations.table import AllBusy, Choice, Owner, Reservation, ReservationParams
 from services.router.store.base import (
@@ -50,29 +50,31 @@ from services.router.workers.worker import UnreadableWorker, Worker, WorkerRank
 log = logging.getLogger(__name__)
 
 FEED_LIMIT = 10_000
-LARGEST_PASSED_ON = 32 << 10  # bytes of operations; followers read the rank instead when a batch holds more
+LARGEST_PASSED_ON = (
+    32 << 10
+)  # bytes of operations in the feed; for larger batches followers read the rank from the store
 READ_AT_ONCE = 512
 QUIET_MS = 500
 SWEEP_AT_ONCE = 500
 MOST_FOLLOWED = 1_000
-NEVER = 1e15  # a load nobody reaches; Lua has no name for infinity
+NEVER = 1e15  # a load that is never reached; stands for infinity, which scripts do not accept
 NO_LIMITS = Limits(NEVER, NEVER, NEVER)
-MOST_IDS = 5_000  # of one mark or free script
+MOST_IDS = 5_000  # per call of a mark or free script
 
 
 def _epoch(epoch: int) -> str:
-    return f"{epoch:020d}"  # u64 does not fit Lua's numbers; padded texts compare alike
+    return f"{epoch:020d}"  # u64 exceeds Lua's numbers; padded strings compare in the same order
 
 
 class RedisStore(Store):
-    """See Store.
+    """Implements Store in Redis.
 
     Args:
-        url: of the server.
-        prefix: first part of every key.
-        timeout_s: how long Redis gets to answer.
-        feed_limit: changes kept for followers of a model, approximately.
-        credentials: passwords and TLS files that the URL does not give.
+        url: of the server, see RouterSettings.redis_url.
+        prefix: of all keys.
+        timeout_s: for connecting and for every round trip.
+        feed_limit: approximate maximum of changes in the feed of a model.
+        credentials: passwords and TLS files that the URL does not contain.
     """
 
     shortlist = 32
@@ -89,14 +91,14 @@ class RedisStore(Store):
         self._prefix = prefix
         self._random = random or Random()
         self._feed_limit = feed_limit
-        self._known_at: dict[str, float] = {}
+        self._model_registered_at: dict[str, float] = {}
         target = parse(url, credentials)
         self._client = RedisClient(target, timeout_s)
-        self._bulk = RedisClient(target, timeout_s)  # whole caches, so that no decision travels behind one
-        self._reader = RedisClient(target, timeout_s + QUIET_MS / 1000, MOST_FOLLOWED)  # one waits per model
+        self._bulk = RedisClient(target, timeout_s)  # for complete caches, so that they do not delay decisions
+        self._reader = RedisClient(target, timeout_s + QUIET_MS / 1000, MOST_FOLLOWED)  # one blocking read per model
 
     def _tag(self, model: str) -> str:
-        # Braces would end the hash tag early.
+        # Unescaped braces would end the hash tag.
         return f"{{{self._prefix}:{model.replace('%', '%25').replace('{', '%7B').replace('}', '%7D')}}}"
 
     @property
@@ -115,7 +117,7 @@ class RedisStore(Store):
         return [name.decode() for name in await self._client.run("models", self._root, KNOWN_FOR_S)]
 
     async def claim(self, claim: Claim, session: str, lease_ms: int) -> None:
-        answer = await self._client.run(
+        reply = await self._client.run(
             "claim",
             self._root,
             claim.worker_id,
@@ -126,8 +128,8 @@ class RedisStore(Store):
             session,
             lease_ms,
         )
-        if answer:
-            left_ms, caller, proof = answer
+        if reply:
+            left_ms, caller, proof = reply
             holder = Claim(claim.worker_id, 0, caller.decode(), proof=proof.decode(errors="replace"))
             raise Taken(left_ms, holder)
 
@@ -138,7 +140,7 @@ class RedisStore(Store):
         await self._client.run("release_claim", self._root, worker_id, session)
 
     async def register(self, worker: Worker, session: str, lease_ms: int) -> dict[int, int]:
-        answer = await self._client.run(
+        reply = await self._client.run(
             "register",
             self._tag(worker.model),
             worker.worker_id,
@@ -150,24 +152,24 @@ class RedisStore(Store):
             self._feed_limit,
             worker.holder,
         )
-        if not answer[0]:
+        if not reply[0]:
             raise older_epoch(worker)
-        self._known_at.pop(worker.model, None)
-        await self._keep_known(worker.model)
-        return dict(zip(answer[1::2], answer[2::2], strict=True))
+        self._model_registered_at.pop(worker.model, None)
+        await self._register_model(worker.model)
+        return dict(zip(reply[1::2], reply[2::2], strict=True))
 
-    async def _keep_known(self, model: str) -> None:
-        """A model must outlive its workers' registrations for as long as they are there."""
+    async def _register_model(self, model: str) -> None:
+        """Renews a model's entry, which must exist for as long as it has workers."""
         now = time.monotonic()
-        if now - self._known_at.get(model, -KNOWN_FOR_S) > KNOWN_FOR_S / 10:
-            await self._client.run("know", self._root, model, KNOWN_FOR_S)
-            self._known_at[model] = now
+        if now - self._model_registered_at.get(model, -KNOWN_FOR_S) > KNOWN_FOR_S / 10:
+            await self._client.run("register_model", self._root, model, KNOWN_FOR_S)
+            self._model_registered_at[model] = now
 
     async def renew(self, model: str, worker_id: str, session: str, lease_ms: int, report: bytes | None) -> Lease:
-        await self._keep_known(model)
+        await self._register_model(model)
         given = "0" if report is None else "1"
-        answer = await self._client.run("renew", self._tag(model), worker_id, session, lease_ms, given, report or b"")
-        return Lease(answer.decode())
+        reply = await self._client.run("renew", self._tag(model), worker_id, session, lease_ms, given, report or b"")
+        return Lease(reply.decode())
 
     async def leave(self, model: str, worker_id: str, session: str) -> bool:
         return bool(await self._client.run("leave", self._tag(model), worker_id, session, self._feed_limit))
@@ -192,10 +194,10 @@ class RedisStore(Store):
             )
             for batch in batches
         ]
-        return [_applied(answer) for answer in await self._client.run_many("apply", self._tag(model), calls)]
+        return [_applied(reply) for reply in await self._client.run_many("apply", self._tag(model), calls)]
 
     async def replace(self, model: str, worker_id: str, epoch: int, capacity: int, snapshot: Snapshot) -> Applied:
-        answer = await self._bulk.run(
+        reply = await self._bulk.run(
             "replace",
             self._tag(model),
             worker_id,
@@ -206,32 +208,32 @@ class RedisStore(Store):
             encode_ops(snapshot.ops),
             self._feed_limit,
         )
-        return _applied(answer)
+        return _applied(reply)
 
     async def load(self, model: str) -> StoredModel:
         number, entry, workers, generation = await self._client.run("load", self._tag(model), uuid.uuid4().hex)
         return StoredModel(
             Position(number, entry),
-            [worker for kept in workers if (worker := _worker(*kept)) is not None],
+            [worker for record in workers if (worker := _worker(*record)) is not None],
             generation,
         )
 
     async def blocks(self, model: str, slot: WorkerRank) -> tuple[int, Snapshot] | None:
-        answer = await self._bulk.run("blocks", self._tag(model), slot.worker_id, slot.rank)
-        if answer is None:
+        reply = await self._bulk.run("blocks", self._tag(model), slot.worker_id, slot.rank)
+        if reply is None:
             return None
-        epoch, sequence, device, host, disk = answer
+        epoch, sequence, device, host, disk = reply
         return int(epoch), Snapshot(slot.rank, sequence, (device, host, disk))
 
     async def follow(self, model: str, position: Position) -> AsyncIterator[list[Change]]:
         key = f"{self._tag(model)}:changes"
         number, entry = position
         while True:
-            answer = await self._reader.command(
+            reply = await self._reader.command(
                 key, "XREAD", "COUNT", READ_AT_ONCE, "BLOCK", QUIET_MS, "STREAMS", key, entry
             )
             changes: list[Change] = []
-            for entry_id, fields in answer[0][1] if answer else ():
+            for entry_id, fields in reply[0][1] if reply else ():
                 entry, number = entry_id, number + 1
                 if int(fields[b"n"]) != number:
                     raise FellBehind
@@ -303,7 +305,7 @@ class RedisStore(Store):
         return None if field is None else WorkerRank.of_field(field.decode())
 
     async def remember_session(self, model: str, session_id: str, slot: WorkerRank, ttl_ms: int) -> None:
-        await self._client.run("remember", self._tag(model), session_id, slot.field, ttl_ms)
+        await self._client.run("set_session", self._tag(model), session_id, slot.field, ttl_ms)
 
     async def _finish(self, script: str, model: str, request_ids: Sequence[str]) -> list[str]:
         unknown: list[str] = []
@@ -336,8 +338,8 @@ class RedisStore(Store):
         return int(await self._client.run("sweep_owners", self._tag(model), SWEEP_AT_ONCE))
 
 
-def _applied(answer: tuple[bytes, int]) -> Applied:
-    return Applied(Outcome(answer[0].decode()), answer[1])
+def _applied(reply: tuple[bytes, int]) -> Applied:
+    return Applied(ApplyResult(reply[0].decode()), reply[1])
 
 
 def _owner(owner: Owner | None) -> Owner:
@@ -349,41 +351,41 @@ def _pairs(flat: list[bytes]) -> dict[bytes, bytes]:
 
 
 def _worker(worker_id: bytes, epoch: bytes, card: bytes, draining: bytes | None) -> Worker | None:
-    """A worker as it is kept; None for one that cannot be told here: the others go on without it."""
+    """Returns a worker from its record; None if that cannot be parsed, which must not affect other workers."""
     try:
         return Worker.from_json(card, draining=draining == b"1")
     except UnreadableWorker as error:
-        _say_left_out(worker_id, epoch, str(error))
+        _log_worker_skipped(worker_id, epoch, str(error))
         return None
 
 
 def _change(fields: dict[bytes, bytes]) -> Change | None:
-    """A change of the feed; None for one that cannot be told here, as of a kind that only a newer router knows.
+    """Returns a change from its feed entry; None if that cannot be parsed, such as a kind added by a newer router.
 
-    Blocks that are missed so are noticed: the sequence of the next batch has a gap, and the rank is read anew.
+    Blocks missed this way cause a sequence gap at the next batch, after which the rank is read again.
     """
     try:
-        return _told(fields)
+        return _parse_change(fields)
     except UnreadableWorker as error:
-        _say_left_out(fields[b"w"], fields[b"e"], str(error))
+        _log_worker_skipped(fields[b"w"], fields[b"e"], str(error))
     except (ValueError, KeyError) as error:
-        _say_unread(fields.get(b"k", b""), f"{type(error).__name__}: {error}")
+        _log_change_skipped(fields.get(b"k", b""), f"{type(error).__name__}: {error}")
     return None
 
 
-# Remembering what was said says it once: a model is loaded again and again, and a feed may be full of the same.
+# Caching logs each message once: models are loaded repeatedly, and a feed may contain many equal entries.
 @lru_cache(maxsize=1_024)
-def _say_left_out(worker_id: bytes, epoch: bytes, reason: str) -> None:
-    named = {"worker": worker_id.decode(errors="replace"), "epoch": epoch.decode(errors="replace")}
-    log.warning("a worker is left out, its record cannot be read: %s", reason, extra=named)
+def _log_worker_skipped(worker_id: bytes, epoch: bytes, reason: str) -> None:
+    extra = {"worker": worker_id.decode(errors="replace"), "epoch": epoch.decode(errors="replace")}
+    log.warning("skipping a worker: its record cannot be parsed: %s", reason, extra=extra)
 
 
 @lru_cache(maxsize=1_024)
-def _say_unread(kind: bytes, reason: str) -> None:
-    log.warning("changes are left out that cannot be read: %s", reason, extra={"kind": kind.decode(errors="replace")})
+def _log_change_skipped(kind: bytes, reason: str) -> None:
+    log.warning("skipping changes that cannot be parsed: %s", reason, extra={"kind": kind.decode(errors="replace")})
 
 
-def _told(fields: dict[bytes, bytes]) -> Change:
+def _parse_change(fields: dict[bytes, bytes]) -> Change:
     kind, worker_id, epoch = fields[b"k"], fields[b"w"].decode(), int(fields[b"e"])
     if kind == b"up":
         return WorkerUp(Worker.from_json(fields[b"card"]))
@@ -392,7 +394,7 @@ def _told(fields: dict[bytes, bytes]) -> Change:
     if kind == b"down":
         return WorkerDown(worker_id, epoch)
     if kind not in (b"blocks", b"replaced"):
-        raise ValueError("the kind is not known")
+        raise ValueError("unknown kind of change")
     slot, sequence = WorkerRank(worker_id, int(fields[b"r"])), int(fields[b"s"])
     if kind == b"replaced":
         return BlocksReplaced(slot, epoch, sequence)
@@ -403,7 +405,7 @@ def _ops(blob: bytes) -> tuple[BlockOp, ...]:
     try:
         ops = decode_ops(blob)
     except struct.error:
-        raise ValueError("the operations are cut short") from None
+        raise ValueError("the operations are truncated") from None
     if ops and len(ops[-1].hashes) % HASH_BYTES:
-        raise ValueError("the operations are cut short")
+        raise ValueError("the operations are truncated")
     return ops

@@ -1,4 +1,4 @@
-"""Runs scripts on Redis; callers at the same time share round trips. Every failure of Redis is StoreUnavailable."""
+"""Runs scripts on Redis, batching concurrent calls into pipelines. Every Redis error is raised as StoreUnavailable."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from services.common.tasks import TaskOwner
 from services.router.store.base import StoreUnavailable
 from services.router.store.scripts import NAMES, Script
 
-MOST_AT_ONCE = 128  # calls of one round trip
+MOST_AT_ONCE = 128  # calls per round trip
 MOST_WAITING = 50_000
 
 Argument: TypeAlias = str | bytes | int | float
 
 
 @contextmanager
-def reaching() -> Iterator[None]:
-    """Whatever Redis does wrong inside, the store was not there."""
+def store_errors() -> Iterator[None]:
+    """Raises StoreUnavailable for any Redis error in the context."""
     try:
         with closed_is_lost():
             yield
@@ -39,132 +39,132 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
-class _Errand(NamedTuple):
-    """Calls of one script that stay together and in order."""
+class _Batch(NamedTuple):
+    """Calls of one script that stay in order in one pipeline."""
 
     script: Script
     tag: str
     calls: Sequence[Sequence[Argument]]
-    answer: asyncio.Future[list[Any]]
+    result: asyncio.Future[list[Any]]
 
-    def commands(self, known: bool) -> list[tuple[Argument, ...]]:
-        name = ("EVALSHA", self.script.sha) if known else ("EVAL", self.script.text)
+    def commands(self, cached: bool) -> list[tuple[Argument, ...]]:
+        name = ("EVALSHA", self.script.sha) if cached else ("EVAL", self.script.text)
         return [(*name, 1, self.tag, *call) for call in self.calls]
 
     def fail(self, reason: str) -> None:
-        if not self.answer.done():
-            self.answer.set_exception(StoreUnavailable(reason))
+        if not self.result.done():
+            self.result.set_exception(StoreUnavailable(reason))
 
-    def succeed(self, answers: list[Any]) -> None:
-        if not self.answer.done():
-            self.answer.set_result(answers)
+    def succeed(self, results: list[Any]) -> None:
+        if not self.result.done():
+            self.result.set_result(results)
 
 
 class RedisClient:
-    """Scripts with a deadline.
+    """Runs scripts and commands with a deadline.
 
-    Natural batching: calls that come while all lanes are on their way wait, and travel together with the next.
+    Calls made while all lanes are busy are batched into the next pipeline.
 
     Args:
         timeout_s: for connecting and for every round trip.
-        lanes: round trips at once, each on a connection of its own.
+        lanes: concurrent round trips, each on a separate connection.
     """
 
     def __init__(self, target: Target, timeout_s: float, lanes: int = 2) -> None:
         self.redis = connect(target, timeout_s, lanes)
         self._timeout_s = timeout_s
         self._lanes = lanes
-        self._travelling = 0
-        self._waiting: deque[_Errand] = deque()
+        self._busy_lanes = 0
+        self._waiting: deque[_Batch] = deque()
         self._scripts = {name: Script(name) for name in NAMES}
         self._tasks = TaskOwner()
 
     async def close(self) -> None:
-        """Ends what is on its way and closes every connection."""
+        """Cancels running calls and closes all connections."""
         await self._tasks.close()
         self._fail_waiting("closed")
         await self.redis.aclose()
 
     async def command(self, key: str, *command: Argument) -> Any:
-        """Sends one command about one key; no other shares its way."""
-        with reaching():
+        """Runs one command about one key on a connection that it does not share."""
+        with store_errors():
             if not isinstance(self.redis, RedisCluster):
                 return await self.redis.execute_command(*command)
             await self.redis.initialize()
             return await self.redis.execute_command(*command, target_nodes=self.redis.get_node_from_key(key))
 
     async def run(self, name: str, tag: str, *args: Argument) -> Any:
-        """Runs one script on the keys of a tag."""
-        (answer,) = await self._enter(name, tag, [args])
-        return answer
+        """Runs a script on the keys of a hash tag."""
+        (result,) = await self._enqueue(name, tag, [args])
+        return result
 
     async def run_many(self, name: str, tag: str, calls: Sequence[Sequence[Argument]]) -> list[Any]:
-        """Runs one script several times in order, at best in one round trip."""
-        answers: list[Any] = []
+        """Runs a script several times in order, in one round trip if possible."""
+        results: list[Any] = []
         for start in range(0, len(calls), MOST_AT_ONCE):
-            answers += await self._enter(name, tag, calls[start : start + MOST_AT_ONCE])
-        return answers
+            results += await self._enqueue(name, tag, calls[start : start + MOST_AT_ONCE])
+        return results
 
-    def _enter(self, name: str, tag: str, calls: Sequence[Sequence[Argument]]) -> asyncio.Future[list[Any]]:
-        errand = _Errand(self._scripts[name], tag, calls, asyncio.get_running_loop().create_future())
+    def _enqueue(self, name: str, tag: str, calls: Sequence[Sequence[Argument]]) -> asyncio.Future[list[Any]]:
+        batch = _Batch(self._scripts[name], tag, calls, asyncio.get_running_loop().create_future())
         if len(self._waiting) >= MOST_WAITING:
-            errand.fail(f"{MOST_WAITING} calls wait for it already")
-            return errand.answer
-        self._waiting.append(errand)
-        if self._travelling < self._lanes:
-            self._travelling += 1
-            self._tasks.spawn(self._travel(), "redis-lane")
-        return errand.answer
+            batch.fail(f"{MOST_WAITING} calls are queued")
+            return batch.result
+        self._waiting.append(batch)
+        if self._busy_lanes < self._lanes:
+            self._busy_lanes += 1
+            self._tasks.spawn(self._run_lane(), "redis-lane")
+        return batch.result
 
-    async def _travel(self) -> None:
-        errands: list[_Errand] = []
+    async def _run_lane(self) -> None:
+        batches: list[_Batch] = []
         reason = "closed"
         try:
             while self._waiting:
-                errands = self._take()
+                batches = self._next_batches()
                 with closed_is_lost():
-                    await self._exchange(errands)
+                    await self._send(batches)
         except Exception as error:
             reason = _reason(error)
-            self._fail_waiting(reason)  # they would only wait for the same
+            self._fail_waiting(reason)  # they would fail in the same way
             if not isinstance(error, FAILURES):
-                raise  # a mistake of ours: the owner of the task logs it
+                raise  # a bug; the task's owner logs it
         finally:
-            self._travelling -= 1
-            for errand in errands:
-                errand.fail(reason)
+            self._busy_lanes -= 1
+            for batch in batches:
+                batch.fail(reason)
 
-    async def _exchange(self, errands: list[_Errand]) -> None:
+    async def _send(self, batches: list[_Batch]) -> None:
         async with asyncio.timeout(self._timeout_s):
-            answers = await self._pipeline(errands, known=True)
-            unknown = [at for at, found in enumerate(answers) if any(isinstance(each, NoScriptError) for each in found)]
-            if unknown:  # a server that is new or has forgotten: the whole text makes the script known
-                again = await self._pipeline([errands[at] for at in unknown], known=False)
-                for at, found in zip(unknown, again, strict=True):
-                    answers[at] = found
-        for errand, found in zip(errands, answers, strict=True):
+            results = await self._pipeline(batches, cached=True)
+            unknown = [at for at, found in enumerate(results) if any(isinstance(each, NoScriptError) for each in found)]
+            if unknown:  # a new or restarted server; EVAL with the full text caches the script
+                retried = await self._pipeline([batches[at] for at in unknown], cached=False)
+                for at, found in zip(unknown, retried, strict=True):
+                    results[at] = found
+        for batch, found in zip(batches, results, strict=True):
             failed = next((each for each in found if isinstance(each, Exception)), None)
             if failed is None:
-                errand.succeed(found)
+                batch.succeed(found)
             else:
-                errand.fail(_reason(failed))
-        if any(isinstance(each, ReadOnlyError) for found in answers for each in found):
+                batch.fail(_reason(failed))
+        if any(isinstance(each, ReadOnlyError) for found in results for each in found):
             await hang_up(self.redis)
 
-    async def _pipeline(self, errands: list[_Errand], known: bool) -> list[list[Any]]:
+    async def _pipeline(self, batches: list[_Batch], cached: bool) -> list[list[Any]]:
         pipe = self.redis.pipeline(transaction=False)
-        for errand in errands:
-            for command in errand.commands(known):
+        for batch in batches:
+            for command in batch.commands(cached):
                 pipe.execute_command(*command)
         flat = iter(await pipe.execute(raise_on_error=False))
-        return [list(islice(flat, len(errand.calls))) for errand in errands]
+        return [list(islice(flat, len(batch.calls))) for batch in batches]
 
-    def _take(self) -> list[_Errand]:
-        taken, room = [], MOST_AT_ONCE
+    def _next_batches(self) -> list[_Batch]:
+        batches, room = [], MOST_AT_ONCE
         while self._waiting and room > 0:
-            taken.append(self._waiting.popleft())
-            room -= len(taken[-1].calls)
-        return taken
+            batches.append(self._waiting.popleft())
+            room -= len(batches[-1].calls)
+        return batches
 
     def _fail_waiting(self, reason: str) -> None:
         while self._waiting:

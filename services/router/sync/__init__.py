@@ -1,1 +1,1 @@
-"""Keeps a replica's view of the models in step with the store, and notices when the store is away."""
+"""Synchronizes a replica's model states with the store, and tracks whether the store is available."""

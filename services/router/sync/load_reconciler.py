@@ -1,8 +1,8 @@
-"""Corrects the load book by what workers say of themselves: what they cannot have any more is given back early.
+"""Releases reservations early when the load reports of workers show that their requests have ended.
 
-A reservation that is old enough was sent to its worker long before the worker's last report. So if the rank reports
-fewer requests than there are old reservations on it, the difference is over and nobody freed it; and if it reports no
-prompt to compute, theirs are computed.
+The worker received the request of an old reservation long before its last report. So if a rank reports fewer requests
+than it has old reservations, the difference has ended without being freed; and if it reports no pending prompts, the
+prompts of its old reservations are computed.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ log = logging.getLogger(__name__)
 
 
 class Reported(NamedTuple):
-    """What a rank says of itself: requests it has, waiting or running, and whether prompts wait for computation."""
+    """Reported load of a rank: its requests, waiting or running, and whether prompts wait for computation."""
 
     requests: int
     prompts_wait: bool
 
 
 ReadReport: TypeAlias = Callable[[bytes], Sequence[Reported]]
-"""By rank, out of a report as the transport encodes it."""
+"""Parses a report as the transport encodes it; returns the load by rank."""
 
 
 class LoadReconciler:
-    """Any replica may correct: the store looks again, so that doing it twice is doing it once.
+    """Reconciles reserved with reported loads. All replicas may do so, because corrections are idempotent.
 
     Args:
-        after_s: age from which a reservation must show in its worker's reports. Must be longer than a caller takes to
-            send a request that it booked, and than two heartbeats.
-        now_s: seconds of any clock that does not go back.
+        after_s: age from which a reservation must appear in its worker's reports. Must exceed two heartbeats and the
+            time that a caller takes to send the request of a reservation.
+        now_s: returns seconds of a monotonic clock.
     """
 
     def __init__(
@@ -56,23 +56,23 @@ class LoadReconciler:
         self._since: dict[tuple[str, WorkerRank], float] = {}
 
     async def correct(self, view: ModelState) -> None:
-        """Looks at one model's loads as last read; StoreUnavailable when the store is away."""
+        """Corrects the loads of one model, as last read; raises StoreUnavailable if the store cannot be reached."""
         suspects = dict(self._suspects(view))
         now = self._now_s()
         for key in [key for key in self._since if key[0] == view.model and key[1] not in suspects]:
             del self._since[key]
         for slot, reported in suspects.items():
             if now - self._since.setdefault((view.model, slot), now) < self._after_s:
-                continue  # it takes as long until anything is old enough
+                continue  # no reservation can be old enough before
             del self._since[view.model, slot]
             ended, computed = await self._store.correct(
                 view.model, slot, reported.requests, int(self._after_s * 1000), not reported.prompts_wait
             )
-            self._note(view.model, slot, ended, computed)
+            self._record(view.model, slot, ended, computed)
 
     def _suspects(self, view: ModelState) -> list[tuple[WorkerRank, Reported]]:
-        """Ranks on which more is booked than they report."""
-        found = []
+        """Returns the ranks with more load reserved than reported."""
+        suspects = []
         for worker_id, report in view.reports.items():
             for rank, reported in enumerate(self._read(report)):
                 slot = WorkerRank(worker_id, rank)
@@ -80,14 +80,14 @@ class LoadReconciler:
                 if load is None:
                     continue
                 if load.requests > reported.requests or (load.prefill > 0 and not reported.prompts_wait):
-                    found.append((slot, reported))
-        return found
+                    suspects.append((slot, reported))
+        return suspects
 
-    def _note(self, model: str, slot: WorkerRank, ended: int, computed: int) -> None:
+    def _record(self, model: str, slot: WorkerRank, ended: int, computed: int) -> None:
         if ended:
             self._metrics.expired.add(ended, {"why": "not_on_worker"})
             log.info(
-                "gave back reservations that their worker has not",
+                "released reservations that are not on their worker",
                 extra={"model": model, "worker": slot.worker_id, "rank": slot.rank, "reservations": ended},
             )
         if computed:

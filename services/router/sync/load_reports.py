@@ -1,4 +1,4 @@
-"""What workers last reported of their own load."""
+"""Last load reports of workers."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from services.router.sync.model_state import ModelState
 from services.router.workers.worker import WorkerRank
 
 UsedBlocks: TypeAlias = Callable[[bytes], Sequence[int]]
-"""KV blocks in use by rank, out of a report as the transport encodes it."""
+"""Parses a report as the transport encodes it; returns the KV blocks in use by rank."""
 
 
 class Reports:
-    """Blocks in use by rank; each report is read once."""
+    """Provides the reported blocks in use; parses each report once."""
 
     def __init__(self, used_blocks: UsedBlocks) -> None:
         self._used_blocks = used_blocks
         self._read: dict[str, dict[str, tuple[bytes, dict[WorkerRank, int]]]] = {}
 
     def used_blocks(self, view: ModelState) -> Mapping[WorkerRank, int]:
-        """KV blocks in use on the ranks of a model that reported."""
+        """Returns the KV blocks in use by rank, for ranks of a model that have reported."""
         before = self._read.get(view.model, {})
         now = {worker_id: self._of(worker_id, report, before) for worker_id, report in view.reports.items()}
         self._read[view.model] = now

@@ -1,4 +1,4 @@
-"""One replica's view of one model: built from the store, kept current by its change feed, answered from without I/O."""
+"""State of one model in one replica: loaded from the store, updated by its change feed, queried without I/O."""
 
 from __future__ import annotations
 
@@ -20,31 +20,30 @@ from services.router.kv_index.events import (
 )
 from services.router.kv_index.index import BlockIndex, Overlap
 from services.router.kv_index.predictions import Predictions
-from services.router.kv_index.rank_cache import Outcome
+from services.router.kv_index.rank_cache import ApplyResult
 from services.router.reservations.cost import Load
 from services.router.store.base import Position, Pulse, Store
 from services.router.workers.registry import Registry
 from services.router.workers.worker import KV_EVENTS, Worker, WorkerRank
 
 LOADS_AT_ONCE = 16
-BYTES_AT_ONCE = 64 << 10  # of block hashes, between two looks at what else there is to do
+BYTES_AT_ONCE = 64 << 10  # of block hashes applied before yielding to the event loop
 
 
-class Asking:
-    """A question to the store that changes one worker, from before it is sent until its answer is here."""
+class PendingChange:
+    """A change of one worker that was sent to the store and has not returned yet."""
 
     def __init__(self, worker_id: str) -> None:
         self.worker_id = worker_id
-        self.overtaken = False
-        """The feed spoke of the worker meanwhile. It brings the asked change too, in its place among the others."""
+        self.superseded = False
+        """The feed contained a change of the worker meanwhile; it then delivers this change too, in order."""
 
 
 class ModelState:
-    """The index of a model, and the loads last seen. Its workers are in the registry.
+    """Block index, predictions and last loads of a model; its workers are in the registry.
 
     Args:
-        index: kept by an embedded store, and only read here; None for one of the view's own.
-        predictions: what ranks are expected to hold, beside what they reported.
+        index: maintained by an embedded store and only read here; None: this object maintains its own.
     """
 
     def __init__(
@@ -63,86 +62,86 @@ class ModelState:
         self.loaded = asyncio.Event()
         self._registry = registry
         self._current_at = time.monotonic()
-        self._meanwhile: list[Change] | None = None
-        self._askings: set[Asking] = set()
+        self._changes_during_load: list[Change] | None = None
+        self._pending_changes: set[PendingChange] = set()
         self._generation: bytes | None = None
-        self._orphans: dict[str, tuple[int, float]] = {}  # epoch, since when
+        self._orphans: dict[str, tuple[int, float]] = {}  # worker id → (epoch, missing since)
 
     @property
     def age_ms(self) -> int:
-        """Since the view was last known to be current."""
+        """Milliseconds since the state was last known to be current."""
         return int((time.monotonic() - self._current_at) * 1000)
 
     def touch(self) -> None:
-        """The view is current."""
+        """Marks the state as current."""
         self._current_at = time.monotonic()
 
     @property
     def workers(self) -> list[Worker]:
-        """Of this model, draining ones included."""
+        """Workers of this model, including draining ones."""
         return self._registry.workers(self.model)
 
     def find(self, worker_id: str) -> Worker | None:
-        """A worker of this model, draining or not."""
+        """Returns a worker of this model, draining or not; None if it is unknown."""
         return self._registry.get(self.model, worker_id)
 
     def match(self, hashes: Sequence[int]) -> Mapping[WorkerRank, Overlap]:
-        """How much of a prompt each rank holds or is expected to hold; ranks with nothing are left out."""
-        return self.predictions.added_to(self.index.match(hashes), hashes)
+        """Returns the overlap of a prompt with each rank, including predictions; ranks without overlap are omitted."""
+        return self.predictions.extend(self.index.match(hashes), hashes)
 
-    def expect(
+    def predict(
         self, worker: Worker, slot: WorkerRank, hashes: Sequence[int], overlap: Overlap, request_id: str
     ) -> None:
-        """A request was booked on a rank: it will hold the prompt's blocks soon."""
-        silent = KV_EVENTS not in worker.capabilities
-        self.predictions.expect(slot, hashes, overlap, request_id, silent, worker.total_blocks)
+        """Predicts the blocks that a rank will hold after running a request."""
+        no_kv_events = KV_EVENTS not in worker.capabilities
+        self.predictions.add(slot, hashes, overlap, request_id, no_kv_events, worker.total_blocks)
 
     def sequences(self, worker: Worker) -> dict[int, int]:
-        """The last sequence number applied, by rank, for ranks that have one."""
+        """Returns the last applied sequence number by rank, for ranks that have one."""
         return self.index.sequences(worker.slots)
 
     async def rebuild(self, store: Store) -> Position:
-        """Reads everything anew while the old view goes on answering; returns the position to follow from."""
-        self._meanwhile = []
+        """Reloads the state while the old one serves queries; returns the position to follow from."""
+        self._changes_during_load = []
         try:
             state = await store.load(self.model)
-            # What was made before this is in the state, or the feed brings it: the view follows from here.
-            self._meanwhile = []
-            for asking in self._askings:
-                asking.overtaken = True
+            # Earlier changes are in the loaded state or follow in the feed.
+            self._changes_during_load = []
+            for pending in self._pending_changes:
+                pending.superseded = True
             for worker in state.workers:
                 self._orphans.pop(worker.worker_id, None)
             index = await self._read(store, state.workers) if self._owns_index else self.index
         finally:
-            meanwhile, self._meanwhile = self._meanwhile, None
+            changes, self._changes_during_load = self._changes_during_load, None
         old, self.index = self.index, index
         alive = {worker.worker_id for worker in state.workers}
-        alive |= {change.worker.worker_id for change in meanwhile if isinstance(change, WorkerUp)}
+        alive |= {change.worker.worker_id for change in changes if isinstance(change, WorkerUp)}
         missing = [worker for worker in self.workers if worker.worker_id not in alive]
-        self._missed(missing, old, forgotten=self._generation not in (None, state.generation))
+        self._handle_missing(missing, old, data_lost=self._generation not in (None, state.generation))
         self._generation = state.generation
         for worker in state.workers:
             self._registry.up(worker)
-        for change in meanwhile:  # made here while reading, and perhaps not in what was read
+        for change in changes:  # made here during the load, and perhaps not included in it
             self.apply(change)
         self.touch()
         self.loaded.set()
         return state.position
 
-    def _missed(self, missing: list[Worker], old: BlockIndex, forgotten: bool) -> None:
-        """Workers the store does not know are gone; but a store that lost everything hears of them again soon."""
+    def _handle_missing(self, missing: list[Worker], old: BlockIndex, data_lost: bool) -> None:
+        """Removes workers that the store lacks; if it lost its data, keeps them until they register again."""
         for worker in missing:
-            if not forgotten and worker.worker_id not in self._orphans:
+            if not data_lost and worker.worker_id not in self._orphans:
                 self._registry.down(self.model, worker.worker_id, worker.epoch)
                 continue
             self._orphans.setdefault(worker.worker_id, (worker.epoch, time.monotonic()))
             for slot in worker.slots:
                 self.index.open(slot, worker.epoch, worker.total_blocks)
-                if (holding := old.holding(slot)) is not None:
-                    self.index.replace(slot, holding.epoch, holding.snapshot(slot.rank))
+                if (cache := old.cache(slot)) is not None:
+                    self.index.replace(slot, cache.epoch, cache.snapshot(slot.rank))
 
     def drop_orphans(self, after_s: float) -> None:
-        """Gives up on workers that a store which lost everything did not hear of again in this time."""
+        """Removes workers that did not register again within this time after the store lost its data."""
         for worker_id, (epoch, since) in list(self._orphans.items()):
             if time.monotonic() - since > after_s:
                 self.apply(WorkerDown(worker_id, epoch))
@@ -158,65 +157,65 @@ class ModelState:
             if found is None:
                 return
             epoch, snapshot = found
-            for _ in index.filling(slot, epoch, snapshot, BYTES_AT_ONCE):
-                await asyncio.sleep(0)  # the old view answers meanwhile
+            for _ in index.fill(slot, epoch, snapshot, BYTES_AT_ONCE):
+                await asyncio.sleep(0)  # the old state serves queries meanwhile
 
         await asyncio.gather(*(read(worker, slot) for worker in workers for slot in worker.slots))
         return index
 
     async def follow(self, store: Store, changes: Iterable[Change]) -> int:
-        """Applies changes in order; reads ranks from the store where the feed alone does not do. Returns how many."""
-        unsure, work = set(), 0
+        """Applies changes in order, reads ranks that the feed leaves incomplete and returns their number."""
+        incomplete, work = set(), 0
         for change in changes:
-            self._overtake(change)
+            self._supersede(change)
             if (slot := self.apply(change)) is not None:
-                unsure.add(slot)
+                incomplete.add(slot)
             if isinstance(change, BlocksChanged):
                 work += change.batch.bytes
             if work > BYTES_AT_ONCE:
                 work = 0
-                await asyncio.sleep(0)  # questions come first
-        for slot in unsure:
+                await asyncio.sleep(0)  # let queries run
+        for slot in incomplete:
             found = await store.blocks(self.model, slot)
             if found is not None:
                 self.index.replace(slot, *found)
         self.touch()
-        return len(unsure)
+        return len(incomplete)
 
     @contextmanager
-    def asking(self, worker_id: str) -> Iterator[Asking]:
-        """While inside, the store is asked to change a worker; apply that here too unless the feed was faster."""
-        asking = Asking(worker_id)
-        self._askings.add(asking)
+    def pending_change(self, worker_id: str) -> Iterator[PendingChange]:
+        """Tracks a change of a worker sent to the store; apply it here afterwards unless it was superseded."""
+        pending = PendingChange(worker_id)
+        self._pending_changes.add(pending)
         try:
-            yield asking
+            yield pending
         finally:
-            self._askings.discard(asking)
+            self._pending_changes.discard(pending)
 
-    def _overtake(self, change: Change) -> None:
+    def _supersede(self, change: Change) -> None:
         match change:
             case WorkerUp(Worker(worker_id=worker_id)) | WorkerDraining(worker_id, _) | WorkerDown(worker_id, _):
-                for asking in self._askings:
-                    asking.overtaken |= asking.worker_id == worker_id
+                for pending in self._pending_changes:
+                    pending.superseded |= pending.worker_id == worker_id
 
     def apply(self, change: Change) -> WorkerRank | None:
         """Applies one change; returns the rank whose blocks have to be read from the store, if any.
 
-        Changes may come twice or late: epochs and sequence numbers tell.
+        Epochs and sequence numbers identify repeated and late changes.
         """
-        if self._meanwhile is not None:
-            self._meanwhile.append(change)
-        unsure = self._applied(change)
+        if self._changes_during_load is not None:
+            self._changes_during_load.append(change)
+        incomplete = self._applied(change)
         if isinstance(change, BlocksChanged | BlocksReplaced):
-            self._settle(change)
-        return unsure
+            self._update_predictions(change)
+        return incomplete
 
-    def _settle(self, change: BlocksChanged | BlocksReplaced) -> None:
+    def _update_predictions(self, change: BlocksChanged | BlocksReplaced) -> None:
         slot = change.slot
         if isinstance(change, BlocksChanged) and any(op.kind is Kind.CLEARED for op in change.batch.ops):
-            self.predictions.forget(slot)
+            self.predictions.drop_rank(slot)
         else:
-            self.predictions.settle(slot, partial(self.index.holds, slot))
+            self.predictions.drop_confirmed(slot, partial(self.index.holds, slot))
 
     def _applied(self, change: Change) -> WorkerRank | None:
         match change:
@@ -224,10 +223,10 @@ class ModelState:
                 pass
             case BlocksChanged(slot, epoch, batch):
                 outcome = self.index.apply(slot, epoch, batch)
-                return slot if outcome in (Outcome.GAP, Outcome.OVERFLOW) else None
+                return slot if outcome in (ApplyResult.GAP, ApplyResult.OVERFLOW) else None
             case BlocksReplaced(slot, epoch, sequence):
-                holding = self.index.holding(slot)
-                stale = holding is None or holding.epoch != epoch or holding.sequence > sequence
+                cache = self.index.cache(slot)
+                stale = cache is None or cache.epoch != epoch or cache.sequence > sequence
                 return None if stale else slot
             case WorkerUp(worker):
                 self._up(worker)
@@ -241,13 +240,13 @@ class ModelState:
         return None
 
     def take(self, pulse: Pulse) -> None:
-        """Takes the loads last read; reports of workers that are gone are forgotten."""
+        """Sets the loads as last read; drops reports of removed workers."""
         self.loads = pulse.loads
         alive = {worker.worker_id for worker in self.workers}
         self.reports = {name: report for name, report in (self.reports | pulse.reports).items() if name in alive}
 
     def replace(self, slot: WorkerRank, epoch: int, snapshot: Snapshot) -> None:
-        """Takes a rank's snapshot."""
+        """Replaces a rank's blocks by a snapshot."""
         if self._owns_index:
             self.index.replace(slot, epoch, snapshot)
 
@@ -267,6 +266,6 @@ class ModelState:
         for slot in worker.slots:
             if self._owns_index:
                 self.index.drop(slot)
-            self.predictions.forget(slot)
+            self.predictions.drop_rank(slot)
             self.loads.pop(slot, None)
         self.reports.pop(worker.worker_id, None)

@@ -1,4 +1,4 @@
-"""Keeps the views current: follows every model's changes, refreshes loads, clears what expired."""
+"""Keeps model states current: follows change feeds, refreshes loads, removes expired entries."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from services.router.kv_index.predictions import Lifetimes, Predictions
 from services.router.metrics import Metrics
 from services.router.reservations.cost import Load
 from services.router.store.base import FellBehind, Store, StoreUnavailable
-from services.router.store.store_health import Link
+from services.router.store.store_health import StoreHealth
 from services.router.sync.load_reconciler import LoadReconciler
 from services.router.sync.model_state import ModelState
 from services.router.sync.reservation_manager import ReservationManager
@@ -20,43 +20,43 @@ from services.router.workers.worker import WorkerRank
 log = logging.getLogger(__name__)
 
 TEND_EVERY_S = 0.5
-REREAD_AFTER_S = 2.0  # what cannot be read now may not be readable the next moment either
+REREAD_AFTER_S = 2.0  # pause after an unexpected error, which an immediate retry would likely repeat
 
 
 class IndexSynchronizer:
-    """Owns the views.
+    """Owns the model states.
 
     Args:
-        lease_ms: of workers. Nothing is swept until the store has been there for as long, so that workers whose router
-            or store was away can renew first.
+        lease_ms: of workers. Nothing is swept until the store has been available for this long, so that workers can
+            renew first after an outage of the store or of their router.
     """
 
     def __init__(
         self,
         store: Store,
-        link: Link,
-        bookkeeper: ReservationManager,
+        health: StoreHealth,
+        reservations: ReservationManager,
         registry: Registry,
         tasks: TaskOwner,
         metrics: Metrics,
         lease_ms: int,
         lifetimes: Lifetimes,
-        drift: LoadReconciler,
+        reconciler: LoadReconciler,
     ) -> None:
         self._store = store
-        self._link = link
-        self._bookkeeper = bookkeeper
+        self._health = health
+        self._reservations = reservations
         self._registry = registry
         self._tasks = tasks
         self._metrics = metrics
         self._lease_s = lease_ms / 1000
         self._lifetimes = lifetimes
-        self._drift = drift
+        self._reconciler = reconciler
         self._views: dict[str, ModelState] = {}
         self.known: set[str] = set()
 
     def view(self, model: str) -> ModelState:
-        """The view of a model; made, and followed from now on, if there is none."""
+        """Returns the state of a model; creates it and starts to follow its feed if needed."""
         found = self._views.get(model)
         if found is None:
             found = self._views[model] = ModelState(
@@ -66,75 +66,76 @@ class IndexSynchronizer:
         return found
 
     def find(self, model: str) -> ModelState | None:
-        """The view of a model that has been heard of."""
+        """Returns the state of a model; None if the model is unknown."""
         return self._views.get(model)
 
     @property
     def views(self) -> list[ModelState]:
-        """All of them, by model."""
+        """All model states, ordered by model."""
         return [self._views[model] for model in sorted(self._views)]
 
     async def booked(self, view: ModelState) -> dict[WorkerRank, Load]:
-        """Booked loads, live while the store is there."""
-        if self._link.there:
+        """Returns the reserved loads, current while the store is available."""
+        if self._health.available:
             try:
                 view.take(await self._store.pulse(view.model))
             except StoreUnavailable as error:
-                self._link.lost(error)
+                self._health.mark_unavailable(error)
         return view.loads
 
     async def discover(self) -> None:
-        """Learns which models the store knows, and starts following them."""
+        """Starts to follow all models in the store."""
         self.known = set(await self._store.models())
         for model in self.known:
             self.view(model)
 
     async def load_all(self) -> None:
-        """Waits until every known model has been read once."""
-        await self._link.wait()
+        """Waits until the state of every known model has been loaded."""
+        await self._health.wait()
         await asyncio.gather(*(view.loaded.wait() for view in self.views))
 
     async def tend(self) -> None:
-        """Runs until cancelled."""
+        """Refreshes loads and removes expired entries periodically until cancelled."""
         while True:
-            await self._link.wait()
+            await self._health.wait()
             try:
                 await self._tend_once()
             except StoreUnavailable as error:
-                self._link.lost(error)
+                self._health.mark_unavailable(error)
             await asyncio.sleep(TEND_EVERY_S)
 
     async def _tend_once(self) -> None:
-        await self._bookkeeper.settle()
+        await self._reservations.replay()
         await self.discover()
         for view in self.views:
-            view.predictions.tidy()
+            view.predictions.drop_expired()
             view.drop_orphans(self._lease_s)
-            if self._link.there_for_s > self._lease_s:
+            if self._health.available_for_s > self._lease_s:
                 await self._store.sweep(view.model)
             view.take(await self._store.pulse(view.model))
-            await self._drift.correct(view)
+            await self._reconciler.correct(view)
 
     async def _follow(self, view: ModelState) -> None:
         reason = "start"
         while True:
-            since = await self._link.wait()
+            since = await self._health.wait()
             try:
                 self._metrics.reloads.add(1, {"reason": reason})
                 position = await view.rebuild(self._store)
                 async for changes in self._store.follow(view.model, position):
-                    # Others may find the store away when this reader does not, and then change the view without it.
-                    if not self._link.unbroken(since):
+                    # Other callers may find the store unavailable when this reader does not, and change the state
+                    # locally.
+                    if not self._health.uninterrupted(since):
                         reason = "store_returned"
                         break
                     await view.follow(self._store, changes)
             except FellBehind:
                 reason = "fell_behind"
-                log.warning("fell behind the change feed; reading the store anew", extra={"model": view.model})
+                log.warning("fell behind the change feed; reloading from the store", extra={"model": view.model})
             except StoreUnavailable as error:
                 reason = "store_returned"
-                self._link.lost(error)
-            except Exception:  # whatever the store holds, the other models are served, and this one as last known
+                self._health.mark_unavailable(error)
+            except Exception:  # invalid data must not affect other models; this one is served as last loaded
                 reason = "other"
-                log.exception("following a model failed; reading the store anew soon", extra={"model": view.model})
+                log.exception("following a model failed; reloading from the store", extra={"model": view.model})
                 await asyncio.sleep(REREAD_AFTER_S)

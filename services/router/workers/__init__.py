@@ -1,1 +1,1 @@
-"""Workers attached to this replica: registration, leases, their streams and what they report."""
+"""Workers attached to this replica: registration, leases, streams and load reports."""

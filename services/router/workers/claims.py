@@ -1,4 +1,4 @@
-"""Worker ids and the processes that hold them: one process an id, among the workers of all models."""
+"""Claims of worker ids: each id is held by one process, among the workers of all models."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ FEWEST_SWEPT = 64
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A process that wants to register a worker id.
+    """A process's claim of a worker id.
 
     Attributes:
-        caller: the name of the proven identity, such as ``worker`` or ``worker/w1``; empty: none is proven.
+        caller: name of the authenticated identity, such as ``worker`` or ``worker/w1``; empty: not authenticated.
         lease_digest: of the secret that the process sends with each registration; empty: it sends none.
-        proof: what proved the identity, and from where, for logs.
+        proof: credential and host of the caller, for logs.
     """
 
     worker_id: str
@@ -30,8 +30,10 @@ class Claim:
     proof: str = ""
 
     def may_replace(self, held: Claim) -> bool:
-        """Whether the id changes hands while the lease of `held` lives: to the same process, or to the caller whose own
-        id it is. Of two processes with that identity the one that started later has it."""
+        """Returns whether this claim replaces an active one: it is of the same process, or of the id's own identity.
+
+        Of two processes with the id's own identity, the one that started later holds it.
+        """
         if self.lease_digest and (self.caller, self.lease_digest) == (held.caller, held.lease_digest):
             return True
         return self.caller == f"{WORKER}/{self.worker_id}" and (held.caller != self.caller or self.epoch > held.epoch)
@@ -41,8 +43,8 @@ class Taken(Exception):
     """Another process holds the worker id.
 
     Args:
-        left_ms: until its lease ends, if it is not renewed.
-        holder: its claim, as far as it is known.
+        left_ms: until its lease ends unless renewed.
+        holder: its claim, as far as known.
     """
 
     def __init__(self, left_ms: int, holder: Claim) -> None:
@@ -52,11 +54,11 @@ class Taken(Exception):
 
     @property
     def error(self) -> SluiceError:
-        """The error that the refused process receives; it reveals nothing about the holder."""
+        """The error for the rejected process, which reveals nothing about the holder."""
         return SluiceError(
             ErrorKind.FAILED_PRECONDITION,
-            f"Worker id {self.holder.worker_id} is held by another process whose lease lives; give each worker its own "
-            "--worker-id.",
+            f"Worker id {self.holder.worker_id} is held by another process with an active lease; give each worker a "
+            "unique --worker-id.",
             param="registration.worker_id",
             code=CODE,
             retry_after_ms=self.left_ms,
@@ -65,11 +67,11 @@ class Taken(Exception):
 
 
 class Hold(Enum):
-    """What became of an attachment's hold on a worker id."""
+    """State of a stream's claim of a worker id."""
 
     HELD = "held"
-    REPLACED = "replaced"  # another attachment has it
-    GONE = "gone"  # its lease has ended, or the store lost it: claim it again
+    REPLACED = "replaced"  # another stream holds the id
+    GONE = "gone"  # the lease expired, or the store lost it: claim it again
 
 
 @dataclass(slots=True)
@@ -80,7 +82,7 @@ class _Held:
 
 
 class Claims:
-    """The worker ids of one process's memory; see Store for the methods.
+    """Claims in the memory of one process; see Store for the methods.
 
     Args:
         now_ms: returns Unix milliseconds.
@@ -92,7 +94,7 @@ class Claims:
         self._swept_at = FEWEST_SWEPT
 
     def claim(self, claim: Claim, session: str, lease_ms: int) -> None:
-        """Takes an id; Taken when another process holds it."""
+        """Acquires an id; raises Taken if another process holds it."""
         now, held = self._now_ms(), self._living(claim.worker_id)
         if held is not None and held.session != session and not claim.may_replace(held.claim):
             raise Taken(held.until_ms - now, held.claim)
@@ -102,7 +104,7 @@ class Claims:
             self._swept_at = max(len(self._held), FEWEST_SWEPT)
 
     def hold(self, worker_id: str, session: str, lease_ms: int) -> Hold:
-        """Prolongs a lease."""
+        """Renews a lease."""
         held = self._living(worker_id)
         if held is None:
             return Hold.GONE
@@ -112,7 +114,7 @@ class Claims:
         return Hold.HELD
 
     def release(self, worker_id: str, session: str) -> None:
-        """Gives an id back, if the session holds it."""
+        """Releases an id if the session holds it."""
         held = self._held.get(worker_id)
         if held is not None and held.session == session:
             del self._held[worker_id]

@@ -1,4 +1,4 @@
-"""Which workers are there, and who wants to hear about it."""
+"""Registry of the known workers, and watches on its changes."""
 
 from __future__ import annotations
 
@@ -14,68 +14,71 @@ from services.router.workers.worker import Worker
 _by_id = attrgetter("worker_id")
 
 
-class Happening(Enum):
-    """What a watcher hears."""
+class UpdateKind(Enum):
+    """Kind of a worker update."""
 
     UP = "up"
     DOWN = "down"
     SYNCED = "synced"
 
 
-class News(NamedTuple):
-    """One thing a watcher hears; `worker` is None with SYNCED."""
+class WorkerUpdate(NamedTuple):
+    """Update sent to a watcher; `worker` is None for SYNCED."""
 
-    happening: Happening
+    kind: UpdateKind
     worker: Worker | None
 
 
 class Watch:
-    """News for one watcher. Of one worker only the latest is kept, so a slow watcher costs a bounded amount."""
+    """Pending updates for one watcher; only the latest of each worker, so that a slow watcher uses bounded memory."""
 
     def __init__(self, model: str, alive: list[Worker]) -> None:
         self.model = model
-        self._pending: dict[tuple[str, str], News] = {}
-        self._first = [*(News(Happening.UP, worker) for worker in alive), News(Happening.SYNCED, None)]
+        self._pending: dict[tuple[str, str], WorkerUpdate] = {}
+        self._first = [
+            *(WorkerUpdate(UpdateKind.UP, worker) for worker in alive),
+            WorkerUpdate(UpdateKind.SYNCED, None),
+        ]
         self._ready = asyncio.Event()
         self._ready.set()
         self.ended = False
 
     def end(self) -> None:
-        """No more news will come."""
+        """Ends the watch: no more updates follow."""
         self.ended = True
         self._ready.set()
 
-    def tell(self, happening: Happening, worker: Worker) -> None:
-        """Adds news."""
+    def add(self, kind: UpdateKind, worker: Worker) -> None:
+        """Adds an update."""
         key = (worker.model, worker.worker_id)
-        self._pending.pop(key, None)  # the latest news is also the last in order
-        self._pending[key] = News(happening, worker)
+        self._pending.pop(key, None)  # the latest update moves to the end
+        self._pending[key] = WorkerUpdate(kind, worker)
         self._ready.set()
 
-    async def next(self) -> list[News]:
-        """Waits for news and takes them; after the end there may be none."""
+    async def next(self) -> list[WorkerUpdate]:
+        """Waits for updates and returns them; may return an empty list after the end."""
         await self._ready.wait()
         if not self.ended:
             self._ready.clear()
-        news, self._first = [*self._first, *self._pending.values()], []
+        updates, self._first = [*self._first, *self._pending.values()], []
         self._pending.clear()
-        return news
+        return updates
 
 
 class Registry:
-    """The workers this replica knows, of all models."""
+    """Workers of all models known to this replica."""
 
     def __init__(self) -> None:
         self._workers: dict[str, dict[str, Worker]] = {}
-        self._in_order: dict[str, list[Worker]] = {}  # by id; of the models that were asked for since they changed
+        self._in_order: dict[str, list[Worker]] = {}  # workers by id; cache, dropped when a model changes
         self._watches: set[Watch] = set()
 
     def get(self, model: str, worker_id: str) -> Worker | None:
-        """One worker, draining or not."""
+        """Returns a worker, draining or not; None if it is unknown."""
         return self._workers.get(model, {}).get(worker_id)
 
     def workers(self, model: str = "") -> list[Worker]:
-        """Workers of one or all models, draining ones included, by id."""
+        """Returns the workers of one model (empty: of all models) ordered by id, including draining ones."""
         if not model:
             return sorted(chain.from_iterable(map(dict.values, self._workers.values())), key=_by_id)
         if model not in self._in_order:
@@ -85,28 +88,28 @@ class Registry:
         return self._in_order[model].copy()
 
     def models(self) -> list[str]:
-        """Models that have workers, by name."""
+        """Returns the sorted names of the models that have workers."""
         return sorted(model for model, group in self._workers.items() if group)
 
     def up(self, worker: Worker) -> None:
-        """A worker is there, new or changed."""
+        """Adds or updates a worker."""
         group = self._workers.setdefault(worker.model, {})
         if group.get(worker.worker_id) == worker:
             return
         group[worker.worker_id] = worker
         self._in_order.pop(worker.model, None)
-        self._tell(Happening.DOWN if worker.draining else Happening.UP, worker)
+        self._notify(UpdateKind.DOWN if worker.draining else UpdateKind.UP, worker)
 
     def drain(self, model: str, worker_id: str, epoch: int) -> None:
-        """A worker takes no new requests."""
+        """Marks a worker as draining."""
         worker = self.get(model, worker_id)
         if worker is not None and worker.epoch == epoch and not worker.draining:
             draining = self._workers[model][worker_id] = replace(worker, draining=True)
             self._in_order.pop(model, None)
-            self._tell(Happening.DOWN, draining)
+            self._notify(UpdateKind.DOWN, draining)
 
     def down(self, model: str, worker_id: str, epoch: int) -> Worker | None:
-        """A worker is gone; returns it if it was there with this epoch."""
+        """Removes a worker and returns it; None unless it was registered with this epoch."""
         worker = self.get(model, worker_id)
         if worker is None or worker.epoch != epoch:
             return None
@@ -114,12 +117,12 @@ class Registry:
         self._in_order.pop(model, None)
         if not self._workers[model]:
             del self._workers[model]
-        if not worker.draining:  # of a draining one, watchers have heard
-            self._tell(Happening.DOWN, worker)
+        if not worker.draining:  # watchers were notified when draining started
+            self._notify(UpdateKind.DOWN, worker)
         return worker
 
     def watch(self, model: str = "") -> Watch:
-        """Starts a watch; end it with `unwatch`."""
+        """Starts a watch of one model, or of all models for an empty name; end it with `unwatch`."""
         watch = Watch(model, [worker for worker in self.workers(model) if not worker.draining])
         self._watches.add(watch)
         return watch
@@ -133,7 +136,7 @@ class Registry:
         for watch in self._watches:
             watch.end()
 
-    def _tell(self, happening: Happening, worker: Worker) -> None:
+    def _notify(self, kind: UpdateKind, worker: Worker) -> None:
         for watch in self._watches:
             if not watch.model or watch.model == worker.model:
-                watch.tell(happening, worker)
+                watch.add(kind, worker)

@@ -1,4 +1,4 @@
-"""Workers as the router knows them."""
+"""Registered workers and their data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 from services.router.workers.claims import Claim
 
-KV_EVENTS = "kv_events"  # capability: the engine reports what it caches
+KV_EVENTS = "kv_events"  # capability: the engine reports KV events
 
 
 class Role(IntEnum):
-    """The part a worker plays; the numbers of `sluice.v1.WorkerRole`."""
+    """Role of a worker, with the numbers of `sluice.v1.WorkerRole`."""
 
     AGGREGATED = 1
     PREFILL = 2
@@ -24,39 +24,42 @@ class Role(IntEnum):
 
 
 class WorkerRank(NamedTuple):
-    """One data-parallel rank of one worker: what a cache belongs to and what a request is booked on."""
+    """A data-parallel rank of a worker: the unit that has a cache and on which requests are reserved."""
 
     worker_id: str
     rank: int
 
     @property
     def field(self) -> str:
-        """Its name in the load book."""
+        """Its name in the store."""
         return f"{self.worker_id}/{self.rank}"
 
     @classmethod
     def of_field(cls, field: str) -> WorkerRank:
-        """The slot behind `field`."""
+        """Returns the rank named by `field`."""
         worker_id, _, rank = field.rpartition("/")
         return cls(worker_id, int(rank))
 
 
-@lru_cache(maxsize=8_192)  # asked for at every decision, of every worker
+@lru_cache(maxsize=8_192)  # called for every worker at every decision
 def _slots(worker_id: str, ranks: int) -> tuple[WorkerRank, ...]:
     return tuple(WorkerRank(worker_id, rank) for rank in range(ranks))
 
 
 class UnreadableWorker(ValueError):
-    """What a store keeps of a worker says nothing here: a newer router wrote it, or it is broken."""
+    """A stored worker record cannot be parsed: it was written by a newer router, or is corrupt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """A registered worker; constant for its epoch but for `draining`.
+    """A registered worker; constant within its epoch except for `draining`.
 
-    `total_blocks` bounds what the index takes per rank and tier. `document` is what the transport wants back when it
-    describes this worker; the domain does not look into it. `capabilities` is what the card says its engine can do,
-    `adapters` the LoRA adapters it holds now. `caller` and `lease_digest` identify its process, as in Claim.
+    Attributes:
+        total_blocks: maximum blocks in the index per rank and tier.
+        document: opaque description of the worker for the transport.
+        capabilities: of the engine, from the model card.
+        adapters: LoRA adapters loaded now.
+        caller: identifies the process together with `lease_digest`, as in Claim.
     """
 
     worker_id: str
@@ -77,48 +80,48 @@ class Worker:
 
     @property
     def holder(self) -> str:
-        """The process: registrations with the same one are of the same process."""
+        """Identifier of the worker's process; equal for registrations of the same process."""
         return f"{self.caller} {self.lease_digest}".strip()
 
     @property
     def claim(self) -> Claim:
-        """What the process claims with its registration."""
+        """The claim made by registering."""
         return Claim(self.worker_id, self.epoch, self.caller, self.lease_digest)
 
     @property
     def slots(self) -> tuple[WorkerRank, ...]:
-        """One per data-parallel rank."""
+        """All data-parallel ranks."""
         return _slots(self.worker_id, self.ranks)
 
     def to_json(self) -> str:
-        """As a store keeps it; `draining` is kept beside it."""
+        """Returns the record to store, without `draining`, which is stored separately."""
         fields = asdict(self)
         del fields["draining"]
         return json.dumps(fields | {"document": base64.b64encode(self.document).decode()})
 
     @classmethod
     def from_json(cls, text: str | bytes, draining: bool = False) -> Worker:
-        """Undoes `to_json`; fields that another version of the router keeps beside these are left out.
+        """Returns a worker from its record; ignores fields added by other versions of the router.
 
         Raises:
-            UnreadableWorker: no worker that can be told here, as one with a role that only a newer router knows.
+            UnreadableWorker: the record cannot be parsed, such as one with a role added by a newer router.
         """
         try:
-            kept = {name: value for name, value in json.loads(text).items() if name in _KEPT}
-            kept["role"] = Role(kept["role"])
-            kept["document"] = base64.b64decode(kept["document"])
+            stored = {name: value for name, value in json.loads(text).items() if name in _STORED_FIELDS}
+            stored["role"] = Role(stored["role"])
+            stored["document"] = base64.b64decode(stored["document"])
             for name in ("capabilities", "adapters"):
-                kept[name] = tuple(kept.get(name, ()))
-            return cls(**kept, draining=draining)
+                stored[name] = tuple(stored.get(name, ()))
+            return cls(**stored, draining=draining)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise UnreadableWorker(f"{type(error).__name__}: {error}") from error
 
 
-_KEPT = frozenset(field.name for field in fields(Worker)) - {"draining"}
+_STORED_FIELDS = frozenset(field.name for field in fields(Worker)) - {"draining"}
 
 
-def holding(workers: Sequence[Worker], adapter: str) -> Sequence[Worker]:
-    """Those that hold a LoRA adapter; all where none says so, for the worker knows best and refuses what it lacks."""
+def with_adapter(workers: Sequence[Worker], adapter: str) -> Sequence[Worker]:
+    """Returns the workers with a LoRA adapter; all if none reports it, as a worker without it rejects the request."""
     if not adapter:
         return workers
     return [worker for worker in workers if adapter in worker.adapters] or workers

@@ -48,7 +48,7 @@ class Replica:
         found: Content = {}
         for view in self.router.indexes(MODEL):
             for slot in view.index.slots:
-                holding = view.index.holding(slot)
+                holding = view.index.cache(slot)
                 assert holding is not None
                 found[slot] = (holding.epoch, holding.sequence, [sorted(shelf) for shelf in holding.tiers])
         return found
@@ -112,10 +112,10 @@ class Engine:
     async def attach(self, replica: Replica) -> None:
         """Opens a stream, and brings the router up to date where that held other things."""
         old, old_replica = self.attachment, self.replica
-        self.attachment, held = await replica.router.workforce.attach(self.worker)
+        self.attachment, held = await replica.router.worker_manager.attach(self.worker)
         self.replica = replica
         if old is not None and old_replica is not None:
-            old_replica.router.workforce.detach(old)
+            old_replica.router.worker_manager.detach(old)
         for rank, sequence in enumerate(self.sequences):
             if held.get(rank, 0) != sequence:
                 await self._snapshot(rank)
@@ -123,7 +123,7 @@ class Engine:
     def detach(self) -> None:
         """Its stream ends."""
         if self.attachment is not None and self.replica is not None:
-            self.replica.router.workforce.detach(self.attachment)
+            self.replica.router.worker_manager.detach(self.attachment)
         self.attachment = self.replica = None
 
     async def restart(self, replica: Replica) -> None:

@@ -67,7 +67,7 @@ class Cluster:
 
     async def add(self, *workers: Worker) -> None:
         for each in workers:
-            attachment, _ = await self.router.workforce.attach(each)
+            attachment, _ = await self.router.worker_manager.attach(each)
             self.attachments[each.model, each.worker_id] = attachment
 
     async def report(self, worker_id: str, document: bytes) -> None:
@@ -76,7 +76,7 @@ class Cluster:
     async def lose(self, attachment: WorkerStream) -> None:
         watch = self.router.registry.watch()
         known = len(await watch.next())
-        self.router.workforce.detach(attachment)
+        self.router.worker_manager.detach(attachment)
         assert known
         await asyncio.wait_for(watch.next(), 10)
 

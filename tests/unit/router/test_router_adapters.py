@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.router.workers.worker import Role, Worker, holding
+from services.router.workers.worker import Role, Worker, with_adapter
 
 
 def worker(name: str, *adapters: str) -> Worker:
@@ -11,13 +11,13 @@ def worker(name: str, *adapters: str) -> Worker:
 
 def test_those_that_hold_it() -> None:
     workers = [worker("a"), worker("b", "poet"), worker("c", "poet", "clerk")]
-    assert [one.worker_id for one in holding(workers, "poet")] == ["b", "c"]
-    assert holding(workers, "") == workers
+    assert [one.worker_id for one in with_adapter(workers, "poet")] == ["b", "c"]
+    assert with_adapter(workers, "") == workers
 
 
 def test_where_no_card_says_so_the_worker_decides() -> None:
     workers = [worker("a"), worker("b", "clerk")]
-    assert holding(workers, "poet") == workers
+    assert with_adapter(workers, "poet") == workers
 
 
 def test_a_store_keeps_what_a_worker_holds() -> None:

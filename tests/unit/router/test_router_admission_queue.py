@@ -53,7 +53,7 @@ def desk() -> Desk:
 
 
 @pytest.fixture
-async def lines(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[AdmissionQueues[str]]:
+async def queues(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[AdmissionQueues[str]]:
     monkeypatch.setattr(line_module, "POLL_S", 3600)  # what moves here was moved by what is tested
     tasks = TaskOwner()
     yield AdmissionQueues(tasks, 3, desk.abandon)
@@ -61,9 +61,14 @@ async def lines(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Ad
 
 
 def come(
-    lines: AdmissionQueues[str], desk: Desk, name: str, priority: int = 0, wait_ms: int = 60_000, scope: Hashable = None
+    queues: AdmissionQueues[str],
+    desk: Desk,
+    name: str,
+    priority: int = 0,
+    wait_ms: int = 60_000,
+    scope: Hashable = None,
 ) -> asyncio.Task[tuple[str, int]]:
-    return asyncio.create_task(lines.admit(M, desk.attempt(name), priority, wait_ms, scope))  # type: ignore[arg-type]
+    return asyncio.create_task(queues.admit(M, desk.attempt(name), priority, wait_ms, scope))  # type: ignore[arg-type]
 
 
 async def settle() -> None:
@@ -71,126 +76,126 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def free(lines: AdmissionQueues[str], desk: Desk, places: int = 1) -> None:
+async def free(queues: AdmissionQueues[str], desk: Desk, places: int = 1) -> None:
     desk.free += places
-    lines.ended(M, places)
+    queues.ended(M, places)
     await settle()
 
 
-async def test_who_finds_a_place_does_not_wait(lines: AdmissionQueues[str], desk: Desk) -> None:
+async def test_who_finds_a_place_does_not_wait(queues: AdmissionQueues[str], desk: Desk) -> None:
     desk.free = 1
-    assert await come(lines, desk, "a") == ("a", 0)
-    assert lines.length(M) == 0
+    assert await come(queues, desk, "a") == ("a", 0)
+    assert queues.length(M) == 0
 
 
-async def test_who_cannot_wait_is_refused_at_once(lines: AdmissionQueues[str], desk: Desk) -> None:
+async def test_who_cannot_wait_is_refused_at_once(queues: AdmissionQueues[str], desk: Desk) -> None:
     with pytest.raises(AllBusy) as refused:
-        await come(lines, desk, "a", wait_ms=0)
+        await come(queues, desk, "a", wait_ms=0)
     assert refused.value.retry_after_ms == UNKNOWN_MS
 
 
-async def test_priority_then_arrival(lines: AdmissionQueues[str], desk: Desk) -> None:
+async def test_priority_then_arrival(queues: AdmissionQueues[str], desk: Desk) -> None:
     tasks = []
     for name, priority in (("late", 5), ("first", 0), ("second", 0)):
-        tasks.append(come(lines, desk, name, priority))
+        tasks.append(come(queues, desk, name, priority))
         await settle()
     for served in (["first"], ["first", "second"], ["first", "second", "late"]):
-        await free(lines, desk)
+        await free(queues, desk)
         assert desk.served == served
     assert [name for name, _ in await asyncio.gather(*tasks)] == ["late", "first", "second"]
-    assert lines.length(M) == 0
+    assert queues.length(M) == 0
 
 
-async def test_several_places_serve_several_in_one_go(lines: AdmissionQueues[str], desk: Desk) -> None:
-    tasks = [come(lines, desk, name) for name in "abc"]
+async def test_several_places_serve_several_in_one_go(queues: AdmissionQueues[str], desk: Desk) -> None:
+    tasks = [come(queues, desk, name) for name in "abc"]
     await settle()
-    await free(lines, desk, 2)
+    await free(queues, desk, 2)
     assert desk.served == ["a", "b"]
     assert not tasks[2].done()
-    await free(lines, desk)
+    await free(queues, desk)
     assert desk.served == ["a", "b", "c"]
 
 
-async def test_nobody_passes_the_line_not_even_who_cannot_wait(lines: AdmissionQueues[str], desk: Desk) -> None:
-    waiting = come(lines, desk, "a")
+async def test_nobody_passes_the_line_not_even_who_cannot_wait(queues: AdmissionQueues[str], desk: Desk) -> None:
+    waiting = come(queues, desk, "a")
     await settle()
     desk.free = 1  # and nobody has said so yet
-    passing = come(lines, desk, "b", wait_ms=0)
+    passing = come(queues, desk, "b", wait_ms=0)
     with pytest.raises(AllBusy):
         await passing
     assert (await waiting)[0] == "a"
     assert desk.served == ["a"]
 
 
-async def test_who_can_run_elsewhere_is_not_held_up(lines: AdmissionQueues[str], desk: Desk) -> None:
+async def test_who_can_run_elsewhere_is_not_held_up(queues: AdmissionQueues[str], desk: Desk) -> None:
     async def elsewhere(*, place: bool = True) -> str:
         if not place:
             raise AllBusy
         return "elsewhere"
 
-    waiting = come(lines, desk, "a", scope="x")
+    waiting = come(queues, desk, "a", scope="x")
     await settle()
-    assert (await lines.admit(M, elsewhere, 0, 0, "y"))[0] == "elsewhere"
+    assert (await queues.admit(M, elsewhere, 0, 0, "y"))[0] == "elsewhere"
     assert not waiting.done()
 
 
-async def test_of_equal_scope_only_the_first_is_tried(lines: AdmissionQueues[str], desk: Desk) -> None:
-    tasks = [come(lines, desk, name) for name in "abc"]
+async def test_of_equal_scope_only_the_first_is_tried(queues: AdmissionQueues[str], desk: Desk) -> None:
+    tasks = [come(queues, desk, name) for name in "abc"]
     await settle()
     desk.asked.clear()
-    lines.ended(M, 0)
+    queues.ended(M, 0)
     await settle()
     assert desk.asked == ["a"]
     assert not any(task.done() for task in tasks)
 
 
-async def test_a_repeated_request_is_answered_although_others_wait(lines: AdmissionQueues[str], desk: Desk) -> None:
-    waiting = come(lines, desk, "a")
+async def test_a_repeated_request_is_answered_although_others_wait(queues: AdmissionQueues[str], desk: Desk) -> None:
+    waiting = come(queues, desk, "a")
     await settle()
     desk.held.add("granted")
-    assert await come(lines, desk, "granted", wait_ms=0) == ("granted", 0)
+    assert await come(queues, desk, "granted", wait_ms=0) == ("granted", 0)
     assert not waiting.done()
 
 
 async def test_the_line_is_bounded_and_a_better_priority_takes_the_last_place(
-    lines: AdmissionQueues[str], desk: Desk
+    queues: AdmissionQueues[str], desk: Desk
 ) -> None:
-    tasks = [come(lines, desk, name) for name in "abc"]
+    tasks = [come(queues, desk, name) for name in "abc"]
     await settle()
     with pytest.raises(AllBusy):
-        await come(lines, desk, "d")
-    urgent = come(lines, desk, "urgent", priority=-1)
+        await come(queues, desk, "d")
+    urgent = come(queues, desk, "urgent", priority=-1)
     with pytest.raises(AllBusy):
         await tasks[2]
-    await free(lines, desk)
+    await free(queues, desk)
     assert (await urgent)[0] == "urgent"
-    assert lines.length(M) == 2
+    assert queues.length(M) == 2
 
 
-async def test_waiting_ends_at_its_deadline(lines: AdmissionQueues[str], desk: Desk) -> None:
+async def test_waiting_ends_at_its_deadline(queues: AdmissionQueues[str], desk: Desk) -> None:
     with pytest.raises(AllBusy):
-        await asyncio.wait_for(come(lines, desk, "a", wait_ms=20), 20)
-    assert lines.length(M) == 0
+        await asyncio.wait_for(come(queues, desk, "a", wait_ms=20), 20)
+    assert queues.length(M) == 0
 
 
-async def test_who_leaves_is_not_served(lines: AdmissionQueues[str], desk: Desk) -> None:
-    leaver, stayer = come(lines, desk, "a"), come(lines, desk, "b")
+async def test_who_leaves_is_not_served(queues: AdmissionQueues[str], desk: Desk) -> None:
+    leaver, stayer = come(queues, desk, "a"), come(queues, desk, "b")
     await settle()
     leaver.cancel()
     await settle()
-    assert lines.length(M) == 1
-    await free(lines, desk)
+    assert queues.length(M) == 1
+    await free(queues, desk)
     assert desk.served == ["b"]
     assert (await stayer)[0] == "b"
 
 
 async def test_what_was_booked_for_somebody_who_left_meanwhile_goes_to_the_next(
-    lines: AdmissionQueues[str], desk: Desk
+    queues: AdmissionQueues[str], desk: Desk
 ) -> None:
     desk.gate = asyncio.Event()
-    leaver, stayer = come(lines, desk, "a"), come(lines, desk, "b")
+    leaver, stayer = come(queues, desk, "a"), come(queues, desk, "b")
     await settle()
-    await free(lines, desk)
+    await free(queues, desk)
     leaver.cancel()
     await settle()
     desk.gate.set()
@@ -199,9 +204,9 @@ async def test_what_was_booked_for_somebody_who_left_meanwhile_goes_to_the_next(
 
 
 async def test_who_cannot_wait_is_not_refused_for_a_line_that_has_just_ended(
-    lines: AdmissionQueues[str], desk: Desk
+    queues: AdmissionQueues[str], desk: Desk
 ) -> None:
-    waiting = come(lines, desk, "a")
+    waiting = come(queues, desk, "a")
     await settle()
     asking, gone = asyncio.Event(), asyncio.Event()
 
@@ -212,17 +217,17 @@ async def test_who_cannot_wait_is_not_refused_for_a_line_that_has_just_ended(
         await gone.wait()  # the store takes its time
         raise AllBusy
 
-    passing = asyncio.create_task(lines.admit(M, attempt))
+    passing = asyncio.create_task(queues.admit(M, attempt))
     await asking.wait()
-    await free(lines, desk, 5)
+    await free(queues, desk, 5)
     assert (await waiting)[0] == "a"
-    assert lines.length(M) == 0
+    assert queues.length(M) == 0
     gone.set()
     assert (await asyncio.wait_for(passing, 20))[0] == "b"
 
 
 async def test_what_was_booked_for_somebody_who_leaves_in_that_moment_is_given_back(
-    lines: AdmissionQueues[str], desk: Desk
+    queues: AdmissionQueues[str], desk: Desk
 ) -> None:
     async def attempt(*, place: bool = True) -> str:
         if not place or not desk.free:
@@ -230,32 +235,32 @@ async def test_what_was_booked_for_somebody_who_leaves_in_that_moment_is_given_b
         asyncio.get_running_loop().call_soon(leaver.cancel)  # before the leaver hears of its place
         return "a"
 
-    leaver = asyncio.create_task(lines.admit(M, attempt, 0, 60_000))
+    leaver = asyncio.create_task(queues.admit(M, attempt, 0, 60_000))
     await settle()
-    await free(lines, desk)
+    await free(queues, desk)
     with pytest.raises(asyncio.CancelledError):
         await leaver
     assert desk.abandoned == ["a"]
 
 
-async def test_an_error_is_for_the_one_who_made_it(lines: AdmissionQueues[str], desk: Desk) -> None:
+async def test_an_error_is_for_the_one_who_made_it(queues: AdmissionQueues[str], desk: Desk) -> None:
     async def broken(*, place: bool = True) -> str:
         if not place:
             raise AllBusy
         raise ValueError("broken")
 
-    waiting = come(lines, desk, "a", scope="x")
+    waiting = come(queues, desk, "a", scope="x")
     await settle()
     with pytest.raises(ValueError, match="broken"):
-        await lines.admit(M, broken, 0, 1000, "y")
-    await free(lines, desk)
+        await queues.admit(M, broken, 0, 1000, "y")
+    await free(queues, desk)
     assert (await waiting)[0] == "a"
 
 
 async def test_those_who_wait_hear_that_the_router_stops(desk: Desk) -> None:
     tasks = TaskOwner()
-    lines: AdmissionQueues[str] = AdmissionQueues(tasks, 3, desk.abandon)
-    waiting = come(lines, desk, "a")
+    queues: AdmissionQueues[str] = AdmissionQueues(tasks, 3, desk.abandon)
+    waiting = come(queues, desk, "a")
     await settle()
     await tasks.close()
     with pytest.raises(SluiceError, match="stopping"):
@@ -264,11 +269,11 @@ async def test_those_who_wait_hear_that_the_router_stops(desk: Desk) -> None:
 
 async def test_an_empty_line_leaves_no_task(desk: Desk) -> None:
     tasks = TaskOwner()
-    lines: AdmissionQueues[str] = AdmissionQueues(tasks, 3, desk.abandon)
-    waiting = come(lines, desk, "a")
+    queues: AdmissionQueues[str] = AdmissionQueues(tasks, 3, desk.abandon)
+    waiting = come(queues, desk, "a")
     await settle()
     assert tasks.alive == 1
-    await free(lines, desk)
+    await free(queues, desk)
     await waiting
     await settle()
     assert tasks.alive == 0

@@ -22,11 +22,11 @@ async def nobody(found: int) -> None:
 
 async def test_refused_after_a_wait_in_line() -> None:
     tasks = TaskOwner()
-    lines: AdmissionQueues[int] = AdmissionQueues(tasks, 100, nobody)
+    queues: AdmissionQueues[int] = AdmissionQueues(tasks, 100, nobody)
 
     async def wait() -> None:
         with suppress(AllBusy):
-            await lines.admit("m", refuse, max_wait_ms=20)
+            await queues.admit("m", refuse, max_wait_ms=20)
 
     found = await circles_of(wait, TIMES)
     assert found.total() < TIMES, found

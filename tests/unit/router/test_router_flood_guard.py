@@ -17,7 +17,7 @@ def guard(now: list[float], total_blocks: int = 100, ranks: int = 1) -> FloodGua
 def test_too_many_messages() -> None:
     flood = guard([0.0])
     flood.count(MOST_MESSAGES, 0)
-    with pytest.raises(SluiceError, match="Worker w floods the router") as caught:
+    with pytest.raises(SluiceError, match="Worker w sent too much") as caught:
         flood.count(1, 0)
     assert (caught.value.kind, caught.value.code) == (ErrorKind.OVERLOADED, "flood")
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from services.common.packing import pack_u64
 from services.router.kv_index.events import BlockOp, EventBatch, Kind, Snapshot, Tier, decode_ops, encode_ops
 from services.router.kv_index.index import BlockIndex, Overlap
-from services.router.kv_index.rank_cache import Outcome
+from services.router.kv_index.rank_cache import ApplyResult
 from services.router.workers.worker import WorkerRank
 
 A, B = WorkerRank("a", 0), WorkerRank("b", 0)
@@ -43,14 +43,14 @@ def test_longest_prefix_by_rank() -> None:
 
 def test_duplicates_gaps_and_stale_epochs_change_nothing() -> None:
     index = index_of(A)
-    assert index.apply(A, 1, stored(1, 1)) is Outcome.APPLIED
-    assert index.apply(A, 1, stored(1, 2)) is Outcome.DUPLICATE
-    assert index.apply(A, 1, stored(3, 3)) is Outcome.GAP
-    assert index.apply(A, 2, stored(2, 4)) is Outcome.STALE
-    assert index.apply(B, 1, stored(1, 5)) is Outcome.STALE
+    assert index.apply(A, 1, stored(1, 1)) is ApplyResult.APPLIED
+    assert index.apply(A, 1, stored(1, 2)) is ApplyResult.DUPLICATE
+    assert index.apply(A, 1, stored(3, 3)) is ApplyResult.GAP
+    assert index.apply(A, 2, stored(2, 4)) is ApplyResult.STALE
+    assert index.apply(B, 1, stored(1, 5)) is ApplyResult.STALE
     assert index.match([1]) == {A: Overlap(1)}
     assert index.blocks(A) == 1
-    assert index.apply(A, 1, stored(2, 2)) is Outcome.APPLIED
+    assert index.apply(A, 1, stored(2, 2)) is ApplyResult.APPLIED
 
 
 def test_a_new_epoch_starts_empty_and_the_same_one_keeps() -> None:
@@ -61,14 +61,14 @@ def test_a_new_epoch_starts_empty_and_the_same_one_keeps() -> None:
     index.open(A, 2, 1000)
     assert index.match([1, 2]) == {}
     assert index.distinct_blocks == 0
-    assert index.apply(A, 2, stored(1, 1)) is Outcome.APPLIED
+    assert index.apply(A, 2, stored(1, 1)) is ApplyResult.APPLIED
 
 
 def test_more_blocks_than_the_card_allows_overflow() -> None:
     index = index_of(A, capacity=2)
-    assert index.apply(A, 1, stored(1, 1, 2)) is Outcome.APPLIED
-    assert index.apply(A, 1, stored(2, 1, 2)) is Outcome.APPLIED
-    assert index.apply(A, 1, stored(3, 3)) is Outcome.OVERFLOW
+    assert index.apply(A, 1, stored(1, 1, 2)) is ApplyResult.APPLIED
+    assert index.apply(A, 1, stored(2, 1, 2)) is ApplyResult.APPLIED
+    assert index.apply(A, 1, stored(3, 3)) is ApplyResult.OVERFLOW
     index.drop(A)
     assert index.distinct_blocks == 0
 
@@ -77,12 +77,12 @@ def test_snapshot_replaces_unless_it_is_older() -> None:
     index = index_of(A, B)
     index.apply(B, 1, stored(1, 1))
     index.apply(A, 1, stored(1, 1, 2))
-    assert index.replace(A, 1, Snapshot(0, 5, (pack_u64([1, 7]), b"", b""))) is Outcome.APPLIED
+    assert index.replace(A, 1, Snapshot(0, 5, (pack_u64([1, 7]), b"", b""))) is ApplyResult.APPLIED
     assert index.match([1, 7]) == {A: Overlap(2), B: Overlap(1)}
     assert index.match([1, 2])[A] == Overlap(1)
-    assert index.replace(A, 1, Snapshot(0, 4, (b"", b"", b""))) is Outcome.DUPLICATE
-    assert index.replace(A, 9, Snapshot(0, 9, (b"", b"", b""))) is Outcome.STALE
-    assert index.apply(A, 1, stored(6, 8)) is Outcome.APPLIED
+    assert index.replace(A, 1, Snapshot(0, 4, (b"", b"", b""))) is ApplyResult.DUPLICATE
+    assert index.replace(A, 9, Snapshot(0, 9, (b"", b"", b""))) is ApplyResult.STALE
+    assert index.apply(A, 1, stored(6, 8)) is ApplyResult.APPLIED
 
 
 def test_tiers_continue_the_prefix() -> None:
@@ -148,7 +148,7 @@ def test_tables_equal_what_the_ranks_hold(ops: list[tuple[Kind, Tier, list[int],
         slot = A if first else B
         sequences[slot] += 1
         batch = EventBatch(0, sequences[slot], (BlockOp(kind, tier, pack_u64(hashes)),))
-        assert index.apply(slot, 1, batch) is Outcome.APPLIED
+        assert index.apply(slot, 1, batch) is ApplyResult.APPLIED
         if kind is Kind.STORED:
             model[slot][tier].update(hashes)
         elif kind is Kind.REMOVED:
@@ -158,7 +158,7 @@ def test_tables_equal_what_the_ranks_hold(ops: list[tuple[Kind, Tier, list[int],
     for tier in Tier:
         assert set(index._tables[tier].holders) == model[A][tier] | model[B][tier]
     for slot in (A, B):
-        holding = index.holding(slot)
+        holding = index.cache(slot)
         assert holding is not None
         assert [set(held) for held in holding.tiers] == [model[slot][tier] for tier in Tier]
     index.drop(A)

@@ -62,6 +62,6 @@ async def test_absurd_progress_books_nothing() -> None:
         route = await cluster.ask(prompt("A"), request_id="r")
         before = await cluster.loads()
         with pytest.raises(SluiceError) as caught:
-            await cluster.router.followups.progress({route.reservation_id: 2**32 - 1})
+            await cluster.router.lifecycle.progress({route.reservation_id: 2**32 - 1})
         assert caught.value.kind is ErrorKind.INVALID_ARGUMENT
         assert await cluster.loads() == before

@@ -87,11 +87,11 @@ def holds(router: Router) -> bool:
 async def test_a_replica_that_alone_lost_the_store_for_a_moment_reads_it_anew() -> None:
     store = SharedStore()
     async with routers(store) as (one, two):
-        old, _ = await one.workforce.attach(worker())
-        await two.workforce.attach(worker())
+        old, _ = await one.worker_manager.attach(worker())
+        await two.worker_manager.attach(worker())
         store.lost_answers = 1
         store.reachable.clear()
-        one.workforce.detach(old)  # its reader of the feed never notices a thing
+        one.worker_manager.detach(old)  # its reader of the feed never notices a thing
         await until(lambda: not holds(one))
         store.reachable.set()
         await until(lambda: holds(one))
@@ -101,13 +101,13 @@ async def test_a_replica_that_alone_lost_the_store_for_a_moment_reads_it_anew() 
 async def test_an_answer_that_is_slower_than_the_feed_changes_nothing_any_more() -> None:
     store = SharedStore()
     async with routers(store) as (one, two):
-        old, _ = await one.workforce.attach(worker())
+        old, _ = await one.worker_manager.attach(worker())
         await until(lambda: holds(two))
         store.answering.clear()
-        one.workforce.detach(old)
+        one.worker_manager.detach(old)
         await store.removed.wait()
         await until(lambda: not holds(one))
-        await two.workforce.attach(worker())
+        await two.worker_manager.attach(worker())
         await until(lambda: holds(one))
         store.answering.set()
         await asyncio.sleep(0.05)
@@ -135,7 +135,7 @@ async def test_an_answer_from_before_the_store_was_read_changes_nothing_after() 
     store = SharedStore()
     await store.register(worker(), "s", 60_000)
     view = ModelState(MODEL, registry := Registry())
-    with view.asking("w") as asking:
+    with view.pending_change("w") as pending:
         await view.rebuild(store)
-    assert asking.overtaken
+    assert pending.superseded
     assert registry.get(MODEL, "w") is not None

@@ -21,7 +21,7 @@ from services.router.workers.worker import KV_EVENTS, WorkerRank
 from tests.support.servers.routing import BLOCK, Cluster, prompt, tokens, worker
 
 A, B = WorkerRank("a", 0), WorkerRank("b", 0)
-LIVES = Lifetimes(silent_s=100, bridge_s=2, computing_s=10, most_blocks=50)
+LIVES = Lifetimes(no_events_s=100, bridge_s=2, computing_s=10, most_blocks=50)
 
 
 class Clock:
@@ -41,14 +41,14 @@ class Expected:
         self.requests = 0
 
     def overlap(self, slot: WorkerRank, hashes: Sequence[int], observed: int = 0) -> Overlap:
-        return self.held.added_to({slot: Overlap(observed)} if observed else {}, hashes).get(slot, NO_OVERLAP)
+        return self.held.extend({slot: Overlap(observed)} if observed else {}, hashes).get(slot, NO_OVERLAP)
 
     def send(
         self, slot: WorkerRank, hashes: Sequence[int], silent: bool = False, observed: int = 0, capacity: int = 0
     ) -> str:
         self.requests += 1
         request_id = f"r{self.requests}"
-        self.held.expect(slot, hashes, self.overlap(slot, hashes, observed), request_id, silent, capacity)
+        self.held.add(slot, hashes, self.overlap(slot, hashes, observed), request_id, silent, capacity)
         return request_id
 
 
@@ -90,12 +90,12 @@ def test_a_bridge_ends_soon_after_the_prompt_is_computed(expected: Expected) -> 
     expected.send(A, [1, 2, 3, 4])
     expected.clock.now += 5
     assert expected.overlap(A, [1, 2, 3]) == Overlap(predicted=3, computing=3)
-    expected.held.computed(request_id)
+    expected.held.mark_computed(request_id)
     expected.clock.now += 1.9
     assert expected.overlap(A, [1, 2, 3, 4]) == Overlap(predicted=4, computing=1)
     expected.clock.now += 0.2
     assert expected.overlap(A, [1, 2, 3, 4]) == NO_OVERLAP
-    expected.held.tidy()
+    expected.held.drop_expired()
     assert expected.held.blocks(A) == 1
 
 
@@ -113,36 +113,36 @@ def test_a_bridge_is_not_endless_and_a_silent_rank_is_believed_longer(expected: 
     assert expected.overlap(B, [1, 2, 3, 4]).predicted == 4, "use prolongs"
     expected.clock.now += 20
     assert expected.overlap(B, [1, 2, 3, 4]) == NO_OVERLAP
-    expected.held.tidy()
+    expected.held.drop_expired()
     assert len(expected.held) == expected.held.blocks(A) == expected.held.blocks(B) == 0
 
 
 def test_computed_blocks_are_not_ahead_of_anybody(expected: Expected) -> None:
     request_id = expected.send(A, [1, 2, 3])
-    expected.held.computed(request_id)
+    expected.held.mark_computed(request_id)
     assert expected.overlap(A, [1, 2, 3]) == Overlap(predicted=3)
-    expected.held.computed("nobody")
+    expected.held.mark_computed("nobody")
 
 
 def test_the_end_of_a_request_is_the_end_of_its_bridge_but_not_of_what_a_silent_rank_cached(expected: Expected) -> None:
-    expected.held.over(expected.send(A, [1, 2]))
+    expected.held.end_request(expected.send(A, [1, 2]))
     assert expected.overlap(A, [1, 2]) == NO_OVERLAP
-    expected.held.over(expected.send(A, [1, 2], silent=True))
+    expected.held.end_request(expected.send(A, [1, 2], silent=True))
     assert expected.overlap(A, [1, 2]) == Overlap(predicted=2)
-    expected.held.over(expected.send(A, [1, 2, 3], silent=True), ran=False)
+    expected.held.end_request(expected.send(A, [1, 2, 3], silent=True), ran=False)
     assert expected.overlap(A, [1, 2, 3]) == Overlap(predicted=2), "it never ran"
-    expected.held.over("nobody")
+    expected.held.end_request("nobody")
 
 
 def test_events_take_the_place_of_predictions(expected: Expected) -> None:
     expected.send(A, [1, 2, 3])
     expected.send(A, [1, 2, 13])
-    expected.held.settle(A, {1, 2}.__contains__)
+    expected.held.drop_confirmed(A, {1, 2}.__contains__)
     assert expected.held.blocks(A) == 4
-    expected.held.settle(A, {1, 2, 3}.__contains__)
+    expected.held.drop_confirmed(A, {1, 2, 3}.__contains__)
     assert expected.held.blocks(A) == 1
     assert expected.overlap(A, [1, 2, 13], observed=2) == Overlap(2, predicted=1, computing=1)
-    expected.held.forget(A)
+    expected.held.drop_rank(A)
     assert len(expected.held) == 0
 
 
@@ -192,11 +192,11 @@ def test_it_is_what_a_table_of_blocks_with_expiry_would_say(
         table |= {(slot, block): expected.clock.now + LIVES.computing_s for block in hashes[known:]}
         expected.clock.now += pause
         if tidy:
-            expected.held.tidy()
+            expected.held.drop_expired()
     for slot in (A, B):
         assert expected.overlap(slot, chained(asked)).predicted == depth(slot, chained(asked))
     expected.clock.now += 20
-    expected.held.tidy()
+    expected.held.drop_expired()
     assert len(expected.held) == expected.held.blocks(A) == expected.held.blocks(B) == 0
 
 
@@ -287,5 +287,5 @@ async def test_the_end_of_a_request_that_never_ran_ends_its_prediction() -> None
         for outcome, left in ((Outcome("m:r1", None, 0), 0), (Outcome("m:r2", 0, 5), 3)):
             request_id = outcome.reservation_id.partition(":")[2]
             await cluster.ask(prompt("ABC"), request_id=request_id)
-            await cluster.router.followups.free([outcome.reservation_id], [outcome])
+            await cluster.router.lifecycle.free([outcome.reservation_id], [outcome])
             assert cluster.router.indexes("m")[0].predictions.blocks(WorkerRank("a", 0)) == left

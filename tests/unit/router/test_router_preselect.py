@@ -12,7 +12,7 @@ from services.router.kv_index.index import NO_OVERLAP, Overlap
 from services.router.reservations.cost import CostModel, Load
 from services.router.router import Router
 from services.router.scheduling.policies import Candidate, Demand, kv
-from services.router.scheduling.preselect import LoadSnapshot, nearest
+from services.router.scheduling.preselect import LoadSnapshot, preselect
 from services.router.scheduling.queries import Prompt, Query
 from services.router.store.memory import MemoryStore
 from services.router.workers.worker import Role, Worker, WorkerRank
@@ -33,7 +33,7 @@ def test_no_rank_left_out_is_cheaper_than_one_taken(ranks: list[tuple[int, int]]
         load = Load(*booked.get(slot, (0.0, 0.0)))
         return kv([Candidate(slot, overlaps.get(slot, NO_OVERLAP), 0)], demand, model)[0].cost(load, 2.0)
 
-    taken = nearest(slots, overlaps, samples, booked, 2.0, Random(1), most)
+    taken = preselect(slots, overlaps, samples, booked, 2.0, Random(1), most)
     assert len(taken) == len(set(taken)) == min(most, len(slots))
     left = set(slots) - set(taken)
     assert not left or max(map(cost, taken)) <= min(map(cost, left))
@@ -42,7 +42,7 @@ def test_no_rank_left_out_is_cheaper_than_one_taken(ranks: list[tuple[int, int]]
 def test_equally_cheap_ranks_take_turns() -> None:
     slots = [WorkerRank(f"w{number}", 0) for number in range(MANY)]
     random, samples = Random(1), {NO_OVERLAP: kv([Candidate(slots[0], NO_OVERLAP, 0)], Demand(1), CostModel())[0]}
-    seen = {slot for _ in range(100) for slot in nearest(slots, {}, samples, {}, 1.0, random)}
+    seen = {slot for _ in range(100) for slot in preselect(slots, {}, samples, {}, 1.0, random)}
     assert seen == set(slots)
 
 
@@ -68,7 +68,7 @@ async def crowd() -> Router:
     for number in range(MANY):
         name = f"w{number:03}"
         card = Worker(name, f"{name}:1", 1, "m", Role.AGGREGATED, BLOCK, "sluice-xxh3-v1", 1 << 20, 1, b"")
-        attachment, _ = await router.workforce.attach(card)
+        attachment, _ = await router.worker_manager.attach(card)
         if number == MANY - 1:
             await attachment.handle([stored(1, *range(1, 101))])
     return router

@@ -10,7 +10,7 @@ import pytest
 from services.common.errors import SluiceError, invalid
 from services.router.registration.inbox import Inbox
 from services.router.settings import RouterSettings
-from services.router.workers.registry import Happening, News, Registry
+from services.router.workers.registry import Registry, UpdateKind, WorkerUpdate
 from services.router.workers.worker import Role, Worker, WorkerRank
 
 
@@ -23,7 +23,7 @@ async def test_a_watch_starts_with_who_is_there() -> None:
     registry.up(worker("a"))
     registry.up(worker("b", model="other"))
     watch = registry.watch("m")
-    assert await watch.next() == [News(Happening.UP, worker("a")), News(Happening.SYNCED, None)]
+    assert await watch.next() == [WorkerUpdate(UpdateKind.UP, worker("a")), WorkerUpdate(UpdateKind.SYNCED, None)]
     assert len(await registry.watch().next()) == 3
 
 
@@ -35,7 +35,10 @@ async def test_a_slow_watcher_gets_only_the_latest_of_each_worker() -> None:
         registry.up(worker("a", epoch))
         registry.up(worker("b", epoch))
         registry.down("m", "b", epoch)
-    assert await watch.next() == [News(Happening.UP, worker("a", 999)), News(Happening.DOWN, worker("b", 999))]
+    assert await watch.next() == [
+        WorkerUpdate(UpdateKind.UP, worker("a", 999)),
+        WorkerUpdate(UpdateKind.DOWN, worker("b", 999)),
+    ]
 
 
 async def test_draining_is_said_once() -> None:
@@ -44,7 +47,7 @@ async def test_draining_is_said_once() -> None:
     watch = registry.watch()
     await watch.next()
     registry.drain("m", "a", 1)
-    assert await watch.next() == [News(Happening.DOWN, replace(worker("a"), draining=True))]
+    assert await watch.next() == [WorkerUpdate(UpdateKind.DOWN, replace(worker("a"), draining=True))]
     assert registry.down("m", "a", 1) is not None
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(watch.next(), 0.02)

@@ -21,7 +21,7 @@ from services.router.router import Router
 from services.router.scheduling.decisions import Outcome
 from services.router.store.base import StoredModel, StoreUnavailable
 from services.router.store.memory import MemoryStore
-from services.router.store.store_health import Link
+from services.router.store.store_health import StoreHealth
 from services.router.sync.model_state import ModelState
 from services.router.sync.reservation_manager import ReservationManager
 from services.router.workers.registry import Registry
@@ -99,10 +99,10 @@ async def turns(number: int = 50) -> None:
 
 async def test_two_who_settle_at_once_tell_everything_once() -> None:
     store = HeldStore()
-    bookkeeper = ReservationManager(store, Link(store), Random(1))
+    bookkeeper = ReservationManager(store, StoreHealth(store), Random(1))
     await bookkeeper.select(MODEL, [OFFER], TERMS, {})  # the store is away: booked here
     store.hold("book")
-    settling = [asyncio.create_task(bookkeeper.settle()) for _ in range(2)]  # one tends, the other finds it back again
+    settling = [asyncio.create_task(bookkeeper.replay()) for _ in range(2)]  # one tends, the other finds it back again
     await store.asked.wait()
     store.answering.set()
     await asyncio.gather(*settling)
@@ -113,10 +113,10 @@ async def test_two_who_settle_at_once_tell_everything_once() -> None:
 
 async def test_a_prompt_that_is_computed_while_its_booking_travels_is_no_load_any_more() -> None:
     store = HeldStore()
-    bookkeeper = ReservationManager(store, Link(store), Random(1))
+    bookkeeper = ReservationManager(store, StoreHealth(store), Random(1))
     await bookkeeper.select(MODEL, [OFFER], TERMS, {})
     store.hold("book")
-    settling = asyncio.create_task(bookkeeper.settle())
+    settling = asyncio.create_task(bookkeeper.replay())
     await store.asked.wait()
     assert await bookkeeper.mark_prefill_complete(MODEL, ["r"]) == 0
     store.answering.set()
@@ -127,11 +127,11 @@ async def test_a_prompt_that_is_computed_while_its_booking_travels_is_no_load_an
 
 async def test_a_prompt_is_computed_although_the_store_had_booked_it_unheard() -> None:
     store = HeldStore()
-    bookkeeper = ReservationManager(store, Link(store), Random(1))
+    bookkeeper = ReservationManager(store, StoreHealth(store), Random(1))
     await store.select(MODEL, [OFFER], TERMS)  # its answer was lost
     await bookkeeper.select(MODEL, [OFFER], TERMS, {})
     await bookkeeper.mark_prefill_complete(MODEL, ["r"])
-    await bookkeeper.settle()
+    await bookkeeper.replay()
     load = (await store.pulse(MODEL)).loads[A]
     assert (load.prefill, load.decode, load.requests) == (0, 7, 1)
 
@@ -151,19 +151,19 @@ class Unheard(MemoryStore):
 @pytest.mark.parametrize("again", ["", "there", "away"])
 async def test_who_is_refused_here_after_the_store_booked_it_unheard_is_not_booked(again: str) -> None:
     store = Unheard()
-    link = Link(store)
-    keeping = asyncio.create_task(link.keep(_nothing))
-    await link.wait()
-    bookkeeper = ReservationManager(store, link, Random(1))
+    health = StoreHealth(store)
+    keeping = asyncio.create_task(health.keep(_nothing))
+    await health.wait()
+    bookkeeper = ReservationManager(store, health, Random(1))
     limited = OFFER._replace(limits=Limits(1e6, 1e6, 5))
     with pytest.raises(AllBusy):
         await bookkeeper.select(MODEL, [limited], TERMS, {A: Load(0, 0, 5)})
     store.lost = False
     if again == "there":  # whoever waits in line asks again
-        await link.wait()
+        await health.wait()
     if again:
         await bookkeeper.select(MODEL, [limited], TERMS, {})
-    await bookkeeper.settle()
+    await bookkeeper.replay()
     assert [load.requests for load in (await store.pulse(MODEL)).loads.values()] == ([1] if again else [])
     keeping.cancel()
 
@@ -172,19 +172,19 @@ async def test_who_is_refused_here_after_the_store_booked_it_unheard_is_not_book
 async def test_a_pair_that_another_replica_freed_is_not_booked_when_the_store_returns(settling: bool) -> None:
     store = HeldStore()
     router = Router(store, random=Random(1))
-    router._keeper.view(MODEL)
+    router._synchronizer.view(MODEL)
     for request_id in ("r", prefill_id("r"), "other"):
-        await router._bookkeeper.select(MODEL, [OFFER], replace(TERMS, request_id=request_id), {})
+        await router._reservations.select(MODEL, [OFFER], replace(TERMS, request_id=request_id), {})
     over = Outcome(reservation_id(MODEL, "r", paired=True), 0, 5)
     if settling:
         store.hold("book")
         recovering = asyncio.create_task(router._recover())
         await store.asked.wait()
-        await router.followups.free([], [over])  # as all replicas hear it
+        await router.lifecycle.free([], [over])  # as all replicas hear it
         store.answering.set()
         await recovering
     else:
-        await router.followups.free([], [over])
+        await router.lifecycle.free([], [over])
         await router._recover()
     assert (await store.pulse(MODEL)).loads[A].requests == 1
     await router.close()
@@ -196,12 +196,12 @@ async def test_a_pair_that_another_replica_freed_is_not_booked_when_the_store_re
 async def test_a_worker_that_goes_while_others_are_registered_again_stays_gone() -> None:
     store = HeldStore()
     router = Router(store, random=Random(1))
-    await router.workforce.attach(worker("stays"))
-    gone, _ = await router.workforce.attach(worker("goes"))
+    await router.worker_manager.attach(worker("stays"))
+    gone, _ = await router.worker_manager.attach(worker("goes"))
     store.hold("register")
     recovering = asyncio.create_task(router._recover())
     await store.asked.wait()
-    router.workforce.detach(gone)
+    router.worker_manager.detach(gone)
     await turns()
     store.answering.set()
     await recovering
@@ -212,13 +212,13 @@ async def test_a_worker_that_goes_while_others_are_registered_again_stays_gone()
 async def test_a_worker_that_goes_while_another_is_told_of_is_told_of_too() -> None:
     store = HeldStore()
     router = Router(store, random=Random(1))
-    pair = [(await router.workforce.attach(worker(name)))[0] for name in ("first", "second")]
-    router.workforce.detach(pair[0])
+    pair = [(await router.worker_manager.attach(worker(name)))[0] for name in ("first", "second")]
+    router.worker_manager.detach(pair[0])
     await turns()
     store.hold("remove")
     recovering = asyncio.create_task(router._recover())
     await store.asked.wait()
-    router.workforce.detach(pair[1])
+    router.worker_manager.detach(pair[1])
     await turns()
     store.answering.set()
     await recovering
@@ -229,12 +229,12 @@ async def test_a_worker_that_goes_while_another_is_told_of_is_told_of_too() -> N
 async def test_a_worker_that_goes_while_the_book_is_settled_is_told_of_too() -> None:
     store = HeldStore()
     router = Router(store, random=Random(1))
-    gone, _ = await router.workforce.attach(worker())
-    await router._bookkeeper.select(MODEL, [OFFER], TERMS, {})
+    gone, _ = await router.worker_manager.attach(worker())
+    await router._reservations.select(MODEL, [OFFER], TERMS, {})
     store.hold("book")
     recovering = asyncio.create_task(router._recover())
     await store.asked.wait()
-    router.workforce.detach(gone)
+    router.worker_manager.detach(gone)
     await turns()
     store.answering.set()
     await recovering
@@ -244,10 +244,10 @@ async def test_a_worker_that_goes_while_the_book_is_settled_is_told_of_too() -> 
 
 async def test_a_snapshot_on_its_way_when_the_store_returns_is_taken_as_a_whole() -> None:
     store = MemoryStore()
-    link = Link(store)
-    keeping = asyncio.create_task(link.keep(_nothing))
-    await link.wait()
-    attachment = WorkerStream(worker(), store, link, ModelState(MODEL, Registry(), store.index(MODEL)), 60_000)
+    health = StoreHealth(store)
+    keeping = asyncio.create_task(health.keep(_nothing))
+    await health.wait()
+    attachment = WorkerStream(worker(), store, health, ModelState(MODEL, Registry(), store.index(MODEL)), 60_000)
     await attachment.open()
     await attachment.handle([EventBatch(0, 2, (BlockOp(Kind.STORED, Tier.DEVICE, pack_u64([2])),))])  # 1 was lost
     await attachment.handle([SnapshotChunk(0, 2, Tier.DEVICE, pack_u64([1]), False)])

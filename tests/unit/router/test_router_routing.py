@@ -15,7 +15,7 @@ from services.router.reservations.cost import Load, Offer
 from services.router.reservations.ids import prefill_halves, prefill_id, request_of, reservation_id
 from services.router.reservations.table import Choice, ReservationParams
 from services.router.router import Router
-from services.router.scheduling.policies import Candidate, Demand, Shelf, all_policies, shortlist
+from services.router.scheduling.policies import Candidate, Demand, PolicyRegistry, all_policies, shortlist
 from services.router.store.memory import MemoryStore
 from services.router.workers.worker import Role, WorkerRank
 from tests.support.servers.routing import BLOCK, COST, Cluster, prompt, tokens, worker
@@ -55,7 +55,7 @@ async def test_nothing_stays_booked_on_workers_that_go_while_they_are_chosen() -
     async with Cluster(store=store) as cluster:
         store.router = cluster.router
         await cluster.add(worker("a"), worker("b"))
-        with pytest.raises(SluiceError, match="just gone"):
+        with pytest.raises(SluiceError, match="was removed"):
             await cluster.ask(prompt("ABC"), request_id="r")
     assert (await store.pulse("m")).loads == {}
 
@@ -153,7 +153,7 @@ def test_the_id_of_a_pair_says_so_and_names_the_same_request() -> None:
 
 
 def test_turns_of_models_and_parts_are_not_mixed() -> None:
-    shelf = Shelf(Random(1))
+    shelf = PolicyRegistry(Random(1))
     asked = [("m", "whole"), ("other", "whole"), ("m", "prefill")] * 2
     turns = [shelf.get("round_robin", *one)(CANDIDATES, Demand(1), COST)[0].slot.worker_id for one in asked]
     assert turns == ["a", "a", "a", "b", "b", "b"]

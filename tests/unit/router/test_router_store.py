@@ -27,7 +27,7 @@ from services.router.kv_index.events import (
     WorkerDraining,
     WorkerUp,
 )
-from services.router.kv_index.rank_cache import Outcome
+from services.router.kv_index.rank_cache import ApplyResult
 from services.router.reservations.cost import Limits, Load, Offer
 from services.router.reservations.table import AllBusy, Reservation, ReservationParams
 from services.router.store.base import FellBehind, Lease, Position, Store
@@ -104,7 +104,7 @@ async def held(store: Store, slot: WorkerRank, model: str = M) -> list[list[int]
 
 async def apply(
     store: Store, *batches: EventBatch, epoch: int = 1, capacity: int = 10_000
-) -> list[tuple[Outcome, int]]:
+) -> list[tuple[ApplyResult, int]]:
     return [tuple(each) for each in await store.apply(M, "a", epoch, capacity, batches)]
 
 
@@ -199,8 +199,8 @@ async def test_another_process_starts_anew_whatever_its_epoch(store: Store) -> N
     assert await changes_after(store, position, 2) == [WorkerDown("a", 7), WorkerUp(new)]
     assert await held(store, A) == [[], [], []]
     assert (await store.pulse(M)).loads == {}
-    assert (await apply(store, batch(1, 1), epoch=7))[0][0] is Outcome.STALE
-    assert (await apply(store, batch(1, 1), epoch=3))[0][0] is Outcome.APPLIED
+    assert (await apply(store, batch(1, 1), epoch=7))[0][0] is ApplyResult.STALE
+    assert (await apply(store, batch(1, 1), epoch=3))[0][0] is ApplyResult.APPLIED
 
 
 async def test_models_do_not_mix(store: Store) -> None:
@@ -237,11 +237,11 @@ async def test_the_same_epoch_keeps_blocks_and_says_where_it_is(store: Store) ->
 
 async def test_sequence_rules(store: Store) -> None:
     await store.register(worker(), "s1", 5000)
-    assert await apply(store, batch(1, 1), batch(2, 2)) == [(Outcome.APPLIED, 1), (Outcome.APPLIED, 2)]
-    assert await apply(store, batch(2, 3)) == [(Outcome.DUPLICATE, 2)]
-    assert await apply(store, batch(4, 4)) == [(Outcome.GAP, 2)]
-    assert (await apply(store, batch(3, 5), epoch=2))[0][0] is Outcome.STALE
-    assert (await store.apply(M, "unknown", 1, 10, [batch(1, 1)]))[0].outcome is Outcome.STALE
+    assert await apply(store, batch(1, 1), batch(2, 2)) == [(ApplyResult.APPLIED, 1), (ApplyResult.APPLIED, 2)]
+    assert await apply(store, batch(2, 3)) == [(ApplyResult.DUPLICATE, 2)]
+    assert await apply(store, batch(4, 4)) == [(ApplyResult.GAP, 2)]
+    assert (await apply(store, batch(3, 5), epoch=2))[0][0] is ApplyResult.STALE
+    assert (await store.apply(M, "unknown", 1, 10, [batch(1, 1)]))[0].outcome is ApplyResult.STALE
     assert await held(store, A) == [[1, 2], [], []]
 
 
@@ -258,7 +258,7 @@ async def test_tiers_removal_and_clearing(store: Store) -> None:
 async def test_large_batches(store: Store) -> None:
     await store.register(worker(total_blocks=50_000), "s1", 5000)
     many = range(1, 20_001)
-    assert await apply(store, batch(1, *many), capacity=50_000) == [(Outcome.APPLIED, 1)]
+    assert await apply(store, batch(1, *many), capacity=50_000) == [(ApplyResult.APPLIED, 1)]
     assert await held(store, A) == [list(many), [], []]
     await apply(store, batch(2, *range(1, 15_001), kind=Kind.REMOVED), capacity=50_000)
     assert await held(store, A) == [list(range(15_001, 20_001)), [], []]
@@ -267,23 +267,23 @@ async def test_large_batches(store: Store) -> None:
 async def test_more_blocks_than_the_capacity_overflow(store: Store) -> None:
     await store.register(worker(total_blocks=2), "s1", 5000)
     assert await apply(store, batch(1, 1, 2), batch(2, 2, 1), capacity=2) == [
-        (Outcome.APPLIED, 1),
-        (Outcome.APPLIED, 2),
+        (ApplyResult.APPLIED, 1),
+        (ApplyResult.APPLIED, 2),
     ]
-    assert (await apply(store, batch(3, 3), capacity=2))[0][0] is Outcome.OVERFLOW
+    assert (await apply(store, batch(3, 3), capacity=2))[0][0] is ApplyResult.OVERFLOW
     too_many = Snapshot(0, 9, (pack_u64([1, 2, 3]), b"", b""))
-    assert (await store.replace(M, "a", 1, 2, too_many)).outcome is Outcome.OVERFLOW
+    assert (await store.replace(M, "a", 1, 2, too_many)).outcome is ApplyResult.OVERFLOW
 
 
 async def test_a_snapshot_replaces_unless_it_is_older(store: Store) -> None:
     await store.register(worker(), "s1", 5000)
     await apply(store, batch(1, 1, 2), batch(2, 5, tier=Tier.HOST))
     snapshot = Snapshot(0, 7, (pack_u64([3]), b"", pack_u64([4])))
-    assert await store.replace(M, "a", 1, 10_000, snapshot) == (Outcome.APPLIED, 7)
+    assert await store.replace(M, "a", 1, 10_000, snapshot) == (ApplyResult.APPLIED, 7)
     assert await held(store, A) == [[3], [], [4]]
-    assert await store.replace(M, "a", 1, 10_000, Snapshot(0, 6, (b"", b"", b""))) == (Outcome.DUPLICATE, 7)
-    assert (await store.replace(M, "a", 2, 10_000, snapshot)).outcome is Outcome.STALE
-    assert await apply(store, batch(8, 8)) == [(Outcome.APPLIED, 8)]
+    assert await store.replace(M, "a", 1, 10_000, Snapshot(0, 6, (b"", b"", b""))) == (ApplyResult.DUPLICATE, 7)
+    assert (await store.replace(M, "a", 2, 10_000, snapshot)).outcome is ApplyResult.STALE
+    assert await apply(store, batch(8, 8)) == [(ApplyResult.APPLIED, 8)]
 
 
 async def test_changes_come_in_order_and_say_everything(store: Store) -> None:

@@ -123,7 +123,7 @@ async def test_waiting_requests_are_served_as_others_end_best_priority_first() -
             await cluster.router.free([route.reservation_id])
 
         waiting = [asyncio.create_task(wait(priority)) for priority in (3, 1, 2)]
-        await until(lambda: cluster.router.lines.length("m") == 3)
+        await until(lambda: cluster.router.queues.length("m") == 3)
         await cluster.router.free([running.reservation_id])
         await asyncio.wait_for(asyncio.gather(*waiting), 60)
         assert order == [1, 2, 3]
@@ -135,7 +135,7 @@ async def test_what_other_replicas_free_is_seen_without_being_told() -> None:
         await cluster.add(worker("a"))
         await cluster.ask(prompt("A"), request_id="r0")
         waiting = asyncio.create_task(cluster.ask(prompt("A"), request_id="r1"))
-        await until(lambda: cluster.router.lines.length("m") == 1)
+        await until(lambda: cluster.router.queues.length("m") == 1)
         assert await cluster.router._store.free("m", ["r0"]) == []
         assert (await asyncio.wait_for(waiting, 60)).waited_ms > 0
 
@@ -145,9 +145,9 @@ async def test_a_caller_that_leaves_the_line_leaves_nothing_behind() -> None:
         await cluster.add(worker("a"))
         running = await cluster.ask(prompt("A"), request_id="r0")
         waiting = asyncio.create_task(cluster.ask(prompt("A"), request_id="r1", max_wait_ms=60_000))
-        await until(lambda: cluster.router.lines.length("m") == 1)
+        await until(lambda: cluster.router.queues.length("m") == 1)
         waiting.cancel()
         await asyncio.wait([waiting])
         await cluster.router.free([running.reservation_id])
         assert (await cluster.loads())["a"] == Load()
-        assert cluster.router.lines.length("m") == 0
+        assert cluster.router.queues.length("m") == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.kv_index.tier import Shelf, TierTable
+from services.router.kv_index.tier import RankTierBlocks, TierTable
 
 steps = st.lists(st.tuples(st.booleans(), st.booleans(), st.lists(st.integers(0, 40), max_size=8)), max_size=60)
 
@@ -13,7 +13,7 @@ steps = st.lists(st.tuples(st.booleans(), st.booleans(), st.lists(st.integers(0,
 @given(steps)
 def test_shelves_list_what_a_set_would_hold(steps: list[tuple[bool, bool, list[int]]]) -> None:
     table = TierTable()
-    shelves = [Shelf(table, 1), Shelf(table, 2)]
+    shelves = [RankTierBlocks(table, 1), RankTierBlocks(table, 2)]
     models: list[set[int]] = [set(), set()]
     for first, storing, hashes in steps:
         shelf, model = shelves[first], models[first]
@@ -34,7 +34,7 @@ def test_shelves_list_what_a_set_would_hold(steps: list[tuple[bool, bool, list[i
 
 def test_a_cache_that_turns_over_for_long_keeps_its_logs_short() -> None:
     table = TierTable()
-    shelf = Shelf(table, 1)
+    shelf = RankTierBlocks(table, 1)
     for first in range(0, 100_000, 8):
         shelf.store(range(first, first + 8))
         shelf.remove(range(first - 1_000, first - 992))
@@ -43,7 +43,7 @@ def test_a_cache_that_turns_over_for_long_keeps_its_logs_short() -> None:
 
 
 def test_one_block_stored_and_removed_for_ever_keeps_its_log_short() -> None:
-    shelf = Shelf(TierTable(), 1)
+    shelf = RankTierBlocks(TierTable(), 1)
     for _ in range(50_000):
         shelf.store([7])
         shelf.remove([7])
@@ -55,5 +55,5 @@ def test_one_block_stored_and_removed_for_ever_keeps_its_log_short() -> None:
 def test_equal_masks_are_one_object() -> None:
     table = TierTable()
     for bit in (1 << 90, 1 << 91):
-        Shelf(table, bit).store(range(1_000))
+        RankTierBlocks(table, bit).store(range(1_000))
     assert len({id(mask) for mask in table.holders.values()}) == 1

@@ -1,4 +1,4 @@
-"""The Lua scripts of the Redis store, one atomic step each."""
+"""Lua scripts of the Redis store; each is one atomic operation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib.resources import files
 
 
 class Script:
-    """One script with the common part before it; Redis knows it by `sha`."""
+    """A script prefixed with the common part; Redis caches it by `sha`."""
 
     def __init__(self, name: str) -> None:
         folder = files(__name__)
@@ -17,7 +17,7 @@ class Script:
 
 
 NAMES = (
-    "know",
+    "register_model",
     "models",
     "claim",
     "renew_claim",
@@ -37,7 +37,7 @@ NAMES = (
     "renew_owners",
     "free",
     "session",
-    "remember",
+    "set_session",
     "pulse",
     "sweep",
     "sweep_owners",

@@ -1,4 +1,4 @@
--- ARGV: worker id, epoch, rank, sequence, capacity, operations, feed limit, largest operations passed on
+-- ARGV: worker id, epoch, rank, sequence, capacity, operations, feed limit, largest size of operations in the feed
 -- Returns {outcome, last sequence applied}.
 local id, epoch, rank, sequence = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
 local key = worker_key(id)

@@ -1,4 +1,4 @@
--- ARGV: worker id, rank. Returns {epoch, sequence, hashes per tier, packed}, or nothing.
+-- ARGV: worker id, rank. Returns {epoch, sequence, packed hashes of each tier}, or false.
 local known = redis.call('HMGET', worker_key(ARGV[1]), 'epoch', 'seq:' .. ARGV[2])
 if not known[1] then return false end
 local answer = {known[1], tonumber(known[2] or 0)}

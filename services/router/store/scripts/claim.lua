@@ -1,5 +1,5 @@
--- ARGV: worker id, caller, digest of its lease key ("" for none), epoch (20 digits), proof, session, lease ms. The tag is
--- the prefix. Returns nothing, or {ms that the lease lives, caller, proof} of another process that holds the id.
+-- ARGV: worker id, caller, digest of its lease key ("" for none), epoch (20 digits), proof, session, lease in ms. The tag
+-- is the prefix. Returns false, or {remaining lease in ms, caller, proof} of another process that holds the id.
 local key = claim_key(ARGV[1])
 local held = redis.call('HMGET', key, 'caller', 'key', 'epoch', 'proof', 'session')
 if held[1] and held[5] ~= ARGV[6] then

@@ -1,5 +1,5 @@
--- Put before every script. KEYS[1] is the model's tag, "{prefix:model}": every key of a model starts with it, so all
--- of them live in one hash slot and a script may name them itself. docs/redis.md lists them.
+-- Prefix of every script. KEYS[1] is the model's hash tag, "{prefix:model}". Every key of a model starts with it, so all
+-- of them are in one hash slot and scripts may derive them. docs/redis.md lists the keys.
 local base = KEYS[1]
 local WORKERS = base .. ':workers'
 local CHANGES = base .. ':changes'
@@ -10,7 +10,7 @@ local RESERVATIONS = base .. ':reservations'
 local EXPIRIES = base .. ':expiries'
 local OWNERS = base .. ':owners'
 local OP_HEADER = 6
-local CHUNK = 4000 -- Lua's stack limits how many arguments one call can have
+local CHUNK = 4000 -- Lua's stack limits the number of arguments of a call
 
 local function now_ms()
   local time = redis.call('TIME')
@@ -26,7 +26,7 @@ local function blocks_key(id, epoch, rank, tier)
   return base .. ':blocks:' .. id .. ':' .. epoch .. ':' .. rank .. ':' .. tier
 end
 
--- Appends a change: n numbers changes without holes, so that a follower notices what it missed.
+-- Appends a change. n numbers changes consecutively, so that followers detect missed ones.
 local function feed(limit, kind, id, epoch, ...)
   local n = redis.call('INCR', base .. ':changed')
   redis.call('XADD', CHANGES, 'MAXLEN', '~', limit, '*', 'n', n, 'k', kind, 'w', id, 'e', epoch, ...)
@@ -98,7 +98,7 @@ local function change_set(command, key, blob, from, to)
   end
 end
 
--- Applies encoded operations to a rank's sets; false when a tier holds more than the capacity afterwards.
+-- Applies encoded operations to a rank's sets; returns false if a tier exceeds the capacity.
 local function apply_ops(id, epoch, rank, blob, capacity)
   local at = 1
   while at <= #blob do

@@ -1,6 +1,6 @@
--- ARGV: worker id, slot, most requests it can have, age in ms from which a reservation counts, "1" if no prompt waits
--- there. Of the reservations that count, gives back the oldest beyond the most, and the prefill of the others if no
--- prompt waits. Returns {given back, prompts found computed}.
+-- ARGV: worker id, slot, maximum requests, minimum age of a reservation in ms, "1" if no prompt waits for computation.
+-- Of the reservations of that age, releases the oldest beyond the maximum, and the prefill load of the others if no
+-- prompt waits. Returns {reservations released, prompts found computed}.
 local before, most, marked = now_ms() - ARGV[4], tonumber(ARGV[3]), 0
 local old = {}
 for _, request in ipairs(redis.call('SMEMBERS', booked_key(ARGV[1]))) do

@@ -1,4 +1,4 @@
--- ARGV: request ids that are over. Returns those that are not booked.
+-- ARGV: ids of ended requests. Returns those without reservations.
 local unknown = {}
 for _, request in ipairs(ARGV) do
   local packed = redis.call('HGET', RESERVATIONS, request)

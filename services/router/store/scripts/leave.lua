@@ -1,4 +1,4 @@
--- ARGV: worker id, session, feed limit. Returns 1, or 0 when the session does not own the worker.
+-- ARGV: worker id, session, feed limit. Returns 1, or 0 if the session does not own the worker.
 local key = worker_key(ARGV[1])
 local known = redis.call('HMGET', key, 'session', 'draining', 'epoch')
 if known[1] ~= ARGV[2] then return 0 end

@@ -1,5 +1,5 @@
--- ARGV: name of a new generation, taken when there is none: the keys are new or were lost.
--- Returns {number of the last change, its entry id, {id, epoch, card, draining} per worker, generation}.
+-- ARGV: generation to set if there is none, because the keys are new or were lost.
+-- Returns {number of the last change, its entry id, {id, epoch, card, draining} of each worker, generation}.
 redis.call('SET', base .. ':generation', ARGV[1], 'NX')
 local last = redis.call('XREVRANGE', CHANGES, '+', '-', 'COUNT', 1)
 local workers = {}

@@ -1,4 +1,4 @@
--- ARGV: request ids whose prompts are computed. Returns those that are not booked.
+-- ARGV: ids of requests whose prompts are computed. Returns those without reservations.
 local unknown = {}
 for _, request in ipairs(ARGV) do
   local packed = redis.call('HGET', RESERVATIONS, request)

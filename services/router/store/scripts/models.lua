@@ -1,2 +1,2 @@
--- ARGV: seconds a model stays known. The tag is the prefix. Returns the models registered within that time.
+-- ARGV: lifetime of a model's entry in seconds. The tag is the prefix. Returns the models registered within that time.
 return redis.call('ZRANGEBYSCORE', base .. ':models', math.floor(now_ms() / 1000) - ARGV[1] + 1, '+inf')

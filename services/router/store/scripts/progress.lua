@@ -1,4 +1,4 @@
--- ARGV: request id and its output in thousandths of a block, again and again. Returns the ids that are not booked.
+-- ARGV: pairs of request id and total output in thousandths of a block. Returns the ids without reservations.
 local unknown = {}
 for at = 1, #ARGV, 2 do
   local packed = redis.call('HGET', RESERVATIONS, ARGV[at])

@@ -1,5 +1,5 @@
--- ARGV: worker id, epoch (20 digits), session, ranks, card, lease ms, feed limit, holder
--- Returns {0} when a higher epoch of the same holder is registered, else {1, rank, sequence, ...}.
+-- ARGV: worker id, epoch (20 digits), session, ranks, card, lease in ms, feed limit, holder
+-- Returns {0} if a higher epoch of the same holder is registered, else {1, rank, sequence, ...}.
 local id, epoch, session, ranks, card = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 local key = worker_key(id)
 local known, holder = unpack(redis.call('HMGET', key, 'epoch', 'holder'))

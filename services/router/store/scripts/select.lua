@@ -1,8 +1,8 @@
--- ARGV: request id ("" books nothing), ttl ms, prefill scale, temperature, random number in [0, 1), offers, allowed
--- workers or "*", output, owner ("" for none), its lease ms, "1" when offers have limits, numbers of the offers, then
--- their slots, then the allowed workers. An offer's numbers are 5 doubles (uncached, added, held, prefill and decode to
--- book) and with limits 3 more (prefill, decode, requests from which on the slot takes nothing).
--- Returns {slot, expires ms, 1 when it was booked before}; the slot is "" when all are at their limits.
+-- ARGV: request id ("": no reservation), TTL in ms, prefill scale, temperature, random number in [0, 1), number of offers,
+-- "*" if any worker is allowed, output, owner ("" for none), its lease in ms, "1" if offers have limits, numbers of the
+-- offers, then their slots, then the allowed workers. An offer's numbers are 5 doubles (uncached, added, held, prefill and
+-- decode to reserve), with limits 3 more (prefill, decode and requests at which the slot accepts no more).
+-- Returns {slot, expiry in Unix ms, 1 if it was reserved before}; the slot is "" if all are at their limits.
 local request, scale, temperature = ARGV[1], tonumber(ARGV[3]), tonumber(ARGV[4])
 local offers, first, limited, numbers = tonumber(ARGV[6]), 13, ARGV[11] == '1', ARGV[12]
 local width = limited and 64 or 40

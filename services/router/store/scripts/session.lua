@@ -1,2 +1,2 @@
--- ARGV: session id. Returns the slot its last request went to, or nothing.
+-- ARGV: session id. Returns the slot of its last request, or nil.
 return redis.call('GET', session_key(ARGV[1]))

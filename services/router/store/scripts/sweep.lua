@@ -1,4 +1,4 @@
--- ARGV: most to clear of each, feed limit. Returns how many leases and reservations had expired.
+-- ARGV: maximum to remove of each kind, feed limit. Returns the number of expired leases and reservations.
 local now = now_ms()
 local workers = redis.call('ZRANGEBYSCORE', WORKERS, '-inf', now, 'LIMIT', 0, ARGV[1])
 for _, id in ipairs(workers) do

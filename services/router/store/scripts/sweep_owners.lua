@@ -1,4 +1,4 @@
--- ARGV: most reservations to clear. Clears those of owners whose lease is over; returns how many.
+-- ARGV: maximum reservations to remove. Removes those of owners whose lease expired; returns their number.
 local left = tonumber(ARGV[1])
 for _, owner in ipairs(redis.call('ZRANGEBYSCORE', OWNERS, '-inf', now_ms(), 'LIMIT', 0, left)) do
   for _, request in ipairs(redis.call('SPOP', owned_key(owner), left)) do
