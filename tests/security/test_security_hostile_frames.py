@@ -20,8 +20,8 @@ from tests.support.clients.honest_clients import HonestClients
 from tests.support.fakes.hostile_worker import HostileWorker
 from tests.support.servers.suite import Suite
 
-FRAMES, SLOW_FRAMES = 10_000, 100_000
-FRAMES_A_STEP = 5_000
+FRAMES, SLOW_FRAMES = 4_000, 100_000
+FRAMES_A_STEP = 2_000
 STREAMS = 50
 VICTIMS = 4
 GUESSES = 600

@@ -93,7 +93,12 @@ async def drain(subject: Subject) -> str:
         await stop()
         await _leaves_health(subject)
         while not running.terminals:
-            late = await caller.ask_one(subject.request(max_tokens=1))
+            try:
+                late = await caller.ask_one(subject.request(max_tokens=1))
+            except Broken:
+                if running.terminals:  # the worker stops as soon as its last request has ended
+                    break
+                raise
             if late.reason == REASONS.FINISH_REASON_ERROR:
                 _check_turned_away(late)
                 break
