@@ -44,7 +44,7 @@ histories = st.lists(st.one_of(_caches, _caches, _others), min_size=5, max_size=
 class World:
     """The replicas, the workers and their Redis."""
 
-    shared_redis: RedisServer
+    redis: RedisServer
     replicas: list[Replica] = field(default_factory=list)
     engines: list[Engine] = field(default_factory=list)
     away: bool = False

@@ -359,7 +359,7 @@ async def test_an_engine_that_cannot_keep_tenants_apart_is_refused_or_marked(fol
 
 def test_workers_that_are_left_and_share_their_caches_are_no_fault_of_the_client() -> None:
     entry = WorkerEntry("w", "h:1", 1, "tiny", 16, 4096, 0, frozenset(), 0)
-    request, able_workers = tenant_cache.separated(
+    request, able_workers = tenant_cache.with_tenant_salt(
         asking("r", "Tell me of rivers."),
         [replace(entry, capabilities=frozenset({"cache_salt"})), entry],
         Permit(ALICE_RECORD, "", None, None, salts="auto"),

@@ -9,7 +9,7 @@ from services.common.errors import SluiceError
 from services.common.packing import pack_u64, unpack_u64
 from services.router.kv_index.events import BlockOp, EventBatch, Kind, Tier
 from services.router.registration.stream import WorkerStream
-from services.router.registration.stream_messages import Replies, Report, Said, SnapshotChunk
+from services.router.registration.stream_messages import Replies, Report, SnapshotChunk, WorkerMessage
 from services.router.router import Router, RouterConfig
 from services.router.store.redis import RedisStore
 from services.router.workers.worker import Role, Worker, WorkerRank
@@ -144,7 +144,7 @@ class Engine:
         self.sequences[rank] += 1
         return EventBatch(rank, self.sequences[rank], (BlockOp(kind, tier, pack_u64(hashes)),))
 
-    async def say(self, *said: Said) -> None:
+    async def say(self, *said: WorkerMessage) -> None:
         """Tells its router, and sends the snapshots that it asks for."""
         if self.attachment is None:
             return
