@@ -25,7 +25,7 @@ async def names(router: RouterProcess) -> list[str]:
 
 
 def cut_off(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [getattr(each, "worker", "") for each in caplog.records if "is cut off" in each.message]
+    return [getattr(each, "worker", "") for each in caplog.records if "disconnecting worker" in each.message]
 
 
 async def test_a_worker_that_floods_is_cut_off(caplog: pytest.LogCaptureFixture) -> None:

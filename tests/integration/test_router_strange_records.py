@@ -56,8 +56,8 @@ class Redis:
 
 @pytest.fixture
 def redis(server: RedisServer, tmp_path: Path) -> Redis:
-    redis_store._say_left_out.cache_clear()
-    redis_store._say_unread.cache_clear()
+    redis_store._log_worker_skipped.cache_clear()
+    redis_store._log_change_skipped.cache_clear()
     return Redis(server, tmp_path.name)
 
 
@@ -82,7 +82,7 @@ def known(cluster: Cluster) -> list[str]:
 
 
 def left_out(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [each.getMessage() for each in caplog.records if "left out" in each.getMessage()]
+    return [each.getMessage() for each in caplog.records if "skipping" in each.getMessage()]
 
 
 def card(worker_id: str, **fields: object) -> str:
@@ -170,4 +170,4 @@ async def test_a_report_that_cannot_be_read_is_no_report(redis: Redis, caplog: p
     assert read_report(garbled) == []
     assert used_blocks(garbled) == []
     assert worker_info(worker("a"), garbled).load.running_requests == 0
-    assert sum("is ignored" in each.getMessage() for each in caplog.records) == 1
+    assert sum("ignoring a stored" in each.getMessage() for each in caplog.records) == 1
