@@ -183,7 +183,7 @@ class Walk:
         )
         (_packages(self._home) / "walk.pth").write_text(str(_packages_of_tests()))
         python = self._home / "venv" / "bin" / "python"
-        stand_in = ROOT / "tests" / "support" / "grpcurl.py"
+        stand_in = ROOT / "tests" / "support" / "clients" / "grpcurl.py"
         scripts = {
             "pip": f'exec {shlex.quote(str(python))} -m pip "$@"',
             "grpcurl": f'exec {shlex.quote(sys.executable)} {shlex.quote(str(stand_in))} "$@"',
