@@ -334,7 +334,9 @@ async def test_a_worker_that_sends_nonsense_is_cut_off(
     assert a.ended is not None
     assert a.ended.code() is code
     assert await _gone(router)
-    assert any(getattr(record, "worker", "") == "bad" and "disconnecting worker" in record.message for record in caplog.records)
+    assert any(
+        getattr(record, "worker", "") == "bad" and "disconnecting worker" in record.message for record in caplog.records
+    )
 
 
 async def test_bad_registrations_are_refused(router: RouterProcess) -> None:
