@@ -152,7 +152,7 @@ async def test_a_mistake_of_ours_leaves_nobody_waiting(
         await asyncio.sleep(0)
         raise RuntimeError("a mistake of ours")
 
-    monkeypatch.setattr(client, "_exchange", broken)
+    monkeypatch.setattr(client, "_send", broken)
     first = asyncio.ensure_future(client.run("models", "{t}", 1))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
