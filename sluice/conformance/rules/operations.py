@@ -98,7 +98,7 @@ async def drain(subject: Subject) -> str:
         while not running.terminals:
             try:
                 late = await caller.complete_one(subject.request(max_tokens=1))
-            except Broken:
+            except RuleFailed:
                 if running.terminals:  # the worker stops as soon as its last request has ended
                     break
                 raise
