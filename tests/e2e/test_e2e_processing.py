@@ -112,7 +112,7 @@ def test_native_processing_without_native_code_is_reported_at_the_start_and_for_
     with second_worker(native, "again", folder):
         assert text_of(chat(native, "again"))
         for service in ("preprocess", "postprocess"):
-            until(lambda: lines_with(native, f"{service} ", "brings no code", "model=again", "engine=mock"))  # noqa: B023
+            until(lambda: lines_with(native, f"{service} ", "no processing", "model=again", "engine=mock"))  # noqa: B023
 
 
 @pytest.fixture(scope="module")

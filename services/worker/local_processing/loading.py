@@ -14,7 +14,7 @@ from services.postprocess.parsers.engines import engine_of
 from services.postprocess.streams.factory import CustomParsers, StreamFactory
 from services.postprocess.streams.session import PostSession, SessionLimits
 from services.postprocess.streams.vocabulary_registry import VocabularyRegistry
-from services.preprocess.encoders.options import EncoderOptions
+from services.preprocess.encoders.backend import EncoderOptions
 from services.preprocess.limits import Limits
 from services.preprocess.protocol import TokenizerProtocol
 from services.preprocess.templates.processes import TemplateProcesses

@@ -141,7 +141,7 @@ def test_up_says_which_certificate_is_missing_or_wrong(tmp_path: Path) -> None:
         plan(UpOptions(tls=tmp_path), lambda: 0)
     make(tmp_path, Options())
     (tmp_path / "worker.key").write_bytes((tmp_path / "router.key").read_bytes())
-    with pytest.raises(BadFlag, match=r"worker\.pem and tls-key .* are no certificate with its unencrypted key"):
+    with pytest.raises(BadFlag, match=r"worker\.pem and tls-key .* must be a certificate and its unencrypted key"):
         plan(UpOptions(tls=tmp_path), lambda: 0)
 
 

@@ -67,7 +67,7 @@ def test_clocks(ahead_s: float, state: State) -> None:
 
 @pytest.mark.parametrize(
     ("url", "said"),
-    [("redis://127.0.0.1:1/0", "cannot be asked"), ("http://redis", "no Redis URL")],
+    [("redis://127.0.0.1:1/0", "cannot be asked"), ("http://redis", "not a Redis URL")],
 )
 async def test_a_redis_that_cannot_be_asked(url: str, said: str) -> None:
     (found,) = await redis_checks.examine(url)

@@ -83,7 +83,7 @@ def _encrypted(key: Path) -> None:
         (lambda folder: (folder / "ca.pem").write_text("no certificate"), "ca.pem holds no certificate"),
         (lambda folder: (folder / "ca.pem").write_text(""), "ca.pem holds no certificate"),
         (lambda folder: (folder / "client.key").unlink(), "client.key cannot be read: No such file"),
-        (lambda folder: shutil.copy(folder / "router.key", folder / "client.key"), "no certificate with its"),
+        (lambda folder: shutil.copy(folder / "router.key", folder / "client.key"), "must be a certificate and its"),
         (lambda folder: _encrypted(folder / "client.key"), "unencrypted key"),
     ],
 )
