@@ -110,8 +110,8 @@ async def test_a_broken_engine_is_exit_code_one(site: Path, folder: Path, tmp_pa
     shutil.copytree(site, broken)
     speech = broken / "sluice_parrot" / "speech.py"
     text = speech.read_text()
-    assert "words[: index + 1]" in text
-    speech.write_text(text.replace("words[: index + 1]", "words[: index + 2]"))
+    assert "tokens[: index + 1]" in text
+    speech.write_text(text.replace("tokens[: index + 1]", "tokens[: index + 2]"))
     async with serving(broken, folder) as address:
         report = str(tmp_path / "report.xml")
         code, shown = await sluice(

@@ -203,7 +203,7 @@ def test_native_processing_leaves_a_hub_model_to_its_workers_engine() -> None:
 )
 def test_native_processing_without_native_code_is_noted(engine: str, noted: bool) -> None:
     note = ProcessingFlags(native_framework_processing=True).note(engine)
-    assert (f"the engine {engine} brings no code" in note) is noted
+    assert (f"the engine {engine} has no code" in note) is noted
     assert ProcessingFlags(vllm_processing=True).note(engine) == ""
 
 
