@@ -80,8 +80,8 @@ def _encrypted(key: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (lambda folder: (folder / "ca.pem").write_text("no certificate"), "ca.pem holds no certificate"),
-        (lambda folder: (folder / "ca.pem").write_text(""), "ca.pem holds no certificate"),
+        (lambda folder: (folder / "ca.pem").write_text("no certificate"), "ca.pem contains no certificate"),
+        (lambda folder: (folder / "ca.pem").write_text(""), "ca.pem contains no certificate"),
         (lambda folder: (folder / "client.key").unlink(), "client.key cannot be read: No such file"),
         (lambda folder: shutil.copy(folder / "router.key", folder / "client.key"), "must be a certificate and its"),
         (lambda folder: _encrypted(folder / "client.key"), "unencrypted key"),
