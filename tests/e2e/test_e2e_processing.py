@@ -107,7 +107,7 @@ def test_operators_model_is_loaded_before_the_suite_is_ready(native: Suite) -> N
 def test_native_processing_without_native_code_is_reported_at_the_start_and_for_each_learned_model(
     native: Suite, folder: Path
 ) -> None:
-    (note,) = lines_with(native, "sluice ", "--native-framework-processing", "no processing code")
+    (note,) = lines_with(native, "sluice ", "--native-framework-processing", "has no code for prompts")
     assert native.output.index(note) < native.output.index(*lines_with(native, "ready http"))
     with second_worker(native, "again", folder):
         assert text_of(chat(native, "again"))
