@@ -121,7 +121,7 @@ async def test_a_broken_engine_is_exit_code_one(site: Path, folder: Path, tmp_pa
     assert "Not kept: stop-ids." in shown
     failures = list(ElementTree.parse(report).getroot().iter("failure"))
     assert len(failures) == 1
-    assert "1 tokens came after the stop id." in failures[0].attrib["message"]
+    assert "1 tokens followed the stop id." in failures[0].attrib["message"]
 
 
 def test_the_page_shows_the_code_of_the_example() -> None:
