@@ -69,8 +69,8 @@ class PostprocessServicer:
         raise NotImplementedError('Method not implemented!')
 
     def TokenPieces(self, request, context):
-        """Returns the bytes of single tokens, for callers that show tokens the model did not sample (top_logprobs). They never
-        change while a model is served under its name and can be cached.
+        """Returns the bytes of single tokens, for callers that show tokens other than the sampled ones (top_logprobs). They
+        never change while a model is served under its name and can be cached.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

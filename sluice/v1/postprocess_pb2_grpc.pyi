@@ -36,8 +36,8 @@ class PostprocessStub:
     Parse: _grpc.UnaryUnaryMultiCallable[_postprocess_pb2.ParseRequest, _postprocess_pb2.ParseResponse]
     """Parses a complete token sequence; equals a session that received the same tokens in any split."""
     TokenPieces: _grpc.UnaryUnaryMultiCallable[_postprocess_pb2.TokenPiecesRequest, _postprocess_pb2.TokenPiecesResponse]
-    """Returns the bytes of single tokens, for callers that show tokens the model did not sample (top_logprobs). They never
-    change while a model is served under its name and can be cached.
+    """Returns the bytes of single tokens, for callers that show tokens other than the sampled ones (top_logprobs). They
+    never change while a model is served under its name and can be cached.
     """
 
 @_typing.type_check_only
@@ -48,8 +48,8 @@ class PostprocessAsyncStub(PostprocessStub):
     Parse: _aio.UnaryUnaryMultiCallable[_postprocess_pb2.ParseRequest, _postprocess_pb2.ParseResponse]  # type: ignore[assignment]
     """Parses a complete token sequence; equals a session that received the same tokens in any split."""
     TokenPieces: _aio.UnaryUnaryMultiCallable[_postprocess_pb2.TokenPiecesRequest, _postprocess_pb2.TokenPiecesResponse]  # type: ignore[assignment]
-    """Returns the bytes of single tokens, for callers that show tokens the model did not sample (top_logprobs). They never
-    change while a model is served under its name and can be cached.
+    """Returns the bytes of single tokens, for callers that show tokens other than the sampled ones (top_logprobs). They
+    never change while a model is served under its name and can be cached.
     """
 
 class PostprocessServicer(metaclass=_abc_1.ABCMeta):
@@ -75,8 +75,8 @@ class PostprocessServicer(metaclass=_abc_1.ABCMeta):
         request: _postprocess_pb2.TokenPiecesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_postprocess_pb2.TokenPiecesResponse, _abc.Awaitable[_postprocess_pb2.TokenPiecesResponse]]:
-        """Returns the bytes of single tokens, for callers that show tokens the model did not sample (top_logprobs). They never
-        change while a model is served under its name and can be cached.
+        """Returns the bytes of single tokens, for callers that show tokens other than the sampled ones (top_logprobs). They
+        never change while a model is served under its name and can be cached.
         """
 
 def add_PostprocessServicer_to_server(servicer: PostprocessServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
