@@ -15,7 +15,7 @@ from services.worker.engines.mock.vocabulary import load_vocabulary
 from tests.support.data.tiny_models import build_tiny_model
 from tests.support.servers.survival import asking, staged
 
-EXAMPLES = Path(__file__).parents[2] / "examples" / "hooks"
+EXAMPLES = Path(__file__).parents[2] / "examples" / "plugins"
 PROMPT = "Tell me of rivers."
 
 
