@@ -143,6 +143,8 @@ def test_service_with_trtllm_processing_ends_with_a_sentence(service: str) -> No
         [sys.executable, "-m", f"services.{service}", "--trtllm-processing"], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 2
-    assert done.stderr.startswith(f"python -m services.{service}: --trtllm-processing: TensorRT-LLM's processing code is not supported")
+    assert done.stderr.startswith(
+        f"python -m services.{service}: --trtllm-processing: TensorRT-LLM's processing code is not supported"
+    )
     assert "docs/preprocessing.md" in done.stderr
     assert "Traceback" not in done.stderr
