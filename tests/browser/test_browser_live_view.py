@@ -85,7 +85,7 @@ def test_rates_move_under_load(suite: Suite, open_page: Open) -> None:
     expect(page.locator("path.flow.moving")).to_have_count(0, timeout=15_000)
 
 
-def test_a_chat_streams_and_says_what_it_took(suite: Suite, open_page: Open) -> None:
+def test_streamed_chat_reports_usage(suite: Suite, open_page: Open) -> None:
     page = open_page(suite.url)
     is_live(page)
     page.evaluate(
@@ -108,7 +108,7 @@ def test_a_chat_streams_and_says_what_it_took(suite: Suite, open_page: Open) -> 
     assert page.evaluate("lengths.size") > 3, "the answer came in one piece"
 
 
-def test_a_killed_worker_turns_red_within_three_seconds_and_a_lost_gateway_is_said(open_page: Open) -> None:
+def test_killed_worker_turns_red_within_three_seconds_and_a_lost_gateway_is_shown(open_page: Open) -> None:
     with LooseSuite(Path(DEFAULT_SOURCE), workers=2, postprocess=1) as suite:
         page = open_page(suite.url, quiet=False)  # a browser complains of connections that are refused
         is_live(page)
@@ -125,7 +125,7 @@ def test_a_killed_worker_turns_red_within_three_seconds_and_a_lost_gateway_is_sa
         expect(page.locator("#link")).to_have_text("live", timeout=60_000)
 
 
-def test_with_api_keys_the_page_asks_for_one(tmp_path: Path, open_page: Open) -> None:
+def test_page_of_a_gateway_with_api_keys_requests_one(tmp_path: Path, open_page: Open) -> None:
     shown, record = create("viewer", scopes=["infer", "operate"])
     client, client_record = create("client")
     write(tmp_path / "keys.json", [record, client_record])
@@ -151,7 +151,7 @@ def test_with_api_keys_the_page_asks_for_one(tmp_path: Path, open_page: Open) ->
         expect(page.locator(".said:not(.mine) .facts")).to_contain_text("tokens/s", timeout=20_000)
 
 
-def test_a_question_before_there_is_a_model_is_kept_and_gets_a_word(open_page: Open) -> None:
+def test_route_question_before_a_model_is_served_is_kept_and_explained(open_page: Open) -> None:
     with LooseSuite(Path(DEFAULT_SOURCE), workers=0, postprocess=1) as suite:
         page = open_page(suite.url, quiet=False)  # a browser complains when the suite ends under it
         is_live(page)
@@ -163,7 +163,7 @@ def test_a_question_before_there_is_a_model_is_kept_and_gets_a_word(open_page: O
         expect(page.locator("#question")).to_have_value("Hello")
 
 
-def test_it_can_be_read_and_used_on_a_phone_and_by_keyboard(suite: Suite, open_page: Open) -> None:
+def test_page_on_a_phone_and_by_keyboard_is_readable_and_usable(suite: Suite, open_page: Open) -> None:
     page = open_page(suite.url, width=360, height=740)
     is_live(page)
     assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
@@ -175,7 +175,7 @@ def test_it_can_be_read_and_used_on_a_phone_and_by_keyboard(suite: Suite, open_p
     expect(page.locator("#model")).to_be_focused()
 
 
-def test_who_wants_no_motion_sees_none(suite: Suite, open_page: Open) -> None:
+def test_page_with_reduced_motion_shows_none(suite: Suite, open_page: Open) -> None:
     page = open_page(suite.url, reduced_motion="reduce")
     is_live(page)
     with Load(suite.url, MODEL):
@@ -184,7 +184,7 @@ def test_who_wants_no_motion_sees_none(suite: Suite, open_page: Open) -> None:
         assert moving.evaluate("path => getComputedStyle(path).animationName") == "none"
 
 
-def test_a_page_that_is_open_for_a_day_does_not_grow(suite: Suite, open_page: Open) -> None:
+def test_page_open_for_a_day_does_not_grow(suite: Suite, open_page: Open) -> None:
     page = open_page(suite.url)
     is_live(page)
     sizes = page.evaluate(
@@ -223,7 +223,9 @@ def test_a_page_that_is_open_for_a_day_does_not_grow(suite: Suite, open_page: Op
 @pytest.mark.parametrize(
     ("name", "scheme", "width"), [("light", "light", 1280), ("dark", "dark", 1280), ("narrow", "light", 390)]
 )
-def test_pictures(suite: Suite, open_page: Open, tmp_path: Path, name: str, scheme: str, width: int) -> None:
+def test_pictures_of_the_live_view_are_taken(
+    suite: Suite, open_page: Open, tmp_path: Path, name: str, scheme: str, width: int
+) -> None:
     """With KEEP_IMAGES they replace those in the documentation."""
     folder = IMAGES if os.environ.get("KEEP_IMAGES") else tmp_path
     page = open_page(suite.url, width=width, color_scheme=scheme)

@@ -15,7 +15,7 @@ SCALE = {"preprocess": 2, "router": 2, "postprocess": 2, "worker": 4}
 pytestmark = pytest.mark.compose
 
 
-async def test_one_of_each_serves(plain: Suite) -> None:
+async def test_suite_with_one_of_each_service_serves(plain: Suite) -> None:
     async with ChatLoad(plain.url) as load:
         await load.more(32)
     assert load.failures == []
@@ -32,7 +32,7 @@ async def test_scaling_up_and_down_under_load_fails_no_request(plain: Suite) -> 
     assert [len(plain.containers(name)) for name in SCALE] == [1, 1, 1, 1]
 
 
-async def test_a_restart_of_router_and_redis_heals_by_itself(plain: Suite) -> None:
+async def test_restart_of_router_and_redis_recovers_without_intervention(plain: Suite) -> None:
     plain.compose("restart", "--timeout", "20", "redis", "router")
     plain.up()
     async with ChatLoad(plain.url) as load:
@@ -40,7 +40,7 @@ async def test_a_restart_of_router_and_redis_heals_by_itself(plain: Suite) -> No
     assert load.failures == []
 
 
-def test_redis_asks_for_a_password_and_is_reached_by_the_router_only(plain: Suite) -> None:
+def test_redis_requires_a_password_and_is_reachable_by_the_router_only(plain: Suite) -> None:
     (redis,) = plain.containers("redis")
     (router, *_), (worker, *_) = plain.containers("router"), plain.containers("worker")
     assert "NOAUTH" in plain.execute(redis, "redis-cli", "get", "x")

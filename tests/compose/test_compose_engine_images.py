@@ -41,7 +41,7 @@ def _built(target: str, service: str, engine: str) -> str:
     return name
 
 
-def test_the_profile_renders_with_its_worker_and_without_mock_workers(engine: str) -> None:
+def test_profile_has_its_worker_and_no_mock_workers(engine: str) -> None:
     profile = Suite(("gpu" if engine == "vllm" else f"gpu-{engine}", "observability"))
     services = json.loads(profile.compose("config", "--format", "json"))["services"]
     worker = services[f"worker-{engine}"]
@@ -51,7 +51,7 @@ def test_the_profile_renders_with_its_worker_and_without_mock_workers(engine: st
     assert "prometheus" in services
 
 
-def test_the_engines_code_runs_before_and_after_it_on_the_engines_image(engine: str) -> None:
+def test_processing_with_the_engines_code_runs_on_the_engines_image(engine: str) -> None:
     rendered = json.loads(Suite((f"processing/{engine}",)).compose("config", "--format", "json"))["services"]
     for service in ("preprocess", "postprocess"):
         given = rendered[service]["environment"]
@@ -73,7 +73,7 @@ def _python(image: str, code: str) -> str:
     return done.stdout.strip()
 
 
-def test_the_engines_own_packages_count_and_the_workers_are_found(image: str, engine: str) -> None:
+def test_packages_of_the_engine_are_used_and_the_workers_are_found(image: str, engine: str) -> None:
     code = f"import {engine}, filelock; assert {engine}.OF_THE_ENGINE and filelock.OF_THE_ENGINE; import grpc, uvloop; "
     assert _python(image, code + "print(grpc.__file__)").startswith("/opt/sluice/")
 
@@ -93,14 +93,14 @@ def worker(image: str) -> Iterator[str]:
     _docker("rm", "--force", container)
 
 
-def test_the_worker_of_the_image_serves(worker: str) -> None:
+def test_worker_of_the_image_serves(worker: str) -> None:
     deadline = time.monotonic() + 90
     while _docker("inspect", "--format", "{{.State.Health.Status}}", worker).stdout.strip() != "healthy":
         assert time.monotonic() < deadline, _docker("logs", worker).stderr[-2000:]
         time.sleep(1)
 
 
-def test_an_image_without_its_engine_says_so_in_a_sentence(image: str, engine: str) -> None:
+def test_image_without_its_engine_fails_with_a_message(image: str, engine: str) -> None:
     done = _docker("run", "--rm", *HARDENED, image, timeout_s=120)
     assert done.returncode != 0
     assert engine in done.stderr

@@ -53,7 +53,7 @@ def redis(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     _docker("rm", "--force", name)
 
 
-def test_it_is_ready_by_its_own_probe_and_refuses_everybody_else(redis: tuple[str, Any]) -> None:
+def test_image_is_ready_by_its_own_probe_and_rejects_other_callers(redis: tuple[str, Any]) -> None:
     name, wanted = redis
     deadline = time.monotonic() + 60
     while _docker("exec", name, *wanted["readinessProbe"]["exec"]["command"]).returncode != 0:

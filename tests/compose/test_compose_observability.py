@@ -100,7 +100,7 @@ async def test_every_dashboard_query_has_data_after_a_load(suite: Suite, prometh
     assert load.failures == []
 
 
-def test_the_alert_rules_are_loaded_and_nobody_is_paged_for_a_suite_that_is_well(suite: Suite, prometheus: str) -> None:
+def test_alert_rules_are_loaded_and_none_fires_for_a_healthy_suite(suite: Suite, prometheus: str) -> None:
     groups = get_json(f"{prometheus}/api/v1/rules?type=alert")["data"]["groups"]
     rules = [rule for group in groups for rule in group["rules"]]
     assert rules

@@ -46,7 +46,7 @@ def _until(holds: Callable[[], bool], timeout_s: float = 60) -> None:
         time.sleep(0.5)
 
 
-async def test_the_masters_death_fails_no_request(suite: Suite) -> None:
+async def test_killed_redis_master_fails_no_request(suite: Suite) -> None:
     servers = suite.containers("redis") + suite.containers("redis-replica")
     sentinel = suite.containers("sentinel")[0]
     assert len(servers) == 3
@@ -71,7 +71,7 @@ async def test_the_masters_death_fails_no_request(suite: Suite) -> None:
     assert _role(suite, new) == "master"
 
 
-def test_a_sentinel_that_is_replaced_learns_the_master_from_the_others(suite: Suite) -> None:
+def test_replaced_sentinel_learns_the_master_from_its_peers(suite: Suite) -> None:
     first, *_, last = suite.containers("sentinel")
     master = _master(suite, first)
     _docker("restart", "--time", "5", last)

@@ -69,7 +69,7 @@ async def store(server: tuple[str, str], tmp_path: Path) -> AsyncIterator[Store]
     await made.close()
 
 
-async def test_server_is_the_one_that_is_meant(server: tuple[str, str], store: Store) -> None:
+async def test_server_process_is_the_expected_one(server: tuple[str, str], store: Store) -> None:
     field, version = SERVER[server[0]]
     async with Redis.from_url(server[1]) as client:
         said = await client.info("server")

@@ -18,7 +18,9 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path) -> suite.EngineUnderT
     return ENGINES[request.param](build_servable(tmp_path).model)
 
 
-async def test_a_folder_without_config(engine: suite.EngineUnderTest, tmp_path: Path) -> None:
+async def test_start_with_a_folder_without_config_fails_with_a_message(
+    engine: suite.EngineUnderTest, tmp_path: Path
+) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     said = await suite.refused_start(engine, model=empty)
@@ -33,6 +35,6 @@ async def test_not_enough_memory(engine: suite.EngineUnderTest) -> None:
     assert "memory" in said or (engine.name == "vllm-grpc" and "see its log" in said)
 
 
-async def test_an_option_that_nobody_has(engine: suite.EngineUnderTest) -> None:
+async def test_unknown_engine_option_is_rejected(engine: suite.EngineUnderTest) -> None:
     said = await suite.refused_start(engine, "--", "--tensor-parallel-sise", "2")
     assert "sise" in said or "accepts no" in said or "see its log" in said

@@ -21,7 +21,7 @@ KIT_S = 900
 
 
 @pytest.mark.parametrize("name", ENGINES)
-async def test_the_kit_finds_nothing(name: str, tmp_path: Path) -> None:
+async def test_conformance_kit_finds_no_violation(name: str, tmp_path: Path) -> None:
     folders = build_servable(tmp_path)
     adapters = () if name == "vllm-grpc" else ("--adapters", f"one={folders.adapter}")
     watcher = f"127.0.0.1:{free_port()}"

@@ -92,14 +92,14 @@ def compare(server: Reference, tokenizer: TokenizerProtocol, strategy: st.Search
     return accepted
 
 
-def test_the_engines_own_code_in_our_processes_makes_its_servers_ids(case: Case) -> None:
+def test_engine_code_in_our_processes_produces_the_ids_of_its_server(case: Case) -> None:
     sglang = case.engine == "sglang"
     # SGLang knows add_generation_prompt only where tokens are asked for, not where they are generated.
     strategy = chats().filter(lambda body: "add_generation_prompt" not in body) if sglang else chats()
     assert compare(case.server, case.theirs, strategy) > EXAMPLES / 4
 
 
-def test_our_own_code_makes_the_engines_ids(case: Case) -> None:
+def test_sluice_code_produces_the_ids_of_the_engine(case: Case) -> None:
     sglang = case.engine == "sglang"
     # What engines add of their own to a prompt is theirs to know: SGLang writes more into tools, joins parts with
     # spaces, takes a last message of the assistant's for the user's, and with Tekken leaves out one that is blank.

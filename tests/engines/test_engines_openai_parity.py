@@ -244,7 +244,7 @@ def both(case: Case, ours: str, theirs: str, model: Path) -> tuple[Said, Said, S
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_with_vllms_parsers_our_answer_is_vllms(name: str, native: str, theirs: str, model: Path) -> None:
+def test_output_with_vllm_parsers_equals_that_of_vllm(name: str, native: str, theirs: str, model: Path) -> None:
     streamed, complete, expected = both(CASES[name], native, theirs, model)
     assert streamed == expected
     # vLLM parses a whole answer by other code than a streamed one; ours says the same either way.
@@ -252,7 +252,9 @@ def test_with_vllms_parsers_our_answer_is_vllms(name: str, native: str, theirs: 
 
 
 @pytest.mark.parametrize("name", BUILT_IN_CASES)
-def test_with_our_parsers_only_the_space_around_differs(name: str, built_in: str, theirs: str, model: Path) -> None:
+def test_output_of_sluice_parsers_differs_in_surrounding_space_only(
+    name: str, built_in: str, theirs: str, model: Path
+) -> None:
     def trimmed(said: Said) -> Said:
         return replace(said, content=said.content.strip(), reasoning=said.reasoning.strip())
 

@@ -111,7 +111,7 @@ def cases(engine: str) -> Iterator[tuple[str, str, bool]]:
         yield (name if name in ENGINES[engine].tool else ""), name, True
 
 
-async def test_every_parser_says_what_the_package_says(both: Both) -> None:
+async def test_every_parser_returns_the_output_of_its_package(both: Both) -> None:
     texts = corpus(7, both.markers, CASES)
     wrong, compared, unusable = [], 0, set()
     for tool, reasoning, tools in cases(both.engine):
@@ -142,7 +142,7 @@ async def test_every_parser_says_what_the_package_says(both: Both) -> None:
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_names_are_those_of_the_package(engine: str) -> None:
+def test_parser_names_equal_those_of_the_package(engine: str) -> None:
     script = {
         "vllm": "from vllm.tool_parsers import ToolParserManager as T; from vllm.reasoning import "
         "ReasoningParserManager as R; print(*T.list_registered()); print(*R.list_registered())",
@@ -158,7 +158,7 @@ def test_names_are_those_of_the_package(engine: str) -> None:
     assert {"vllm": (58, 42), "sglang": (44, 36)}[engine] == (len(shipped.tool), len(shipped.reasoning))
 
 
-async def test_a_killed_copy_costs_nobody_anything(both: Both) -> None:
+async def test_killed_replica_fails_no_request(both: Both) -> None:
     name = {"vllm": "hermes", "sglang": "qwen25"}[both.engine]
     options = both.options(name, "", True)
     ids = both.tokenizer.encode(corpus(1, [], 8)[5], add_special_tokens=False).ids
@@ -188,7 +188,7 @@ async def test_a_killed_copy_costs_nobody_anything(both: Both) -> None:
         assert said(stream.events) == expected, "ids of calls included"
 
 
-async def test_only_the_stream_that_makes_it_loop_or_raise_loses_its_parser(both: Both) -> None:
+async def test_parser_that_loops_or_raises_is_lost_for_its_stream_only(both: Both) -> None:
     name = {"vllm": "hermes", "sglang": "qwen25"}[both.engine]
     options = both.options(name, "", True)
     ids = both.tokenizer.encode("some text", add_special_tokens=False).ids
@@ -206,7 +206,7 @@ async def test_only_the_stream_that_makes_it_loop_or_raise_loses_its_parser(both
     assert (said(bad.events).content, said(bad.events).degraded) == ("some text", {"parser_failed"})
 
 
-async def test_mistrals_own_files_are_read_or_give_way(both: Both) -> None:
+async def test_mistral_files_are_used_or_replaced(both: Both) -> None:
     """vLLM reads Tekken's file; SGLang does not, and a parser that was only preferred gives way to the built-in one."""
     library = VocabularyRegistry([ModelSpec("tekken", DEFAULT_SOURCE)], WAIT_S, native=lambda spec: (both.engine,))
     vocabulary = await library.get("tekken")
@@ -214,7 +214,7 @@ async def test_mistrals_own_files_are_read_or_give_way(both: Both) -> None:
     assert vocabulary.parsers.tool == {"vllm": "vllm:mistral", "sglang": "mistral"}[both.engine]
 
 
-async def test_what_does_not_go_together_is_said(both: Both) -> None:
+async def test_incompatible_options_are_rejected_with_a_message(both: Both) -> None:
     with pytest.raises(SluiceError, match="similar names"):
         both.opener.plan(both.options("hermess", "", True), both.vocabulary, "r")
     options = StreamOptions("m", tool_parser=f"{both.engine}:hermes", reasoning_parser="think")

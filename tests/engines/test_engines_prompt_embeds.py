@@ -67,7 +67,7 @@ def ids(answer: dict[str, Any]) -> list[int]:
     return found
 
 
-async def test_the_answer_is_that_of_the_ids(running: ServedModel, fields: dict[str, Any]) -> None:
+async def test_output_for_prompt_embeds_equals_that_for_the_ids(running: ServedModel, fields: dict[str, Any]) -> None:
     expected = await asyncio.gather(*(running.complete(prompt, MADE) for prompt in PROMPTS))
     assert len({tuple(ids(answer)) for answer in expected}) == len(PROMPTS)
     answers = await asyncio.gather(*(ask(running, field) for field in fields["plain"]))
@@ -81,7 +81,7 @@ async def test_the_answer_is_that_of_the_ids(running: ServedModel, fields: dict[
         assert answer["usage"]["total_tokens"] == len(prompt) + MADE
 
 
-async def test_streams_say_the_same(running: ServedModel, fields: dict[str, Any]) -> None:
+async def test_streamed_response_equals_the_non_streamed_one(running: ServedModel, fields: dict[str, Any]) -> None:
     for prompt, field in zip(PROMPTS, fields["plain"], strict=True):
         wanted = await ask(running, field)
         body = {**GREEDY, "prompt": "", "prompt_embeds": field, "max_tokens": MADE, "return_token_ids": True}
@@ -115,12 +115,16 @@ def _cached(answer: dict[str, Any]) -> int:
 
 
 @pytest.mark.parametrize("saved", ["batch", "part", "learnt", "double"])
-async def test_other_ways_to_save_the_same(running: ServedModel, fields: dict[str, Any], saved: str) -> None:
+async def test_prompt_embeds_in_other_file_layouts_are_equal(
+    running: ServedModel, fields: dict[str, Any], saved: str
+) -> None:
     assert ids(await ask(running, fields[saved])) == ids(await running.complete(PROMPTS[0], MADE))
 
 
 @pytest.mark.parametrize("kind", ["half", "bfloat16"])
-async def test_less_precise_numbers(running: ServedModel, fields: dict[str, Any], kind: str) -> None:
+async def test_embeddings_of_lower_precision_are_accepted(
+    running: ServedModel, fields: dict[str, Any], kind: str
+) -> None:
     assert ids(await ask(running, fields[kind])) == ids(await ask(running, fields[f"{kind}_widened"]))
 
 
@@ -134,14 +138,16 @@ async def test_less_precise_numbers(running: ServedModel, fields: dict[str, Any]
     ],
     ids=["logprobs", "choices", "guided", "stopping"],
 )
-async def test_options_beside_them(running: ServedModel, fields: dict[str, Any], options: dict[str, Any]) -> None:
+async def test_options_together_with_prompt_embeds(
+    running: ServedModel, fields: dict[str, Any], options: dict[str, Any]
+) -> None:
     wanted = await running.complete(PROMPTS[0], MADE, **options)
     answer = await ask(running, fields["plain"][0], **options)
     for choice, of_ids in zip(answer["choices"], wanted["choices"], strict=True):
         assert (choice["token_ids"], choice["finish_reason"]) == (of_ids["token_ids"], of_ids["finish_reason"])
 
 
-async def test_penalties_are_for_this_answers_tokens_alone(running: ServedModel, fields: dict[str, Any]) -> None:
+async def test_penalties_count_generated_tokens_only(running: ServedModel, fields: dict[str, Any]) -> None:
     """Not for those of a prompt that was in the same place of the engine's batch before."""
     plain = ids(await ask(running, fields["plain"][0]))
     for penalty in ({"repetition_penalty": 1.5}, {"presence_penalty": 1.0, "frequency_penalty": 1.0}):
@@ -154,7 +160,9 @@ async def test_penalties_are_for_this_answers_tokens_alone(running: ServedModel,
 
 
 @pytest.mark.parametrize("case", REFUSED)
-async def test_what_is_refused(running: ServedModel, fields: dict[str, Any], trap: Path, case: str) -> None:
+async def test_invalid_prompt_embeds_are_rejected(
+    running: ServedModel, fields: dict[str, Any], trap: Path, case: str
+) -> None:
     for stream in (False, True):
         body = {**GREEDY, "prompt_embeds": fields[case], "max_tokens": 4, "stream": stream}
         answer = await running.client.post("/v1/completions", json=body)
@@ -166,7 +174,9 @@ async def test_what_is_refused(running: ServedModel, fields: dict[str, Any], tra
     assert ids(await ask(running, fields["plain"][0])) == ids(await running.complete(PROMPTS[0], MADE))
 
 
-async def test_without_a_worker_that_takes_them(running: ServedModel, fields: dict[str, Any]) -> None:
+async def test_prompt_embeds_without_a_capable_worker_are_rejected(
+    running: ServedModel, fields: dict[str, Any]
+) -> None:
     """The last test of a suite, which has one worker afterwards."""
     await running.idle()
     worker = running.workers["with"].process

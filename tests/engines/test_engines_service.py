@@ -94,7 +94,7 @@ async def test_killed_processes_lose_no_request(stub: preprocess_pb2_grpc.Prepro
     assert all(await asyncio.gather(*calls))
 
 
-async def test_a_hostile_template_is_a_typed_error_and_holds_up_nobody(
+async def test_hostile_template_returns_a_typed_error_and_delays_no_other_request(
     stub: preprocess_pb2_grpc.PreprocessAsyncStub,
 ) -> None:
     expected = (await stub.Tokenize(chat("hi"), timeout=180)).token_ids
@@ -108,7 +108,7 @@ async def test_a_hostile_template_is_a_typed_error_and_holds_up_nobody(
         assert "Traceback" not in error.message
 
 
-async def test_facts_and_special_text_are_the_engines(stub: preprocess_pb2_grpc.PreprocessAsyncStub) -> None:
+async def test_facts_and_special_text_equal_those_of_the_engine(stub: preprocess_pb2_grpc.PreprocessAsyncStub) -> None:
     await stub.Tokenize(chat("hi"), timeout=180)
     (info,) = (await stub.ListModels(pb.ListTokenizersRequest())).models
     facts = tiny_hf().facts

@@ -71,7 +71,7 @@ async def test_salts_separate_caches(worker: suite.RunningWorker) -> None:
     assert (first.cached_tokens, other.cached_tokens, again.cached_tokens) == (0, 0, 64)
 
 
-async def test_a_cleared_cache_is_empty(engine: suite.EngineUnderTest, worker: suite.RunningWorker) -> None:
+async def test_cache_after_clearing_is_empty(engine: suite.EngineUnderTest, worker: suite.RunningWorker) -> None:
     prompt = suite.prompts(1, 80, 80, seed=78)[0]
     await suite.generate(worker, suite.request("clear-1", prompt, 2))
     await worker.idle(engine.quiet_s)
@@ -122,7 +122,7 @@ async def test_constraints(worker: suite.RunningWorker, folders: ServableFolders
         assert decode((await suite.generate(worker, message)).token_ids) in allowed, name
 
 
-async def test_sampling_options_change_what_is_said(worker: suite.RunningWorker) -> None:
+async def test_sampling_options_change_the_output(worker: suite.RunningWorker) -> None:
     prompt = suite.prompts(1, 20, 20, seed=80)[0]
     plain = (await suite.generate(worker, suite.request("s-0", prompt, 60))).token_ids
     forced = common_pb2.SamplingOptions(temperature=0.0, logit_bias={300: 100.0})
@@ -178,7 +178,9 @@ async def test_bad_input(worker: suite.RunningWorker) -> None:
     await suite.bad_input_is_refused_and_serving_goes_on(worker)
 
 
-async def test_500_cancels(engine: suite.EngineUnderTest, worker: suite.RunningWorker) -> None:
+async def test_cancellation_of_500_requests_frees_their_blocks(
+    engine: suite.EngineUnderTest, worker: suite.RunningWorker
+) -> None:
     await suite.random_cancels_leak_nothing(engine, worker)
 
 
@@ -213,7 +215,7 @@ async def test_embeddings(engine: suite.EngineUnderTest, folders: ServableFolder
             await suite.generate(worker, suite.request("none", [20, 21], 2))
 
 
-async def test_a_killed_scheduler_is_noticed(engine: suite.EngineUnderTest) -> None:
+async def test_killed_scheduler_ends_the_worker(engine: suite.EngineUnderTest) -> None:
     def is_scheduler(process: psutil.Process) -> bool:
         return "sglang" in process.name()
 

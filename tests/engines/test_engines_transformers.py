@@ -76,7 +76,9 @@ async def test_adapters(engine: suite.EngineUnderTest, worker: suite.RunningWork
     await suite.adapters_equal_offline(engine, worker, {"one": folders.adapter, "two": folders.second_adapter})
 
 
-async def test_adapters_come_and_go_while_serving(worker: suite.RunningWorker, folders: ServableFolders) -> None:
+async def test_adapters_can_be_loaded_and_unloaded_while_serving(
+    worker: suite.RunningWorker, folders: ServableFolders
+) -> None:
     load, unload = worker_pb2.ControlRequest.ACTION_LOAD_LORA, worker_pb2.ControlRequest.ACTION_UNLOAD_LORA
 
     async def control(action: worker_pb2.ControlRequest.Action.ValueType, **arguments: str) -> None:
@@ -117,7 +119,9 @@ async def test_bad_input(worker: suite.RunningWorker) -> None:
     await suite.bad_input_is_refused_and_serving_goes_on(worker)
 
 
-async def test_500_cancels(engine: suite.EngineUnderTest, worker: suite.RunningWorker) -> None:
+async def test_cancellation_of_500_requests_frees_their_blocks(
+    engine: suite.EngineUnderTest, worker: suite.RunningWorker
+) -> None:
     await suite.random_cancels_leak_nothing(engine, worker)
 
 
@@ -130,7 +134,7 @@ async def test_routing_follows_the_cache(engine: suite.EngineUnderTest, tmp_path
 
 
 @pytest.mark.parametrize("case", ["surface", "events", "sampling", "overflow", "death"])
-async def test_from_inside(engine: suite.EngineUnderTest, case: str) -> None:
+async def test_checks_inside_the_engine_environment_pass(engine: suite.EngineUnderTest, case: str) -> None:
     script = Path(__file__).with_name("inside_transformers.py")
     process = await asyncio.create_subprocess_exec(
         *(engine.python, str(script), str(engine.model), case),
@@ -143,7 +147,7 @@ async def test_from_inside(engine: suite.EngineUnderTest, case: str) -> None:
     assert said.decode().strip().endswith("ok"), errors.decode()[-4000:]
 
 
-async def test_what_cannot_be_served_is_one_sentence(
+async def test_model_that_cannot_be_served_fails_with_one_message(
     engine: suite.EngineUnderTest, folders: ServableFolders, tmp_path: Path
 ) -> None:
     assert "no option 'devise'" in await suite.refused_start(engine, "--engine-args", "devise=cpu")

@@ -56,5 +56,5 @@ async def test_events_reach_the_router(engine: suite.EngineUnderTest, tmp_path: 
     await vllm_cases.events_reach_the_router_and_routing_follows(engine, tmp_path)
 
 
-async def test_death_of_the_engine(engine: suite.EngineUnderTest) -> None:
+async def test_engine_that_dies_ends_its_requests_with_a_typed_error(engine: suite.EngineUnderTest) -> None:
     await suite.killed_helper_is_noticed(engine, lambda child: "EngineCore" in " ".join(child.cmdline()))

@@ -87,7 +87,7 @@ def of_mock(asked: list[tuple[list[int], int]], said: list[list[int]]) -> list[d
     return seen
 
 
-def test_the_mocks_cache_is_vllms(tmp_path: Path) -> None:
+def test_cache_of_the_mock_equals_that_of_vllm(tmp_path: Path) -> None:
     asked = workload(seed=5)
     theirs = of_vllm(build_servable(tmp_path).model, asked)
     ours = of_mock(asked, [answer["tokens"] for answer in theirs])

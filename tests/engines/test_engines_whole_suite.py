@@ -69,7 +69,7 @@ async def expected(running: ServedModel, asked: list[list[int]]) -> list[dict[st
     return outputs
 
 
-async def test_greedy_output_is_the_engines_own(
+async def test_greedy_output_equals_that_of_the_engine(
     running: ServedModel, asked: list[list[int]], expected: list[dict[str, Any]], decode: Any
 ) -> None:
     answers = await asyncio.gather(*(running.complete(prompt, 24) for prompt in [*asked[:6], TEXT]))
@@ -86,7 +86,7 @@ async def test_greedy_output_is_the_engines_own(
     assert said["choices"][0]["message"]["content"] == decode(expected[-1]["token_ids"])
 
 
-async def test_the_second_request_reports_cached_tokens_and_goes_where_they_are(running: ServedModel) -> None:
+async def test_second_request_reports_cached_tokens_and_is_routed_to_them(running: ServedModel) -> None:
     size = (await running.workers["a"].info()).card.block_size
     for seed in (90, 91):
         prompt = suite.prompts(1, 4 * size + 5, 4 * size + 5, seed=seed)[0]
@@ -103,7 +103,7 @@ def _cached(answer: dict[str, Any]) -> int:
     return found
 
 
-async def test_log_probabilities_are_the_engines_own(
+async def test_log_probabilities_equal_those_of_the_engine(
     running: ServedModel, asked: list[list[int]], expected: list[dict[str, Any]]
 ) -> None:
     theirs = expected[0]
@@ -124,7 +124,7 @@ async def test_guided_json_follows_its_schema(running: ServedModel) -> None:
     assert document["warm"] in (True, False)
 
 
-async def test_clients_that_leave_free_the_engines_blocks(running: ServedModel) -> None:
+async def test_disconnected_clients_free_the_engines_blocks(running: ServedModel) -> None:
     source = random.Random(7)
 
     async def leave(prompt: list[int]) -> None:
@@ -145,7 +145,7 @@ async def test_clients_that_leave_free_the_engines_blocks(running: ServedModel) 
     assert len((await running.complete([20, 21, 22], 4))["choices"][0]["token_ids"]) == 4
 
 
-async def test_bad_input_is_refused_and_serving_goes_on(running: ServedModel) -> None:
+async def test_bad_input_is_rejected_and_serving_continues(running: ServedModel) -> None:
     card = (await running.workers["a"].info()).card
     for status, more in (
         (400, {"prompt": [card.vocab_size + 3]}),
@@ -160,7 +160,7 @@ async def test_bad_input_is_refused_and_serving_goes_on(running: ServedModel) ->
     assert len((await running.complete([20, 21], 3))["choices"][0]["token_ids"]) == 3
 
 
-async def test_a_killed_engine_leaves_discovery_and_its_requests_hear_a_typed_error(running: ServedModel) -> None:
+async def test_killed_engine_leaves_discovery_and_its_requests_end_with_a_typed_error(running: ServedModel) -> None:
     """The last test of a suite, which has no workers afterwards."""
     await running.idle()
     assert await running.known() == {"a", "b"}
@@ -204,7 +204,7 @@ async def _streamed(running: ServedModel, prompt: list[int]) -> tuple[int, dict[
 
 
 @pytest.mark.parametrize("name", ENGINES)
-async def test_embeddings_are_the_engines_own(name: str, folders: ServableFolders) -> None:
+async def test_embeddings_equal_those_of_the_engine(name: str, folders: ServableFolders) -> None:
     engine = ENGINES[name](folders.embedder)
     asked = suite.prompts(4, seed=31)
     reference = await suite.offline(engine, {"prompts": asked, "max_tokens": 1, "embed": True})
@@ -216,7 +216,9 @@ async def test_embeddings_are_the_engines_own(name: str, folders: ServableFolder
 
 
 @pytest.mark.parametrize("name", ["vllm", "vllm-grpc"])
-async def test_a_prefill_and_a_decode_worker_answer_as_one(name: str, folders: ServableFolders, tmp_path: Path) -> None:
+async def test_prefill_and_decode_pair_equals_an_aggregated_worker(
+    name: str, folders: ServableFolders, tmp_path: Path
+) -> None:
     """With vLLM's file connector, the only one that works on a CPU; the gateway is told to accept nothing less."""
     engine = ENGINES[name](folders.model)
     # vllm serve --grpc warms up with prompts of its own, and its engine dies of them while this connector is on.

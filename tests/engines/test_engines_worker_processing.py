@@ -63,7 +63,7 @@ def _engines_own(engine: suite.EngineUnderTest, model: Path) -> Iterator[Tokeniz
         yield theirs
 
 
-async def test_the_card_proves_the_prompts(worker: Running) -> None:
+async def test_card_has_the_fingerprint_of_the_prompts(worker: Running) -> None:
     started, engine, model = worker
     card = (await started.info()).card
     assert {"text", "messages", "text_out"} <= set(card.capabilities)
@@ -75,7 +75,7 @@ async def test_the_card_proves_the_prompts(worker: Running) -> None:
     assert len(answered) > 8
 
 
-async def test_a_chat_becomes_text(worker: Running) -> None:
+async def test_chat_with_engine_prompts_returns_text(worker: Running) -> None:
     started, _, model = worker
     ours = load_tokenizer(ModelSpec("tiny", str(model)), limits())
     request = worker_pb2.GenerateRequest(
